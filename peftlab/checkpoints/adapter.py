@@ -1,0 +1,200 @@
+"""Adapter directories: the trained part of a model, and nothing else.
+
+A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``. LoRA's is peft's own format, so
+that peft and its consumers read it; the other methods name the parameters as the model does. The header of
+the safetensors file says, under ``peftlab``, which method and which base model it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from peftlab.checkpoints.base import describe
+from peftlab.checkpoints.formats import from_peft_config, from_peft_key, to_peft_config, to_peft_key
+from peftlab.errors import PeftlabError, nearest
+from peftlab.files import read_json, replacing, write_json
+from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.lora import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as read from disk.
+
+    Attributes:
+        config: the method's configuration.
+        tensors: the trained tensors, named as the injected model's parameters.
+        base: what identifies the base model (``describe``); empty for a foreign adapter.
+        base_reference: the base model's reference, if the adapter names one.
+    """
+
+    config: MethodConfig
+    tensors: dict[str, Tensor]
+    base: dict[str, Any] = field(default_factory=dict)
+    base_reference: str | None = None
+
+
+def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = None) -> Path:
+    """Write the adapter of an injected model to ``directory`` and return it.
+
+    Args:
+        base: reference of the base model to record; default: where the model was loaded from.
+
+    Raises:
+        PeftlabError: nothing is injected, or the model lies on the meta device.
+    """
+    directory = Path(directory)
+    held = injection(model)
+    tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
+    on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    if on_meta:
+        raise PeftlabError(f"{on_meta} lies on the meta device and has no values to save")
+    reference = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    header = {"method": held.config.model_dump(), "base": describe(model), "base_model_name_or_path": reference}
+    if isinstance(held.config, LoraConfig):
+        config = to_peft_config(model, held, reference)
+        tensors = {to_peft_key(name): tensor for name, tensor in tensors.items()}
+    else:
+        config = {"library": "peftlab", **header}
+    with replacing(directory / WEIGHTS_FILE) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", "peftlab": json.dumps(header, default=str)})
+        os.chmod(temporary, 0o644)
+    write_json(directory / CONFIG_FILE, json.loads(json.dumps(config, default=str)))
+    return directory
+
+
+def read_adapter(directory: str | Path) -> Adapter:
+    """Read an adapter directory of ours or of peft's.
+
+    Raises:
+        PeftlabError: a file is missing or damaged, a key is unknown, or a tensor is not finite.
+    """
+    directory = Path(directory)
+    if (directory / "adapter" / CONFIG_FILE).exists():
+        directory = directory / "adapter"
+    if not (directory / CONFIG_FILE).exists():
+        raise PeftlabError(f"{directory}: no adapter here (there is no {CONFIG_FILE})")
+    raw = read_json(directory / CONFIG_FILE)
+    tensors, header = _read_tensors(directory / WEIGHTS_FILE)
+    ours = json.loads(header.get("peftlab", "{}"))
+    if "peft_type" in raw:
+        tensors = {from_peft_key(key, directory / WEIGHTS_FILE): tensor for key, tensor in tensors.items()}
+        config = from_peft_config(raw, tensors, directory / CONFIG_FILE)
+    else:
+        config = _our_config(raw, directory / CONFIG_FILE)
+    reference = raw.get("base_model_name_or_path")
+    return Adapter(config, tensors, ours.get("base", {}), reference)
+
+
+def load_adapter(model: ModelT, directory: str | Path) -> ModelT:
+    """Inject the adapter in ``directory`` into a base model, or swap it into a model injected alike.
+
+    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once.
+
+    Raises:
+        PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one.
+    """
+    adapter = read_adapter(directory)
+    if adapter.base:
+        _same_base(model, adapter.base, directory)
+    fresh = not is_injected(model)
+    if fresh:
+        inject(model, adapter.config)
+    try:
+        fill(model, adapter.tensors, source=str(directory))
+    except PeftlabError:
+        if fresh:
+            remove(model)
+        raise
+    return model
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change."""
+    parameters = trainable_parameters(model)
+    unused = sorted(set(tensors) - set(parameters))
+    unfilled = sorted(set(parameters) - set(tensors))
+    if unused or unfilled:
+        raise PeftlabError(
+            f"{source} does not fit this model.\n"
+            f"  in the file, not in the model ({len(unused)}): {_some(unused, unfilled)}\n"
+            f"  in the model, not in the file ({len(unfilled)}): {_some(unfilled, unused)}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name].shape:
+            raise PeftlabError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def _some(names: list[str], others: list[str], n: int = 5) -> str:
+    if not names:
+        return "none"
+    shown = []
+    for name in names[:n]:
+        close = nearest(name, others, n=1)
+        shown.append(f"{name} (nearest: {close[0]})" if close else name)
+    return ", ".join(shown) + (f", and {len(names) - n} more" if len(names) > n else "")
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    tensor = parameter.detach()
+    if hasattr(tensor, "full_tensor"):  # sharded (DTensor)
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous() if not tensor.is_meta else tensor
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            header = file.metadata() or {}
+    except FileNotFoundError:
+        raise PeftlabError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise PeftlabError(f"{path}: damaged ({error})") from None
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise PeftlabError(f"{path}: {key} holds NaN or infinity")
+    return tensors, header
+
+
+def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
+    method = raw.get("method")
+    if not isinstance(method, dict) or method.get("name") not in METHODS:
+        raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab's (no known method)")
+    try:
+        return _config_from(method)
+    except PeftlabError as error:
+        raise PeftlabError(f"{path}: {error}") from None
+
+
+def _config_from(method: dict[str, Any]) -> MethodConfig:
+    return make_config(method["name"], **method)
+
+
+def _same_base(model: nn.Module, base: dict[str, Any], source: str | Path) -> None:
+    here = describe(model)
+    differ = [key for key in ("architecture", "model_type", "vocab_size") if base.get(key) != here[key]]
+    if differ:
+        lines = "\n".join(f"  {key}: adapter {base.get(key)}, model {here[key]}" for key in differ)
+        raise PeftlabError(f"{source} belongs to another base model:\n{lines}")

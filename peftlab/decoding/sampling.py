@@ -1,0 +1,100 @@
+"""From logits to probabilities to tokens; the one place where decoding meets chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peftlab.errors import PeftlabError
+
+
+def probabilities(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Return the distribution that is sampled from: softmax(logits / temperature), cut to top-k, then to top-p.
+
+    Target and draft both go through this function, with the same settings: verification is exact only if q is
+    the distribution the draft was sampled from, and its output then follows the p computed here.
+
+    Args:
+        logits: [..., V], any float dtype; a masked token has logit -inf and gets probability 0.
+        temperature: 0 gives a one-hot at the largest logit, the lowest index among equals.
+        top_k: keep the k most probable tokens, exactly k of them: the lowest indices win a tie.
+        top_p: of what top-k left (renormalised), keep the fewest most probable tokens whose mass reaches top_p.
+
+    Returns:
+        [..., V], rows sum to 1; float32, or float64 for float64 logits.
+
+    Raises:
+        PeftlabError: a negative temperature, ``top_k < 1``, ``top_p`` outside (0, 1], or a cut that
+            temperature 0 would ignore.
+    """
+    _check_settings(temperature, top_k, top_p)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    cut_p = top_p is not None and top_p < 1
+    if top_k is None and not cut_p:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ordered[..., top_k:] = 0
+    if cut_p:
+        mass_before = ordered.cumsum(-1) - ordered
+        ordered = ordered.where(mass_before < top_p * ordered.sum(-1, keepdim=True), 0)
+    ordered = ordered / ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered)
+
+
+def _check_settings(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not temperature >= 0:
+        raise PeftlabError(f"temperature: {temperature} is not a number >= 0")
+    if top_k is not None and top_k < 1:
+        raise PeftlabError(f"top_k: {top_k} keeps no token; give 1 or more, or None for all")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise PeftlabError(f"top_p: {top_p} lies outside (0, 1]")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise PeftlabError("temperature: 0 is greedy and ignores top_k and top_p; leave them out")
+
+
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw one index a row, [..., V] -> [...], by a race of exponential clocks: argmax(p / E), E ~ Exp(1).
+
+    Rows need not sum to 1. An index of probability 0 is never drawn from a row that has any mass.
+
+    Args:
+        probs: [..., V], not negative.
+        generator: on the device of ``probs``.
+    """
+    clocks = torch.empty_like(probs).exponential_(generator=generator)
+    # A clock of exactly 0 would make 0 / 0 of an impossible index.
+    return (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Chance:
+    """The randomness of a verification: coins and draws, and nothing else.
+
+    Verification decides only through these two methods, so a subclass that branches on every coin and draw
+    computes a scheme's exact output distribution from the very code that runs.
+
+    Attributes:
+        generator: on the device of the probabilities; None is torch's global one.
+    """
+
+    generator: torch.Generator | None = None
+
+    def coin(self, probability: Tensor) -> Tensor:
+        """Return booleans [...], each True with its probability [...]: never at 0, always at 1."""
+        uniform = torch.rand(
+            probability.shape, generator=self.generator, dtype=probability.dtype, device=probability.device
+        )
+        return uniform < probability
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """Return one index a row: [..., V] -> [...]."""
+        return sample(probs, self.generator)

@@ -1,0 +1,26 @@
+"""The one kind of error a user is meant to read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PeftlabError(Exception):
+    """A mistake in a recipe, a file or a call, told in one message.
+
+    The message names the file, key or module at fault, the reason, and the nearest right spelling where
+    there is one. The command line prints it without a traceback and exits with status 2.
+    """
+
+
+def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:
+    """Return up to ``n`` of ``candidates`` spelled most like ``name``, best first, case ignored."""
+    by_lower = {c.lower(): c for c in candidates}
+    return [by_lower[m] for m in difflib.get_close_matches(name.lower(), by_lower, n=n, cutoff=0.5)]
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or an empty string."""
+    matches = nearest(name, candidates, n=1)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""

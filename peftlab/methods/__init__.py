@@ -1,0 +1,31 @@
+"""What is put into a model: one file a method, and the table that lists them."""
+
+from peftlab.methods.injection import (
+    count_parameters,
+    disabled,
+    inject,
+    inject_lora,
+    injection,
+    is_injected,
+    make_config,
+    merge,
+    print_trainable_parameters,
+    remove,
+    trainable_parameters,
+)
+from peftlab.methods.table import METHODS
+
+__all__ = [
+    "METHODS",
+    "count_parameters",
+    "disabled",
+    "inject",
+    "inject_lora",
+    "injection",
+    "is_injected",
+    "make_config",
+    "merge",
+    "print_trainable_parameters",
+    "remove",
+    "trainable_parameters",
+]

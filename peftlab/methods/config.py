@@ -1,0 +1,20 @@
+"""What every method's configuration has in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MethodConfig(BaseModel):
+    """Base of the method configurations, told apart by ``name`` in a recipe.
+
+    Unknown keys are refused and a configuration cannot change after it was made.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    modules_to_save: list[str] | None = Field(
+        None,
+        description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
+    )

@@ -1,0 +1,220 @@
+"""Injecting a method into a model, and taking it out again: switched off, removed, or folded in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.plan import Adapted, release
+from peftlab.methods.table import METHODS
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_ATTRIBUTE = "peftlab_injection"
+
+
+@dataclass
+class Injection:
+    """What was done to a model; kept on it, so that it is copied and pickled along.
+
+    Attributes:
+        config: the method's configuration.
+        replaced: names of the leaves that were exchanged.
+        originals: the starting values of parameters that are trained in place, on the CPU.
+        was_trainable: names of all parameters that required a gradient before.
+    """
+
+    config: MethodConfig
+    replaced: list[str]
+    originals: dict[str, Tensor]
+    was_trainable: list[str]
+
+
+def inject(model: ModelT, config: MethodConfig) -> ModelT:
+    """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
+
+    The model keeps its class, its forward and the names of its parameters. Injection is all or nothing: on
+    an error the model is as it was. A model on the meta device is planned and counted like any other.
+
+    Raises:
+        PeftlabError: the model holds an injection already, a pattern matches nothing, or nothing would train.
+    """
+    if is_injected(model):
+        raise PeftlabError(
+            f"the model holds a {injection(model).config.name} injection already; "
+            "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
+        )
+    plan = METHODS[config.name].plan(model, config)
+    if not plan.replace and not plan.train:
+        raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
+    parameters = dict(model.named_parameters())
+    adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
+    originals = {name: parameters[name].detach().to("cpu", copy=True) for name in plan.train}
+    was_trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    # Nothing above has touched the model; nothing below can fail.
+    model.requires_grad_(False)
+    for name in plan.train:
+        parameters[name].requires_grad_(True)
+    for name, module in adapted.items():
+        _exchange(model, name, module)
+    setattr(model, _ATTRIBUTE, Injection(config, list(adapted), originals, was_trainable))
+    return model
+
+
+def inject_lora(
+    model: ModelT,
+    r: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    target_modules: list[str] | str | None = None,
+    **options: Any,
+) -> ModelT:
+    """Put LoRA (arXiv 2106.09685) into ``model`` in place and return it: h = W0·x + (α/r)·B·A·x.
+
+    Only A, B and the task head (where the model has one) require a gradient afterwards.
+
+    Args:
+        r: rank. lora_alpha: α. lora_dropout: dropout on the low-rank branch.
+        target_modules: name suffixes, one full-match regular expression, or ``"all-linear"``; None for the
+            architecture's query and value projections.
+        options: the other fields of ``peftlab.LoraConfig``.
+
+    Raises:
+        PeftlabError: a value out of range, a target that matches nothing, or a model injected already.
+    """
+    return inject(
+        model,
+        make_config(
+            "lora",
+            r=r,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            target_modules=target_modules,
+            **options,
+        ),
+    )
+
+
+def make_config(method: str, /, **fields: Any) -> MethodConfig:
+    """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
+    kind = METHODS[method].config
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        hint = did_you_mean(key, kind.model_fields) if first["type"] == "extra_forbidden" else ""
+        reason = "unknown field" if hint or first["type"] == "extra_forbidden" else first["msg"]
+        raise PeftlabError(f"{method}: {key}: {reason}{hint}") from None
+
+
+def is_injected(model: nn.Module) -> bool:
+    """Whether ``model`` holds an injection."""
+    return hasattr(model, _ATTRIBUTE)
+
+
+def injection(model: nn.Module) -> Injection:
+    """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
+    if not is_injected(model):
+        raise PeftlabError(f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first")
+    return getattr(model, _ATTRIBUTE)
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter: exactly the parameters that require a gradient, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return (trainable, all) parameter counts; shared parameters count once."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+
+
+def print_trainable_parameters(model: nn.Module) -> None:
+    """Print trainable and total parameter counts and their ratio on one line."""
+    trainable, total = count_parameters(model)
+    print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Within the block ``model`` computes what the base model does; parameters trained in place too."""
+    held = injection(model)
+    leaves = [module for module in model.modules() if isinstance(module, Adapted)]
+    trained = _swap(model, held.originals)
+    for leaf in leaves:
+        leaf.enabled = False
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.enabled = True
+        _swap(model, trained)
+
+
+def remove(model: ModelT) -> ModelT:
+    """Take the injection out in place and for good: the base model again, bit for bit."""
+    held = injection(model)
+    _swap(model, held.originals)
+    for name in held.replaced:
+        _exchange(model, name, release(model.get_submodule(name)))
+    return _forget(model, held)
+
+
+def merge(model: ModelT) -> ModelT:
+    """Fold the injection into the model's own weights in place and for good.
+
+    W0 becomes W0 + (α/r)·B·A, product and sum in fp32 and rounded once to W0's dtype; parameters trained in
+    place stay as trained. The model is a plain one afterwards, at the base model's speed.
+
+    Raises:
+        PeftlabError: the method has no linear fold.
+    """
+    held = injection(model)
+    if not METHODS[held.config.name].folds:
+        raise PeftlabError(
+            f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
+        )
+    for name in held.replaced:
+        leaf = model.get_submodule(name)
+        assert isinstance(leaf, Adapted)
+        with torch.no_grad():
+            for key, folded in leaf.fold().items():
+                leaf.get_parameter(key).copy_(folded)
+        _exchange(model, name, release(leaf))
+    return _forget(model, held)
+
+
+def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Set parameters to ``values`` and return what they were, on the CPU."""
+    before = {}
+    with torch.no_grad():
+        for name, value in values.items():
+            parameter = model.get_parameter(name)
+            before[name] = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(value)
+    return before
+
+
+def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put ``module`` in place of the one called ``name``, under every name that one has."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for child_name, child in list(parent._modules.items()):
+            if child is old:
+                parent._modules[child_name] = module
+
+
+def _forget(model: ModelT, held: Injection) -> ModelT:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in held.was_trainable)
+    delattr(model, _ATTRIBUTE)
+    return model

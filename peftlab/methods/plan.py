@@ -1,0 +1,64 @@
+"""A method's plan for a model, and how a leaf module is exchanged for its adapted form and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass
+class Plan:
+    """What a method would change in a model, decided before anything is touched.
+
+    Attributes:
+        replace: name of a leaf module to the function that makes its replacement. The function shares the
+            leaf's parameters and must not change the leaf.
+        train: names of parameters the model has already that are to be trained.
+    """
+
+    replace: dict[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    train: list[str] = field(default_factory=list)
+
+
+class Adapted:
+    """Marks an adapted leaf: a subclass of ``base_class`` that computes what its base does and adds to it.
+
+    Parameters keep the names they had in the base leaf, so state-dict keys, optimiser groups and weight tying
+    go on working. ``enabled`` switches the addition off (``peftlab.disabled``).
+    """
+
+    base_class: type[nn.Module]
+    added: tuple[str, ...] = ()
+    enabled: bool = True
+
+    def fold(self) -> dict[str, Any]:
+        """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
+        raise NotImplementedError
+
+
+def adopt(cls: type[ModuleT], module: nn.Module) -> ModuleT:
+    """Return a ``cls`` that shares ``module``'s parameters, buffers, hooks and attributes.
+
+    The two have separate registries: what is registered on one afterwards does not show on the other.
+    """
+    new = cls.__new__(cls)
+    state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
+    vars(new).update(state)
+    return new
+
+
+def release(module: nn.Module) -> nn.Module:
+    """Return the plain base leaf of an adapted one: the same parameters, the method's own ones left out."""
+    assert isinstance(module, Adapted)
+    plain = adopt(module.base_class, module)
+    for name in module.added:
+        plain._parameters.pop(name, None)
+        plain._modules.pop(name, None)
+        vars(plain).pop(name, None)
+    vars(plain).pop("enabled", None)
+    return plain

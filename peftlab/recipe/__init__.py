@@ -1,0 +1,1 @@
+"""What a person writes: the schema, YAML with file and line in every complaint, overrides, shipped recipes."""

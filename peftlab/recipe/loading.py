@@ -1,0 +1,102 @@
+"""From a recipe file and overrides to a validated recipe, and back to text."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedSeq
+
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.recipe import library
+from peftlab.recipe.problems import explain
+from peftlab.recipe.schema import KINDS, Recipe
+from peftlab.recipe.source import override, read_source
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe, apply ``overrides`` in order and validate the result.
+
+    Args:
+        name: a file, or the short name of a shipped recipe (``glue/cola-lora``); a file wins.
+        overrides: ``train.lr=1e-4`` (the value is YAML 1.2), ``~data.path`` to remove a key,
+            ``method=lora`` for ``method={name: lora}``.
+
+    Raises:
+        PeftlabError: with every problem found, a line each, beginning with ``FILE:LINE:`` or
+            ``override '...':``.
+    """
+    path = recipe_file(name)
+    source = read_source(path, _shown(path))
+    for turn, text in enumerate(overrides, start=1):
+        override(source, text, turn)
+    kind = source.data.get("kind", next(iter(KINDS)))
+    recipe = None
+    if isinstance(kind, str) and kind in KINDS:
+        try:
+            # Strict in JSON's sense: lists become tuples, but no text becomes a number.
+            recipe = KINDS[kind].model_validate_json(json.dumps(source.data), strict=True)
+        except ValidationError as error:
+            explain(KINDS[kind], source, error)
+    else:
+        hint = did_you_mean(str(kind), KINDS)
+        source.complain(("kind",), f"kind: unknown kind {kind!r}{hint}; one of {', '.join(KINDS)}")
+    if recipe is None or source.problems:
+        raise PeftlabError("\n".join(map(str, sorted(source.problems))))
+    return recipe
+
+
+def dump_recipe(recipe: Recipe, header: str = "") -> str:
+    """Return ``recipe`` with all its defaults as YAML text that loads to an equal recipe.
+
+    Args:
+        recipe: any kind of recipe.
+        header: lines to put above it as comments.
+    """
+    yaml = YAML()
+    yaml.width = 2**20
+    out = io.StringIO()
+    yaml.dump(_in_flow_style(recipe.model_dump(mode="json")), out)
+    return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + out.getvalue()
+
+
+def recipe_file(name: str | Path) -> Path:
+    """Return the file that ``name`` means: itself, or a shipped recipe's.
+
+    Raises:
+        PeftlabError: there is neither; the nearest files and shipped recipes are named.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    short = str(name).removesuffix(".yaml")
+    if short in library.files():
+        return library.find(short)
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*.yaml"))) or "none"
+        raise PeftlabError(f"{name} is a directory, not a recipe; recipes in it: {inside}")
+    beside = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = did_you_mean(str(name), [*beside, *library.files()])
+    raise PeftlabError(f"{name}: no such file and no shipped recipe of that name{hint}")
+
+
+def _shown(path: Path) -> str:
+    """``path`` as one would type it here: relative if it lies below the working directory."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+def _in_flow_style(value: Any) -> Any:
+    """Mappings in block style, lists in brackets, the way recipes are written."""
+    if isinstance(value, dict):
+        return {key: _in_flow_style(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        items = CommentedSeq(map(_in_flow_style, value))
+        items.fa.set_flow_style()
+        return items
+    return value

@@ -1,0 +1,162 @@
+"""What the schema refused, in words a person can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from peftlab.errors import did_you_mean
+from peftlab.recipe.source import Keys, Source, dotted
+from peftlab.recipe.suggestions import meant, suggest
+from peftlab.recipe.wording import alternatives, describe, literals, sections
+
+_OLD_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> None:
+    """Note on ``source`` every complaint of ``error``, raised when ``recipe`` validated ``source.data``."""
+    seen = set()
+    for item in error.errors(include_url=False):
+        if item["type"] == "recipe_problems":
+            for at, reason in item["ctx"]["problems"]:
+                source.complain(at, f"{dotted(at)}: {reason}")
+            continue
+        keys, text = _sentence(recipe, source, item)
+        field_keys, _ = _field_at(recipe, source.data, keys)
+        # The branches of a union fail one by one, at one field: one complaint.
+        if (field_keys or keys) not in seen:
+            seen.add(field_keys or keys)
+            source.complain(keys, f"{dotted(field_keys or keys)}: {text}" if keys else text)
+
+
+def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) -> tuple[Keys, str]:
+    kind = item["type"]
+    location = item["loc"]
+    keys = _data_keys(location, source.data)
+    if kind == "missing":
+        keys = (*_data_keys(location[:-1], source.data), location[-1])
+    if kind == "value_error":
+        return keys, str(item["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return keys, _unknown_key(recipe, source, keys)
+    field_keys, field = _field_at(recipe, source.data, keys)
+    if field is None:
+        return keys, item["msg"]
+    if kind == "missing":
+        return keys, f"missing; {field.description or describe(field)}"
+    options = sections(field)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = str(field.discriminator)
+        name = _value_at(source.data, keys).get(tag)
+        listing = f"one of {', '.join(options)}"
+        known = isinstance(name, str)
+        text = (
+            f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; {listing}" if known else listing
+        )
+        return (*keys, tag), text if tag in _value_at(source.data, keys) else f"missing; {listing}"
+    value = _value_at(source.data, field_keys)
+    if options:
+        hint = f" (write {{name: {value}}})" if field.discriminator and isinstance(value, str) else ""
+        return keys, f"expected keys below it, got {_shown(value)}{hint}"
+    return keys, f"expected {describe(field)}, got {_shown(value)}{_value_hint(field, value)}"
+
+
+def _value_hint(field: FieldInfo, value: Any) -> str:
+    kinds = alternatives(field.annotation)
+    if isinstance(value, str):
+        near = did_you_mean(value, literals(field.annotation))
+        if not near and bool in kinds and value.lower() in _OLD_BOOLEANS:
+            near = f" (did you mean {_OLD_BOOLEANS[value.lower()]}?)"
+        if not near and list[str] in kinds:
+            near = f" (did you mean [{value}]?)"
+        return near
+    if str in kinds and isinstance(value, (bool, int, float)):
+        return " (put it in quotes)"
+    return ""
+
+
+def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
+    *above, key = map(str, keys)
+    valid = dict(_all_sections(recipe, source.data))
+    here = valid.get(".".join(above), {})
+    method = (source.data.get("method") or {}) if above == ["method"] else {}
+    if method and source.place(("method", "name")).rank and not source.place(keys).rank:
+        name = method.get("name")
+        return f"no key of method {name}; remove it by '~{dotted(keys)}', or write 'method={{name: {name}}}'"
+    if meant(key, here):
+        return f"unknown key{suggest(key, here)}"
+    for section, fields in valid.items():
+        if found := meant(key, fields):
+            place = f"'{section}.{found}'" if section else f"{found!r} at the top level"
+            return f"unknown key (did you mean {place}?)"
+    if method:
+        owners = [
+            name
+            for name, model in sections(recipe.model_fields["method"]).items()
+            if key in model.model_fields
+        ]
+        if owners:
+            return f"unknown key; it belongs to method {' or '.join(owners)}, not {method.get('name')}"
+    return f"unknown key{suggest(key, here) or '; keys here: ' + ', '.join(here)}"
+
+
+def _all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str, FieldInfo]]]:
+    """Every section's dotted name and fields, the top level (``""``) first, as ``data`` has chosen them."""
+    found: list[tuple[str, dict[str, FieldInfo]]] = [("", recipe.model_fields)]
+    for name, field in recipe.model_fields.items():
+        model = _section(field, data.get(name))
+        if model:
+            found.append((name, model.model_fields))
+    return found
+
+
+def _section(field: FieldInfo, value: Any) -> type[BaseModel] | None:
+    """The model that checks ``value`` in ``field``, None if the field holds no section or its tag is unknown."""
+    models = sections(field)
+    if not field.discriminator:
+        return models.get("")
+    tag = value.get(field.discriminator) if isinstance(value, dict) else None
+    return models.get(tag) if isinstance(tag, str) else next(iter(models.values()), None)
+
+
+def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, FieldInfo | None]:
+    """The deepest field on the way of ``keys``, and the keys up to it."""
+    model: type[BaseModel] | None = recipe
+    found: tuple[Keys, FieldInfo | None] = ((), None)
+    for depth, key in enumerate(keys, start=1):
+        if model is None or key not in model.model_fields:
+            # Below a section this is a key nobody knows; below a plain field, an element of its value.
+            return found if model is None else (keys[:depth], None)
+        field = model.model_fields[str(key)]
+        found = (keys[:depth], field)
+        data = data.get(key) if isinstance(data, dict) else None
+        model = _section(field, data)
+    return found
+
+
+def _data_keys(location: tuple[str | int, ...], data: Any) -> Keys:
+    """Pydantic's location without the tags of union branches, which are no keys of the data."""
+    keys: list[str | int] = []
+    for step in location:
+        inside = (
+            step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
+        )
+        if inside:
+            data = data[step]
+            keys.append(step)
+    return tuple(keys)
+
+
+def _value_at(data: Any, keys: Keys) -> Any:
+    for key in keys:
+        data = data[key]
+    return data
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

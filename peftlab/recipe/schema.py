@@ -1,0 +1,183 @@
+"""The recipe: everything that determines a run, frozen and validated before anything is loaded."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from peftlab.errors import PeftlabError
+from peftlab.methods import METHODS
+from peftlab.methods.config import MethodConfig
+from peftlab.tasks.table import find_task
+
+
+class Section(BaseModel):
+    """Base of every recipe section: unknown keys are refused and values cannot change later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Bins = dict[str, tuple[float | None, float | None]] | None
+
+
+class DataConfig(Section):
+    """Where the examples come from."""
+
+    path: str | None = Field(
+        None,
+        description="GLUE: null for the hub (nyu-mll/glue) or a directory in GLUE's TSV layout. Own task: a "
+        "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
+        "package:NAME/path.",
+    )
+    text: list[str] | None = Field(
+        None,
+        min_length=1,
+        max_length=2,
+        description="Own task: the text column, or the two columns of a pair.",
+    )
+    label: str | None = Field(None, description="Own task: the column with the label (class name or number).")
+    bins: Bins = Field(
+        None,
+        min_length=2,
+        description="Own classification task: make classes from a numeric label column. Class name to "
+        "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
+    )
+    validation: int | float | None = Field(
+        None,
+        gt=0,
+        description="Own task in one file: examples (integer) or share (below 1) held out for validation.",
+    )
+    split_seed: int = Field(0, ge=0, description="Seed of that held-out split; independent of train.seed.")
+    max_train_examples: int | None = Field(
+        None, ge=1, description="Use only this many training examples, drawn with split_seed."
+    )
+
+    @field_validator("validation")
+    @classmethod
+    def _count_or_share(cls, value: int | float | None) -> int | float | None:
+        if isinstance(value, float) and value >= 1:
+            raise ValueError(f"a share is below 1 and a number of examples is whole, got {value}")
+        return value
+
+    @field_validator("bins")
+    @classmethod
+    def _disjoint(cls, bins: Bins) -> Bins:
+        spans = sorted(
+            (-inf if low is None else low, inf if high is None else high, name)
+            for name, (low, high) in (bins or {}).items()
+        )
+        for low, high, name in spans:
+            if low > high:
+                raise ValueError(f"{name}: its lowest value is above its highest")
+        for (_, high, one), (low, _, other) in pairwise(spans):
+            if low <= high:
+                raise ValueError(f"{one} and {other} overlap (both ends of a bin belong to it)")
+        return bins
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(Section):
+    """How the loop runs."""
+
+    epochs: float = Field(3, gt=0, description="Passes over the training set.")
+    max_steps: int | None = Field(None, ge=1, description="Optimiser steps; overrides epochs.")
+    batch_size: int = Field(
+        32,
+        ge=1,
+        description="Examples per optimiser step over all processes and accumulation steps (global batch).",
+    )
+    eval_batch_size: int = Field(64, ge=1, description="Examples per evaluation batch and process.")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="Parts each global batch is split into to save memory; the result is the same."
+    )
+    max_length: int = Field(128, ge=2, description="Tokens an example is truncated to.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    scheduler: Literal["linear", "cosine", "constant"] = Field("linear", description="Decay after warm-up.")
+    warmup: float = Field(0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Gradient norm clipping; null for none.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Mixed precision of the forward.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward.")
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: every epoch.")
+    early_stopping: int | None = Field(
+        None, ge=1, description="Stop after this many evaluations without a better score."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept beside the best one.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        [], description="Trackers beside metrics.jsonl."
+    )
+    seed: int = Field(0, ge=0, description="Seed of initialisation, data order and dropout.")
+
+
+if TYPE_CHECKING:
+    AnyMethod = MethodConfig
+else:
+    AnyMethod = Union[tuple(method.config for method in METHODS.values())]  # noqa: UP007
+
+
+class FinetuneRecipe(Section):
+    """Finetune ``model`` on ``task`` by ``method``."""
+
+    kind: Literal["finetune"] = "finetune"
+    model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
+    revision: str | None = Field(None, description="Git revision of a hub model.")
+    trust_remote_code: bool = Field(False, description="Run Python code that the model repository ships.")
+    task: str = Field(description="glue/NAME, text/classification or text/regression.")
+    data: DataConfig = DataConfig()
+    method: AnyMethod = Field(default_factory=METHODS["lora"].config, discriminator="name")
+    train: TrainConfig = TrainConfig()
+    merge: bool | None = Field(
+        None, description="Write merged/: true, false, or null for wherever the method has a linear fold."
+    )
+    output_dir: str = Field(description="The run directory.")
+
+    @field_validator("task")
+    @classmethod
+    def _trainable(cls, name: str) -> str:
+        try:
+            task = find_task(name)
+        except PeftlabError as error:
+            raise ValueError(str(error)) from None
+        if not task.trainable:
+            raise ValueError(f"{name} has no training split; it can only be predicted")
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FinetuneRecipe:
+        own = not find_task(self.task).glue
+        given = {
+            name
+            for name in ("path", "text", "label", "bins", "validation")
+            if getattr(self.data, name) is not None
+        }
+        if own:
+            problems = {
+                name: f"missing; task {self.task} needs it" for name in {"path", "text", "label"} - given
+            }
+        else:
+            reason = f"belongs to one's own task (text/...); {self.task} has its own columns and splits"
+            problems = dict.fromkeys(given - {"path"}, reason)
+        if own and self.data.bins and self.task != "text/classification":
+            problems["bins"] = "makes classes, which only task text/classification has"
+        if problems:
+            listing = "; ".join(f"data.{name}: {problems[name]}" for name in sorted(problems))
+            places = [(("data", name), reason) for name, reason in problems.items()]
+            raise PydanticCustomError(
+                "recipe_problems", "{listing}", {"listing": listing, "problems": places}
+            )
+        return self
+
+
+KINDS: dict[str, type[FinetuneRecipe]] = {"finetune": FinetuneRecipe}
+"""The kinds of recipe by ``kind:``; a recipe that does not say is the first."""
+
+Recipe = FinetuneRecipe
+"""Any kind of recipe."""

@@ -1,0 +1,230 @@
+"""A recipe's text: YAML 1.2 as plain values, where each of them was written, and overrides upon them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from peftlab.errors import PeftlabError
+from peftlab.recipe.suggestions import suggest
+
+Keys = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_TYPED = {_TAG + name for name in ("null", "bool", "int", "float")}
+# YAML 1.2 has no dates, merge keys or default values: what reads like one of them is text.
+_TEXT = {_TAG + name for name in ("str", "timestamp", "merge", "value")}
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where something was written: an override (``rank`` is its turn from 1) or a line of a file (``rank`` 0)."""
+
+    rank: int
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One complaint, one line of the final message; problems sort in the order a reader would fix them."""
+
+    place: Place
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+@dataclass
+class Source:
+    """A recipe as written.
+
+    Attributes:
+        data: plain values: dictionaries with text keys, lists, text, numbers, booleans, ``None``.
+        places: where the value at each path of keys was written; ``()`` is the document.
+        problems: what is wrong so far.
+    """
+
+    data: Any
+    places: dict[Keys, Place]
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, keys: Keys) -> Place:
+        """Return where ``keys`` was written, or the nearest section above it that was."""
+        while keys not in self.places:
+            keys = keys[:-1]
+        return self.places[keys]
+
+    def complain(self, keys: Keys, text: str) -> None:
+        """Note a problem at the place of ``keys``."""
+        self.problems.append(Problem(self.place(keys), text))
+
+
+def dotted(keys: Iterable[str | int]) -> str:
+    """Spell a path of keys as an override does: ``train.lr``."""
+    return ".".join(map(str, keys))
+
+
+def read_source(path: Path, shown: str) -> Source:
+    """Read the recipe file ``path``, called ``shown`` in messages; its top level is a mapping.
+
+    Raises:
+        PeftlabError: not UTF-8, not YAML, empty, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PeftlabError(f"{shown}: cannot be read as UTF-8 text ({error})") from None
+    source = parse(text, lambda line: Place(0, line, shown))
+    if source.data is None:
+        raise PeftlabError(f"{shown}: the recipe is empty")
+    if not isinstance(source.data, dict):
+        raise PeftlabError(
+            f"{shown}: a recipe is a mapping of keys such as model and task, not {source.data!r:.60}"
+        )
+    return source
+
+
+def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
+    """Parse one YAML 1.2 document that stands at the keys ``at`` of a recipe.
+
+    ``place`` makes a Place of a line number (0 for the whole document). Duplicate keys and foreign tags are
+    noted as problems.
+
+    Raises:
+        PeftlabError: the text is not one YAML document.
+    """
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        root = yaml.compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        raise PeftlabError(f"{place(mark.line + 1 if mark else 0)}: not valid YAML: {reason}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PeftlabError(f"{place(line)}: not valid YAML: character {error.character!r}") from None
+    except YAMLError as error:
+        raise PeftlabError(f"{place(0)}: not valid YAML: {error}") from None
+    source = Source(None, {at: place(0)})
+
+    def scalar(node: ScalarNode) -> Any:
+        if node.tag in _TEXT:
+            return node.value
+        try:
+            value = yaml.constructor.construct_object(node)
+        except (ValueError, KeyError, YAMLError):
+            return node.value
+        # No setting is infinite: left as text, it is refused as what was written.
+        return node.value if isinstance(value, float) and not math.isfinite(value) else value
+
+    def mapping(node: MappingNode, keys: Keys, above: tuple[Node, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            here = place(key_node.start_mark.line + 1)
+            if not isinstance(key_node, ScalarNode):
+                source.problems.append(Problem(here, "a key is one word, not a list or a mapping"))
+            elif key_node.value in values:
+                first = source.places[(*keys, key_node.value)]
+                text = f"{dotted((*keys, key_node.value))}: duplicate key"
+                text += f", first on line {first.line}" if first.line else ""
+                source.problems.append(Problem(here, text))
+            else:
+                inner = (*keys, key_node.value)
+                source.places[inner] = here
+                values[key_node.value] = value(value_node, inner, above)
+        return values
+
+    def value(node: Node, keys: Keys, above: tuple[Node, ...]) -> Any:
+        if node in above:
+            source.complain(keys, f"{dotted(keys)}: an alias stands inside what it names")
+        elif isinstance(node, MappingNode) and node.tag == _TAG + "map":
+            return mapping(node, keys, (*above, node))
+        elif isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
+            for index, item in enumerate(node.value):
+                source.places[(*keys, index)] = place(item.start_mark.line + 1)
+            return [value(item, (*keys, i), (*above, node)) for i, item in enumerate(node.value)]
+        elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
+            return scalar(node)
+        else:
+            source.complain(
+                keys, f"{dotted(keys)}: the tag {str(node.tag).replace(_TAG, '!!')} means nothing here"
+            )
+        return None
+
+    if root is not None:
+        source.data = value(root, at, ())
+    return source
+
+
+def override(source: Source, text: str, turn: int = 1) -> None:
+    """Apply ``a.b=VALUE`` (VALUE is YAML) or ``~a.b`` (remove the key) to ``source``; mistakes are noted there.
+
+    ``method=lora`` is short for ``method={name: lora}``.
+    """
+    place = Place(turn, 0, f"override {text!r}")
+    removing = text.startswith("~")
+    name, equals, value_text = (text[1:], "=", "") if removing else text.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not equals or not all(keys):
+        source.problems.append(
+            Problem(place, "write key=value, section.key=value, or ~section.key to remove one")
+        )
+        return
+    section = source.data
+    for depth, key in enumerate(keys[:-1], start=1):
+        if section.get(key) is None and not removing:
+            section[key] = {}
+            source.places[keys[:depth]] = place
+        inner = section.get(key)
+        if not isinstance(inner, dict):
+            reason = "no such key" + suggest(key, section) if inner is None else "has no keys below it"
+            source.problems.append(Problem(place, f"{dotted(keys[:depth])}: {reason}"))
+            return
+        section = inner
+    if removing:
+        _remove(source, section, keys, place)
+    else:
+        _set(source, section, keys, place, value_text)
+
+
+def _remove(source: Source, section: dict[str, Any], keys: Keys, place: Place) -> None:
+    if keys[-1] not in section:
+        text = f"{dotted(keys)}: no such key to remove{suggest(str(keys[-1]), section)}"
+        source.problems.append(Problem(place, text))
+        return
+    del section[str(keys[-1])]
+    _forget(source, keys)
+
+
+def _set(source: Source, section: dict[str, Any], keys: Keys, place: Place, value_text: str) -> None:
+    if not value_text.strip():
+        source.problems.append(Problem(place, f"{dotted(keys)}: no value; write null or '' if that is meant"))
+        return
+    try:
+        given = parse(value_text, lambda _: place, keys)
+    except PeftlabError as error:
+        source.problems.append(Problem(place, str(error).removeprefix(f"{place}: ")))
+        return
+    short = keys == ("method",) and isinstance(given.data, str)
+    section[str(keys[-1])] = {"name": given.data} if short else given.data
+    _forget(source, keys)
+    source.places[keys] = place
+    source.problems += given.problems
+
+
+def _forget(source: Source, keys: Keys) -> None:
+    for known in [known for known in source.places if known[: len(keys)] == keys]:
+        del source.places[known]

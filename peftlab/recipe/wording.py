@@ -1,0 +1,97 @@
+"""The schema in words: what a field takes, for error messages and for the reference page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_WORDS: dict[Any, str] = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    NoneType: "null",
+}
+
+
+def describe(field: FieldInfo) -> str:
+    """Say what values a field takes: ``whole number from 1, or null``."""
+    return _type(field.annotation, field.metadata)
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """Return the branches of a union, ``Annotated`` stripped; a plain type is its own only branch."""
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [inner for branch in get_args(annotation) for inner in alternatives(branch)]
+    return [annotation]
+
+
+def literals(annotation: Any) -> list[str]:
+    """Return the words that occur literally anywhere in ``annotation``."""
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if isinstance(value, str)]
+    return [word for inner in get_args(annotation) for word in literals(inner)]
+
+
+def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """Return the models a field may hold, by their tag (``""`` where the field has no discriminator)."""
+    models = [a for a in alternatives(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+    tag = str(field.discriminator) if field.discriminator else None
+    return {literals(model.model_fields[tag].annotation)[0] if tag else "": model for model in models}
+
+
+def _type(annotation: Any, constraints: Iterable[Any]) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(args[0], [*args[1:], *constraints])
+    if origin in (Union, UnionType):
+        # A whole number is a number; null comes last.
+        kinds = [a for a in args if a is not NoneType and not (a is int and float in args)]
+        words = [_type(kind, constraints) for kind in kinds]
+        return " or ".join(words) + (", or null" if NoneType in args else "")
+    if origin is Literal:
+        words = [str(value).lower() if isinstance(value, bool) else str(value) for value in args]
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"[{', '.join(_type(a, ()) for a in args)}]"
+    if origin in (list, tuple):
+        return f"list of {_type(args[0], ())}{_size(constraints)}"
+    if origin is dict:
+        return f"mapping of name to {_type(args[1], ())}{_size(constraints)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))) + _range(constraints)
+
+
+def _range(constraints: Iterable[Any]) -> str:
+    words = []
+    for constraint in constraints:
+        match constraint:
+            case Gt(gt=bound):
+                words.append(f" above {bound}")
+            case Ge(ge=bound):
+                words.append(f" from {bound}")
+            case Lt(lt=bound):
+                words.append(f" below {bound}")
+            case Le(le=bound):
+                words.append(f" to {bound}")
+    return "".join(words)
+
+
+def _size(constraints: Iterable[Any]) -> str:
+    least = next((c.min_length for c in constraints if isinstance(c, MinLen)), None)
+    most = next((c.max_length for c in constraints if isinstance(c, MaxLen)), None)
+    if least is None and most is None:
+        return ""
+    if least == most:
+        return f" ({least} entries)"
+    if most is None:
+        return f" ({least} or more entries)"
+    return f" ({least or 0} to {most} entries)"

@@ -1,0 +1,61 @@
+"""What a model or data reference in a recipe means.
+
+A reference is a hub id (``FacebookAI/roberta-base``), a local path, or ``package:NAME/path``: files of an
+installed Python package, found through its metadata and read as files. The package is never imported.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from peftlab.errors import PeftlabError, did_you_mean, nearest
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def locate(reference: str, what: str = "model") -> Path | str:
+    """Return the local path that ``reference`` names, or the reference itself if it is a hub id.
+
+    Args:
+        reference: hub id, local path, or ``package:NAME/path`` (NAME is the distribution or the import name).
+        what: the word for the thing in error messages.
+
+    Raises:
+        PeftlabError: a package that is not installed, a file that is not there, or a malformed id.
+    """
+    if reference.startswith("package:"):
+        return _in_package(reference, what)
+    path = Path(reference).expanduser()
+    if path.exists():
+        return path
+    looks_local = reference.startswith((".", "/", "~")) or reference.count("/") > 1 or path.suffix == ".gguf"
+    if looks_local or not _HUB_ID.fullmatch(reference):
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise PeftlabError(f"{what} {reference!r}: no such file or directory{did_you_mean(path.name, siblings)}")
+    return reference
+
+
+def _in_package(reference: str, what: str) -> Path:
+    name, _, inner = reference.removeprefix("package:").partition("/")
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        providers = metadata.packages_distributions()
+        if name not in providers:
+            installed = [d.metadata["Name"] for d in metadata.distributions()]
+            hint = did_you_mean(name, installed) or f"; pip install --no-deps {name}"
+            raise PeftlabError(f"{what} {reference!r}: package {name!r} is not installed{hint}") from None
+        distribution = metadata.distribution(providers[name][0])
+        inner = f"{name}/{inner}"
+    root = Path(str(distribution.locate_file("")))
+    files = [str(f) for f in distribution.files or []]
+    import_names = {f.split("/")[0] for f in files}
+    candidates = [inner, *(f"{top}/{inner}" for top in sorted(import_names))]
+    for candidate in candidates:
+        if inner and (root / candidate).exists() and ".." not in candidate.split("/"):
+            return root / candidate
+    close = nearest(inner, files)
+    hint = f"; nearest: {', '.join(close)}" if close else ""
+    raise PeftlabError(f"{what} {reference!r}: package {name!r} has no {inner!r}{hint}")

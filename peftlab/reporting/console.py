@@ -1,0 +1,124 @@
+"""Tables and lines for the terminal: plain ASCII words, whole in 80 columns and in a log file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from peftlab.reporting import facts
+
+
+class DottedName:
+    """A dotted tensor name that, where it does not fit, goes on in the next line after a dot."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max(len(part) for part in self.name.split("."))
+        return Measurement(min(longest + 3, options.max_width), min(len(self.name), options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n  ".join(fold_at_dots(self.name, options.max_width)), overflow="fold")
+
+
+def fold_at_dots(name: str, width: int) -> list[str]:
+    """Split ``name`` after dots into lines of at most ``width``; those after the first leave an indent of 2.
+
+    A part longer than a line stays whole. Joined, the lines are the name again.
+    """
+    lines = [""]
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        piece = part if i == len(parts) - 1 else f"{part}."
+        room = width if len(lines) == 1 else width - 2
+        if lines[-1] and len(lines[-1]) + len(piece) > room:
+            lines.append(piece)
+        else:
+            lines[-1] += piece
+    return lines
+
+
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Return the numbers of ``results.json``: the score beside its baseline first, the merge last."""
+    table = _table(title=f"{results['task']}, {results['method']}")
+    table.show_header = False
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    metric = results["metric"]
+    table.add_row(Text(facts.label(metric)), Text(facts.number(results["score"]), style="bold green"))
+    if results.get("baseline_score") is not None:
+        baseline = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
+        table.add_row(Text(facts.baseline_name(metric)), Text(baseline))
+    others = {key: value for key, value in facts.flatten(results.get("metrics") or {}) if key != metric}
+    for key, value in others.items():
+        table.add_row(Text(facts.label(key)), Text(facts.number(value)))
+    table.add_section()
+    for key, value in facts.facts(results).items():
+        table.add_row(Text(key), Text(value))
+    merge = dict(facts.flatten(results.get("merge") or {}))
+    if merge:
+        table.add_section()
+    for key, value in merge.items():
+        table.add_row(Text(f"merge: {facts.label(key)}"), Text(facts.number(value)))
+    return table
+
+
+def print_results(results: Mapping[str, Any], run_dir: str | Path) -> None:
+    """Print the table of results and, on a line that is never broken, where the run lies."""
+    console = Console()
+    console.print(results_table(results))
+    console.print(Text(f"run directory: {run_dir}"), soft_wrap=True)
+
+
+def trainable_line(trainable: int, total: int) -> str:
+    """Return peft's sentence: ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``."""
+    share = 100 * trainable / total if total else 0.0
+    return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
+
+
+def merge_table(report: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a merge's report, one row a tensor.
+
+    Args:
+        report: rows of ``tensor``, ``delta_ratio`` (norm of the change over norm of the weight), ``changed``
+            (share of elements whose stored value changed), ``survived`` (share of the change's norm that
+            rounding to the stored dtype left); all but the name are shares of 1.
+    """
+    table = _table(title="merge")
+    table.add_column("tensor")
+    for name in ("delta/W", "changed", "survived"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in report:
+        shares = (facts.percent(row[key]) for key in ("delta_ratio", "changed", "survived"))
+        table.add_row(DottedName(row["tensor"]), *shares)
+    return table
+
+
+def recipes_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a list of recipes; the columns are the rows' keys in order, the first (the name) kept on one line."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = _table(title="recipes")
+    for i, column in enumerate(columns):
+        table.add_column(Text(facts.label(column)), no_wrap=i == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(facts.number(row.get(column, ""))) for column in columns))
+    return table
+
+
+def error(message: str) -> None:
+    """Print ``error: message`` to stderr, unbroken, so that a path in it can be copied whole."""
+    console = Console(stderr=True)
+    console.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

@@ -1,0 +1,132 @@
+"""Curves out of ``metrics.jsonl``: streamed once, thinned as they come, whatever the length of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError
+
+MAX_POINTS = 500
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Consecutive points of a curve seen as one: their mean, and the range of y."""
+
+    count: int
+    x_sum: float
+    y_sum: float
+    low: float
+    high: float
+    last: float
+
+    def absorb(self, other: Bucket) -> None:
+        """Take in the points of the bucket that follows."""
+        self.count += other.count
+        self.x_sum += other.x_sum
+        self.y_sum += other.y_sum
+        self.low = min(self.low, other.low)
+        self.high = max(self.high, other.high)
+        self.last = other.last
+
+
+class Curve:
+    """A curve of at most ``MAX_POINTS`` buckets, each the mean of equally many points.
+
+    When the buckets are full, neighbours are merged pairwise and each bucket takes twice as many points from
+    then on, so one pass of constant memory does for any length. A point at a step already seen replaces what
+    was there from that step on: a resumed run writes the steps since its checkpoint a second time.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.per_bucket = 1
+
+    def add(self, x: float, y: float) -> None:
+        """Append the point (x, y)."""
+        buckets = self.buckets
+        while buckets and buckets[-1].last >= x:
+            buckets.pop()
+        point = Bucket(1, x, y, y, y, x)
+        if buckets and buckets[-1].count < self.per_bucket:
+            buckets[-1].absorb(point)
+            return
+        if len(buckets) == MAX_POINTS:
+            for first, second in zip(buckets[::2], buckets[1::2], strict=True):
+                first.absorb(second)
+            del buckets[1::2]
+            self.per_bucket *= 2
+        buckets.append(point)
+
+    @property
+    def x(self) -> list[float]:
+        """Mean x of each bucket."""
+        return [bucket.x_sum / bucket.count for bucket in self.buckets]
+
+    @property
+    def y(self) -> list[float]:
+        """Mean y of each bucket."""
+        return [bucket.y_sum / bucket.count for bucket in self.buckets]
+
+
+@dataclass
+class History:
+    """What ``metrics.jsonl`` says.
+
+    Attributes:
+        train: curves over steps of the training lines' ``loss`` and ``lr``.
+        evaluation: curves over steps, by (split, metric), in the order of appearance.
+        lines: lines read, blank ones aside.
+        damaged: lines that are not the JSON object they should be.
+        non_finite: values that are NaN or infinite, and so in no curve.
+    """
+
+    train: dict[str, Curve] = field(default_factory=lambda: {"loss": Curve(), "lr": Curve()})
+    evaluation: dict[tuple[str, str], Curve] = field(default_factory=dict)
+    lines: int = 0
+    damaged: int = 0
+    non_finite: int = 0
+
+    def add_line(self, line: str) -> None:
+        """Take in one line of the file."""
+        self.lines += 1
+        try:
+            row = json.loads(line)
+            step = row["step"]
+            if "eval" in row:
+                for metric, value in row["eval"].items():
+                    self._add(self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value)
+            else:
+                for name, curve in self.train.items():
+                    self._add(curve, step, row.get(name))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self.damaged += 1
+
+    def _add(self, curve: Curve, step: int, value: Any) -> None:
+        if value is None:
+            return
+        if math.isfinite(value):
+            curve.add(step, value)
+        else:
+            self.non_finite += 1
+
+
+def read_history(path: Path) -> History:
+    """Read ``metrics.jsonl`` in one pass.
+
+    Raises:
+        PeftlabError: there is no such file. A damaged line (a killed run leaves one) is counted, not raised.
+    """
+    history = History()
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if not line.isspace():
+                    history.add_line(line)
+    except FileNotFoundError:
+        raise PeftlabError(f"{path}: no such file") from None
+    return history

@@ -1,0 +1,96 @@
+"""The numbers of ``results.json`` as labelled, readable text: shared by console, HTML page and cards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "metrics", "merge"})
+_CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
+
+
+def number(value: Any) -> str:
+    """Return ``value`` for a person: ``294,912``, ``0.8725``, ``3.1e-06``, ``yes``, ``none``; text as it is."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its two largest units: ``4.2 s``, ``2 min 14 s``, ``3 h 5 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def percent(share: float) -> str:
+    """Return a share of 1 with three significant digits: ``0.00236`` gives ``0.236 %``."""
+    return f"{100 * share:.3g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list | tuple):
+        yield prefix, ", ".join(map(str, value)) or "none"
+    else:
+        yield prefix, value
+
+
+def label(key: str) -> str:
+    """Return a key as words: ``max_logit_difference`` gives ``max logit difference``."""
+    return key.replace("_", " ").replace(".", " / ")
+
+
+def baseline_name(metric: str) -> str:
+    """Return what the baseline of ``metric`` is called: the majority class, or a constant for regression."""
+    return "constant baseline" if metric in _CONSTANT_SCORED else "majority baseline"
+
+
+def gain(results: Mapping[str, Any]) -> str | None:
+    """Return the signed distance of score to baseline, or None where there is no baseline."""
+    score, baseline = results.get("score"), results.get("baseline_score")
+    return None if score is None or baseline is None else f"{score - baseline:+.4f}"
+
+
+def facts(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return label and text of everything in ``results`` but the headline and the merge, nothing left out.
+
+    Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
+    """
+    rest = {key: value for key, value in results.items() if key not in HEADLINE and value is not None}
+    rows: dict[str, str] = {}
+    if "trainable_parameters" in rest and "total_parameters" in rest:
+        trainable, total = rest.pop("trainable_parameters"), rest.pop("total_parameters")
+        rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
+    if "train_seconds" in rest:
+        rows["training time"] = duration(rest.pop("train_seconds"))
+    speeds = {"examples_per_second": "examples/s", "tokens_per_second": "tokens/s"}
+    throughput = [f"{rest.pop(key):,.0f} {unit}" for key, unit in speeds.items() if key in rest]
+    if throughput:
+        rows["throughput"] = ", ".join(throughput)
+    if "padding_share" in rest:
+        rows["padding"] = percent(rest.pop("padding_share"))
+    if "peak_rss_mb" in rest:
+        rows["peak memory"] = f"{rest.pop('peak_rss_mb'):,.0f} MB"
+    if "best_step" in rest:
+        rows["best step"] = number(rest.pop("best_step"))
+    if "seed" in rest:
+        rows["seed"] = str(rest.pop("seed"))
+    return rows | {label(key): number(value) for key, value in flatten(rest)}

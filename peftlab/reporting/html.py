@@ -1,0 +1,145 @@
+"""One offline HTML page about a run: no request leaves it and it needs no script."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError
+from peftlab.files import read_json, write_text
+from peftlab.reporting import facts
+from peftlab.reporting.curves import History, read_history
+from peftlab.reporting.plots import Line, curve_svg
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write ``report.html`` into a run directory and return its path.
+
+    The page is a function of ``recipe.yaml``, ``provenance.json``, ``metrics.jsonl`` and ``results.json``: the
+    same files give the same bytes. ``metrics.jsonl`` is streamed, so its length does not matter.
+
+    Raises:
+        PeftlabError: matplotlib or jinja2 is not installed (the ``report`` extra), or a file is missing.
+    """
+    for module in ("jinja2", "matplotlib"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise PeftlabError(f"the HTML report needs {module}: pip install peftlab[report]") from None
+    import jinja2
+
+    run_dir = Path(run_dir)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    path = run_dir / "report.html"
+    write_text(path, template.render(page_context(run_dir)))
+    return path
+
+
+def page_context(run_dir: Path) -> dict[str, Any]:
+    """Return what the template shows, read from the files of ``run_dir``."""
+    from ruamel.yaml import YAML
+
+    results = read_json(run_dir / "results.json")
+    provenance = read_json(run_dir / "provenance.json")
+    recipe_file = run_dir / "recipe.yaml"
+    if not recipe_file.is_file():
+        raise PeftlabError(f"{recipe_file}: no such file")
+    recipe = recipe_file.read_text(encoding="utf-8")
+    history = read_history(run_dir / "metrics.jsonl")
+    metric = results["metric"]
+    return {
+        "task": results["task"],
+        "method": results["method"],
+        "model": (YAML(typ="safe").load(recipe) or {}).get("model", "unknown model"),
+        "metric": facts.label(metric),
+        "score": facts.number(results["score"]),
+        "gain": facts.gain(results),
+        "bars": _bars(results),
+        "plots": _plots(history, metric, results.get("baseline_score")),
+        "notes": _notes(history),
+        "facts": facts.facts(results),
+        "metrics": _rows(results.get("metrics")),
+        "merge": _rows(results.get("merge")),
+        "recipe": recipe,
+        "provenance": {key: str(value) for key, value in facts.flatten(provenance)},
+    }
+
+
+def _rows(values: Any) -> dict[str, str]:
+    return {facts.label(key): facts.number(value) for key, value in facts.flatten(values or {})}
+
+
+def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Score and baseline as bars from zero on one scale, which is 0 to 1 or as far as the numbers go."""
+    bars = [("score", facts.label(results["metric"]), results["score"])]
+    if results.get("baseline_score") is not None:
+        bars.append(("baseline", facts.baseline_name(results["metric"]), results["baseline_score"]))
+    finite = [value for _, _, value in bars if value == value]
+    low, high = min([0.0, *finite]), max([1.0, *finite])
+    return [
+        {
+            "kind": kind,
+            "name": name,
+            "value": facts.number(value),
+            "left": f"{100 * (min(value, 0) - low) / (high - low):.2f}",
+            "width": f"{100 * abs(value) / (high - low):.2f}" if value == value else "0",
+        }
+        for kind, name, value in bars
+    ]
+
+
+def _plots(history: History, metric: str, baseline: float | None) -> list[dict[str, Any]]:
+    """Loss, metric and learning rate; a plot without a point is left out."""
+    losses = [Line("training loss", history.train["loss"])]
+    scores = []
+    for (split, name), curve in history.evaluation.items():
+        line = Line(facts.label(f"{split} {name}".strip()), curve)
+        (losses if name == "loss" else scores).append(line)
+    return [
+        *_plot("loss", "Loss", losses),
+        *_plot("metric", "Evaluation", scores, baseline, facts.baseline_name(metric)),
+        *_plot("lr", "Learning rate", [Line("learning rate", history.train["lr"])]),
+    ]
+
+
+def _plot(
+    salt: str, title: str, lines: list[Line], baseline: float | None = None, baseline_name: str = ""
+) -> list[dict[str, Any]]:
+    lines = [line for line in lines if line.curve.buckets]
+    if not lines:
+        return []
+    said = [
+        f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}" for line in lines
+    ]
+    if baseline is not None:
+        said.append(f"{baseline_name} {facts.number(baseline)}")
+    return [
+        {
+            "title": title,
+            "names": [line.name for line in lines],
+            "baseline": baseline_name if baseline is not None else None,
+            "svg": curve_svg(lines, salt=salt, summary=f"{title}: {'; '.join(said)}", baseline=baseline),
+        }
+    ]
+
+
+def _notes(history: History) -> list[str]:
+    """What the reader must know about the curves."""
+    notes = []
+    if history.damaged:
+        notes.append(
+            f"{history.damaged:,} of {history.lines:,} lines of metrics.jsonl could not be read and are in no "
+            "curve; a run that is killed leaves one."
+        )
+    if history.non_finite:
+        notes.append(f"{history.non_finite:,} values in metrics.jsonl are NaN or infinite and are in no curve.")
+    thinned = max((c.per_bucket for c in (*history.train.values(), *history.evaluation.values())), default=1)
+    if thinned > 1:
+        notes.append(f"Lines are means of up to {thinned:,} points; the band is their range.")
+    return notes

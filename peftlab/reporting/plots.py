@@ -1,0 +1,101 @@
+"""Curves as inline SVG whose colours are CSS variables, so that one drawing serves light and dark pages."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from peftlab.reporting.curves import Curve
+
+INK, GRID = "#010101", "#020202"
+SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305")
+# matplotlib knows only fixed colours: each stands for a variable of the page and is replaced in the SVG.
+_VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
+    colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+}
+_FEW = 60
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named curve in a plot."""
+
+    name: str
+    curve: Curve
+
+
+def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | None = None) -> str:
+    """Draw ``lines`` over optimiser steps and return one ``<svg>`` element for use inside an HTML page.
+
+    A thinned curve is its buckets' mean over a band from their minimum to their maximum. The same input gives
+    the same bytes.
+
+    Args:
+        lines: the curves; the n-th is drawn in the page's variable ``--series-n`` (they repeat after five).
+        salt: a word unique in the page; keeps the ids of several drawings apart.
+        summary: what a screen reader says.
+        baseline: height of a dashed reference line.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"peftlab-{salt}"}):
+        figure = Figure(figsize=(5, 2.9), layout="constrained")
+        axes = figure.add_subplot()
+        for i, line in enumerate(lines):
+            _draw(axes, line.curve, SERIES[i % len(SERIES)])
+        if baseline is not None:
+            axes.axhline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        buffer = io.StringIO()
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    return _inline(buffer.getvalue(), summary)
+
+
+def _draw(axes: Any, curve: Curve, colour: str) -> None:
+    x, y = curve.x, curve.y
+    if curve.per_bucket > 1:
+        low = [bucket.low for bucket in curve.buckets]
+        high = [bucket.high for bucket in curve.buckets]
+        axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    marker = "o" if len(x) <= _FEW else ""
+    axes.plot(x, y, color=colour, linewidth=1.8, marker=marker, markersize=3)
+
+
+def _inline(svg: str, summary: str) -> str:
+    """Cut matplotlib's SVG file down to an element of an HTML page."""
+    view_box = re.search(r'viewBox="([^"]*)"', svg)
+    if view_box is None:
+        raise ValueError("the drawing has no viewBox")
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body)
+    body = re.sub(r"font-family: [^;]*; ", "", body)
+    for colour, variable in _VARIABLES.items():
+        body = body.replace(colour, variable)
+    return f'<svg viewBox="{view_box[1]}" role="img" aria-label="{html.escape(summary)}">{body.strip()}'
