@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from peftlab.methods import inject_bitfit as inject_bitfit
+    from peftlab.methods import inject_houlsby as inject_houlsby
     from peftlab.methods import inject_lora as inject_lora
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
@@ -22,13 +24,19 @@ if TYPE_CHECKING:
     from peftlab.methods import print_trainable_parameters as print_trainable_parameters
     from peftlab.methods import remove as remove
     from peftlab.methods import trainable_parameters as trainable_parameters
+    from peftlab.methods.bitfit import BitFitConfig as BitFitConfig
+    from peftlab.methods.houlsby import HoulsbyConfig as HoulsbyConfig
     from peftlab.methods.lora import LoraConfig as LoraConfig
 
 _HOME = {
     "PeftlabError": "peftlab.errors",
+    "BitFitConfig": "peftlab.methods.bitfit",
+    "HoulsbyConfig": "peftlab.methods.houlsby",
     "LoraConfig": "peftlab.methods.lora",
     "disabled": "peftlab.methods",
     "inject": "peftlab.methods",
+    "inject_bitfit": "peftlab.methods",
+    "inject_houlsby": "peftlab.methods",
     "inject_lora": "peftlab.methods",
     "load_adapter": "peftlab.checkpoints.adapter",
     "merge": "peftlab.methods",

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from peftlab.checkpoints.base import describe
-from peftlab.checkpoints.formats import from_peft_config, from_peft_key, to_peft_config, to_peft_key
+from peftlab.checkpoints.formats import adapter_tensors, from_peft_config, from_peft_keys, to_peft_config
 from peftlab.errors import PeftlabError, nearest
 from peftlab.files import read_json, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
@@ -42,12 +42,14 @@ class Adapter:
         tensors: the trained tensors, named as the injected model's parameters.
         base: what identifies the base model (``describe``); empty for a foreign adapter.
         base_reference: the base model's reference, if the adapter names one.
+        task_type: peft's name of the task, if the adapter says it.
     """
 
     config: MethodConfig
     tensors: dict[str, Tensor]
     base: dict[str, Any] = field(default_factory=dict)
     base_reference: str | None = None
+    task_type: str | None = None
 
 
 def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = None) -> Path:
@@ -69,7 +71,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = 
     header = {"method": held.config.model_dump(), "base": describe(model), "base_model_name_or_path": reference}
     if isinstance(held.config, LoraConfig):
         config = to_peft_config(model, held, reference)
-        tensors = {to_peft_key(name): tensor for name, tensor in tensors.items()}
+        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, held).items()}
     else:
         config = {"library": "peftlab", **header}
     with replacing(directory / WEIGHTS_FILE) as temporary:
@@ -94,12 +96,12 @@ def read_adapter(directory: str | Path) -> Adapter:
     tensors, header = _read_tensors(directory / WEIGHTS_FILE)
     ours = json.loads(header.get("peftlab", "{}"))
     if "peft_type" in raw:
-        tensors = {from_peft_key(key, directory / WEIGHTS_FILE): tensor for key, tensor in tensors.items()}
+        tensors = from_peft_keys(tensors, raw, directory / WEIGHTS_FILE)
         config = from_peft_config(raw, tensors, directory / CONFIG_FILE)
     else:
         config = _our_config(raw, directory / CONFIG_FILE)
     reference = raw.get("base_model_name_or_path")
-    return Adapter(config, tensors, ours.get("base", {}), reference)
+    return Adapter(config, tensors, ours.get("base", {}), reference, raw.get("task_type"))
 
 
 def load_adapter(model: ModelT, directory: str | Path) -> ModelT:
@@ -156,7 +158,7 @@ def _some(names: list[str], others: list[str], n: int = 5) -> str:
     return ", ".join(shown) + (f", and {len(names) - n} more" if len(names) > n else "")
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _whole(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     if hasattr(tensor, "full_tensor"):  # sharded (DTensor)
         tensor = tensor.full_tensor()

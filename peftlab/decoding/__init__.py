@@ -1,1 +1,1 @@
-"""How a draft is used and measured: sampling, verification (pure functions) and the arithmetic of its gain."""
+"""How a draft is used and measured: sampling, verification (pure functions), the arithmetic of its gain."""

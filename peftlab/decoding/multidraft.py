@@ -18,8 +18,8 @@ from peftlab.errors import PeftlabError
 def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) -> tuple[Tensor, Tensor]:
     """Draw k drafts for one position, each with the distribution that it was drawn from.
 
-    Without replacement, each drawn token leaves q, which is renormalised; once q is used up, its row is zeros,
-    which verification reads as "nothing drafted".
+    Without replacement, each drawn token leaves q, which is renormalised; once q is used up, its row is
+    zeros, which verification reads as "nothing drafted".
 
     Args:
         draft_probs: [V].
@@ -77,10 +77,10 @@ def verify_tree(
     parents: Sequence[int],
     chance: Chance,
 ) -> tuple[list[int], int]:
-    """Walk down a token tree: at each node ``verify_drafts`` over its children, in order, until none is accepted.
+    """Walk down a token tree: ``verify_drafts`` over each node's children, in order, until none is accepted.
 
-    SpecInfer's multi-step verification (arXiv 2305.09781). Lossless if each node's token was drawn from its row
-    given its elder siblings. A chain is the tree in which each node has one child.
+    SpecInfer's multi-step verification (arXiv 2305.09781). Lossless if each node's token was drawn from its
+    row given its elder siblings. A chain is the tree in which each node has one child.
 
     Args:
         target_probs: [N+1, V]; row 0 follows the prefix (the root), row i+1 follows node i.
@@ -115,8 +115,8 @@ def kseq_rho(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
     """Return ρ* in [1, k], the least ρ at which K-SEQ with k drafts is exact.
 
     It solves p_acc(ρ) = ρ·β(ρ), with β = Σ min(q, p/ρ) and p_acc = 1 - (1-β)^k (SpecTr, arXiv 2310.15141).
-    Divided by β the equation reads Σ_{j<k} (1-β)^j = ρ; its left side less its right falls with ρ at the root.
-    Bisection runs until the interval cannot be halved and returns the end at which the scheme is valid.
+    p_acc falls with ρ and ρ·β rises, so the root is unique where p and q overlap; bisection runs until its
+    interval cannot be halved and returns the upper end, where the scheme is valid. Where they do not, ρ* = k.
 
     Args:
         target_probs: [V].

@@ -13,7 +13,7 @@ from peftlab.errors import PeftlabError
 def probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Return the distribution that is sampled from: softmax(logits / temperature), cut to top-k, then to top-p.
+    """Return the distribution to sample from: softmax(logits / temperature), cut to top-k, then to top-p.
 
     Target and draft both go through this function, with the same settings: verification is exact only if q is
     the distribution the draft was sampled from, and its output then follows the p computed here.
@@ -22,7 +22,7 @@ def probabilities(
         logits: [..., V], any float dtype; a masked token has logit -inf and gets probability 0.
         temperature: 0 gives a one-hot at the largest logit, the lowest index among equals.
         top_k: keep the k most probable tokens, exactly k of them: the lowest indices win a tie.
-        top_p: of what top-k left (renormalised), keep the fewest most probable tokens whose mass reaches top_p.
+        top_p: of what top-k left (renormalised), keep the fewest most probable tokens whose mass reaches it.
 
     Returns:
         [..., V], rows sum to 1; float32, or float64 for float64 logits.
@@ -37,13 +37,14 @@ def probabilities(
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    cut_p = top_p is not None and top_p < 1
-    if top_k is None and not cut_p:
+    if top_p == 1:
+        top_p = None  # else a sum rounded up to 1 would cut the tail
+    if top_k is None and top_p is None:
         return probs
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ordered[..., top_k:] = 0
-    if cut_p:
+    if top_p is not None:
         mass_before = ordered.cumsum(-1) - ordered
         ordered = ordered.where(mass_before < top_p * ordered.sum(-1, keepdim=True), 0)
     ordered = ordered / ordered.sum(-1, keepdim=True)

@@ -1,8 +1,8 @@
 """Verification of a chain of drafted tokens: how many stand, and which token follows.
 
-Throughout, p is the target's distribution, q the draft's, γ the number of drafted tokens and V the vocabulary.
-Leading dimensions are free: each row has its own number of accepted tokens. A step emits the accepted tokens and
-then the next token, so n_accepted + 1 in all; cutting at an end-of-sequence token is the caller's part.
+p is the target's distribution, q the draft's, γ the number of drafted tokens, V the vocabulary. Leading
+dimensions are free: each row has its own number of accepted tokens. A step emits the accepted tokens and then
+the next token, so n_accepted + 1 in all; cutting at an end-of-sequence token is the caller's part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOSSLESS: dict[str, bool] = {
     "kseq": True,
     "typical": False,
 }
-"""Scheme (``verify_<scheme>``, here or in ``multidraft``) -> whether its output follows the target exactly."""
+"""Scheme (``verify_<scheme>``, here or in ``multidraft``) -> does its output follow the target exactly."""
 
 
 def acceptance_probability(p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def verify_chain(
     target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafted tokens in turn with min(1, p/q); sample the residual at the first rejection, else one from p.
+    """Accept drafted tokens in turn with min(1, p/q); after a rejection sample the residual, else sample p.
 
     Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Lossless if each token was
     drawn from its row of ``draft_probs``.
@@ -83,7 +83,7 @@ def verify_chain(
 
 
 def verify_onehot(target_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
-    """Verify a deterministic draft (greedy, n-gram): accept x with p(x), else sample p without x, renormalised.
+    """Verify a deterministic draft (greedy, n-gram): accept x with p(x), else sample p without x.
 
     This is ``verify_chain`` with q one-hot at each token; a token of -1 ends a shorter draft.
 
@@ -114,7 +114,7 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
     """
     if target_argmax.shape[-1] != tokens.shape[-1] + 1:
         raise PeftlabError(
-            f"target_argmax {tuple(target_argmax.shape)}: needs one entry more than tokens {tuple(tokens.shape)}"
+            f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}"
         )
     n_accepted = _leading(tokens == target_argmax[..., :-1])
     return n_accepted, _at(target_argmax, n_accepted)
@@ -123,7 +123,7 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
 def verify_typical(
     target_probs: Tensor, tokens: Tensor, chance: Chance, epsilon: float = 0.09, delta: float = 0.3
 ) -> tuple[Tensor, Tensor]:
-    """Accept x while p(x) > min(ε, δ·exp(-H(p))); then sample p. LOSSY: the output does not follow the target.
+    """LOSSY: accept x while p(x) > min(ε, δ·exp(-H(p))), then sample p; the output does not follow p.
 
     Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774), H the entropy in nats. With δ < 1 the
     target's greedy token always stands.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,14 +57,13 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
     parameters = dict(model.named_parameters())
     adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
-    originals = {name: parameters[name].detach().to("cpu", copy=True) for name in plan.train}
+    originals = {name: _copied(parameters[name]) for name in plan.train}
     was_trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
     # Nothing above has touched the model; nothing below can fail.
     model.requires_grad_(False)
     for name in plan.train:
         parameters[name].requires_grad_(True)
-    for name, module in adapted.items():
-        _exchange(model, name, module)
+    _exchange(model, adapted)
     setattr(model, _ATTRIBUTE, Injection(config, list(adapted), originals, was_trainable))
     return model
 
@@ -102,6 +102,36 @@ def inject_lora(
     )
 
 
+def inject_houlsby(model: ModelT, bottleneck: int | None = None, **options: Any) -> ModelT:
+    """Put bottleneck adapters (arXiv 1902.00751) into ``model`` in place and return it.
+
+    y = h + W_up·f(W_down·h + b_down) + b_up after each attention and feed-forward sub-layer, before the
+    residual. The adapters, all LayerNorms and the task head (where the model has one) train afterwards.
+
+    Args:
+        bottleneck: width m; default 64, or by ``reduction_factor``.
+        options: the other fields of ``peftlab.HoulsbyConfig``.
+
+    Raises:
+        PeftlabError: a value out of range, an architecture that is not known, or a model injected already.
+    """
+    return inject(model, make_config("houlsby", bottleneck=bottleneck, **options))
+
+
+def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: Any) -> ModelT:
+    """Train the biases of ``model`` (arXiv 2106.10199) and its task head, in place, and return it.
+
+    Args:
+        biases: ``"all"``; ``"sparse"`` for the query's and the FFN's first bias; or name suffixes of the
+            modules whose biases train.
+        options: the other fields of ``peftlab.BitFitConfig``.
+
+    Raises:
+        PeftlabError: the model has no biases, or not those asked for, or it is injected already.
+    """
+    return inject(model, make_config("bitfit", biases=biases, **options))
+
+
 def make_config(method: str, /, **fields: Any) -> MethodConfig:
     """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
     kind = METHODS[method].config
@@ -123,7 +153,9 @@ def is_injected(model: nn.Module) -> bool:
 def injection(model: nn.Module) -> Injection:
     """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
     if not is_injected(model):
-        raise PeftlabError(f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first")
+        raise PeftlabError(
+            f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first"
+        )
     return getattr(model, _ATTRIBUTE)
 
 
@@ -141,7 +173,9 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def print_trainable_parameters(model: nn.Module) -> None:
     """Print trainable and total parameter counts and their ratio on one line."""
     trainable, total = count_parameters(model)
-    print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+    print(
+        f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}"
+    )
 
 
 @contextmanager
@@ -164,8 +198,7 @@ def remove(model: ModelT) -> ModelT:
     """Take the injection out in place and for good: the base model again, bit for bit."""
     held = injection(model)
     _swap(model, held.originals)
-    for name in held.replaced:
-        _exchange(model, name, release(model.get_submodule(name)))
+    _exchange(model, {name: release(model.get_submodule(name)) for name in held.replaced})
     return _forget(model, held)
 
 
@@ -183,13 +216,20 @@ def merge(model: ModelT) -> ModelT:
         raise PeftlabError(
             f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
         )
+    plain: dict[str, nn.Module] = {}
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for name in held.replaced:
         leaf = model.get_submodule(name)
         assert isinstance(leaf, Adapted)
-        with torch.no_grad():
-            for key, folded in leaf.fold().items():
-                leaf.get_parameter(key).copy_(folded)
-        _exchange(model, name, release(leaf))
+        plain[name] = release(leaf)
+        for key, folded in leaf.fold().items():
+            before = leaf.get_parameter(key)
+            if uses[id(before)] > 1:  # tied to another module, which keeps the value it has
+                setattr(plain[name], key, nn.Parameter(folded, requires_grad=before.requires_grad))
+                _untie(model)
+            else:
+                before.data.copy_(folded)
+    _exchange(model, plain)
     return _forget(model, held)
 
 
@@ -199,18 +239,29 @@ def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, value in values.items():
             parameter = model.get_parameter(name)
-            before[name] = parameter.detach().to("cpu", copy=True)
+            before[name] = _copied(parameter)
             parameter.copy_(value)
     return before
 
 
-def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` in place of the one called ``name``, under every name that one has."""
-    old = model.get_submodule(name)
+def _copied(parameter: nn.Parameter) -> Tensor:
+    held = parameter.detach()
+    return held.clone() if held.is_meta else held.to("cpu", copy=True)
+
+
+def _exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Put each module in place of the one of that name, under every name that one has."""
+    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
     for parent in list(model.modules()):
-        for child_name, child in list(parent._modules.items()):
-            if child is old:
-                parent._modules[child_name] = module
+        for child_name, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[child_name] = new[id(child)]
+
+
+def _untie(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def _forget(model: ModelT, held: Injection) -> ModelT:

@@ -15,11 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.lora_function import low_rank_linear
-from peftlab.methods.plan import Adapted, Plan, adopt
+from peftlab.methods.lora_experts import adapt_experts
+from peftlab.methods.lora_layers import LEAVES, row_norms
+from peftlab.methods.plan import Plan, adopt, trainable_dtype
 from peftlab.methods.targets import (
     ALL_LINEAR,
     default_targets,
+    fused_parts,
     has_suffix,
     in_layers,
     inside,
@@ -27,8 +29,6 @@ from peftlab.methods.targets import (
     parameters_under,
     trained_whole,
 )
-
-FOLD_ROWS = 256  # rows of W summed in fp32 at a time: a block of this height stays in the cache
 
 
 class LoraConfig(MethodConfig):
@@ -45,11 +45,23 @@ class LoraConfig(MethodConfig):
     exclude_modules: list[str] | str | None = Field(None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(None, description="Only the targets in these layers.")
     rank_pattern: dict[str, int] = Field({}, description="Rank by name suffix or regular expression.")
-    alpha_pattern: dict[str, float] = Field({}, description="lora_alpha by name suffix or regular expression.")
+    alpha_pattern: dict[str, float] = Field(
+        {}, description="lora_alpha by name suffix or regular expression."
+    )
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
+    use_dora: bool = Field(False, description="Train each output row's norm apart from its direction (DoRA).")
+    target_parameters: list[str] | None = Field(
+        None,
+        description="Expert weights: 3-D parameters by name suffix; without target_modules, these alone.",
+    )
+    loraplus_lr_ratio: float | None = Field(
+        None, gt=0, description="LoRA+: multiple of the learning rate for B."
+    )
     bias: Literal["none", "lora_only", "all"] = Field("none", description="Which biases train too.")
-    init_lora_weights: Literal[True, "gaussian"] = Field(
-        True, description="Start of A: true for Kaiming uniform, or gaussian; B starts at zero."
+    init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
+        True,
+        description="true: A Kaiming uniform, B zero; gaussian: A normal; pissa, olora: A and B the leading part "
+        "of W by SVD or QR, with W kept and the start subtracted.",
     )
 
     @field_validator("target_modules", "exclude_modules")
@@ -77,68 +89,10 @@ def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     return default
 
 
-class LoraLinear(Adapted, nn.Linear):
-    """``nn.Linear`` with a low-rank addition: lora_A (r, in), lora_B (out, r)."""
-
-    base_class = nn.Linear
-    added = ("lora_A", "lora_B", "scale", "dropout")
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    scale: float
-    dropout: float
-
-    def weight_out_in(self) -> Tensor:
-        """Return the weight as (out, in)."""
-        return self.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled:
-            return super().forward(x)
-        p = self.dropout if self.training else 0.0
-        return low_rank_linear(x, self.weight_out_in(), self.bias, self.lora_A, self.lora_B, self.scale, p)
-
-    def fold(self) -> dict[str, Tensor]:
-        return {"weight": fold_weight(self.weight, self.lora_A, self.lora_B, self.scale)}
-
-
-class LoraConv1D(Adapted, Conv1D):
-    """GPT-2's ``Conv1D`` (a linear map with its weight stored (in, out)) with a low-rank addition."""
-
-    base_class = Conv1D
-    added = LoraLinear.added
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    scale: float
-    dropout: float
-
-    def weight_out_in(self) -> Tensor:
-        """Return the weight as (out, in)."""
-        return self.weight.t()
-
-    forward = LoraLinear.forward
-
-    def fold(self) -> dict[str, Tensor]:
-        return {"weight": fold_weight(self.weight, self.lora_A, self.lora_B, self.scale, transposed=True)}
-
-
-LEAVES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
-
-
-def fold_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False) -> Tensor:
-    """Return W + scale·B·A in W's dtype: product and sum in fp32, rounded once.
-
-    Computed over blocks of rows so that the fp32 intermediates stay in the cache.
-
-    Args:
-        weight: (out, in), or (in, out) with ``transposed``. a: (r, in). b: (out, r).
-    """
-    left, right = (a.t(), b.t()) if transposed else (b, a)
-    left, right = left.detach().float(), right.detach().float().contiguous()
-    folded = torch.empty_like(weight, requires_grad=False)
-    for start in range(0, weight.shape[0], FOLD_ROWS):
-        rows = slice(start, start + FOLD_ROWS)
-        folded[rows] = torch.addmm(weight.detach()[rows].float(), left[rows], right, alpha=scale)
-    return folded
+def lr_ratio(config: LoraConfig) -> dict[str, float]:
+    """Return LoRA+'s learning-rate multiple of B (arXiv 2402.12354), by parameter name."""
+    ratio = config.loraplus_lr_ratio
+    return {"lora_B": ratio, "lora_embedding_B": ratio} if ratio is not None else {}
 
 
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
@@ -146,52 +100,74 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     whole = trained_whole(model, config.modules_to_save)
     leaves = {name: module for name, module in model.named_modules() if type(module) in LEAVES}
     body = [name for name in leaves if not inside(name, whole)]
-    targets = _targets(model, config, body)
+    parts = _targets(model, config, body)
+    experts = _expert_targets(model, config)
+    adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        match(targets, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
+        match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
-    for name in targets:
-        limit = min(leaves[name].weight.shape)
-        if config.rank(name) > limit:
-            raise PeftlabError(f"r={config.rank(name)} is larger than the smaller side ({limit}) of {name}")
-        replace[name] = partial(_adapt, rank=config.rank(name), scale=config.scale(name), config=config)
-    train = parameters_under(model, whole)
-    if config.bias != "none":
-        owners = tuple(f"{name}.bias" for name in targets)
-        train += [
-            name
-            for name, _ in model.named_parameters()
-            if (name in owners or config.bias == "all" and has_suffix(name, "bias")) and name not in train
-        ]
-    return Plan(replace, train)
+    for name, rows in parts.items():
+        rank = config.rank(name)
+        _check(leaves[name], name, rank, config)
+        replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
+    for module, names in experts.items():
+        ranks = {name: config.rank(f"{module}.{name}") for name in names}
+        scales = {name: config.scale(f"{module}.{name}") for name in names}
+        replace[module] = partial(
+            adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
+        )
+    return Plan(replace, parameters_under(model, whole) + _biases(model, config, list(parts), whole))
 
 
-def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
+def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
+    if config.bias == "none":
+        return []
+    biases = [
+        name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)
+    ]
+    if config.bias == "lora_only":
+        owners = {f"{name}.bias" for name in targets}
+        biases = [name for name in biases if name in owners]
+    return biases
+
+
+def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str, list[Tensor] | None]:
+    """Return the leaves to adapt: all of a leaf (None), or the output rows of the parts that were named."""
+    parts = fused_parts(model, body)
     chosen = config.target_modules
     if chosen is None:
-        names = match(body, default_targets(model, body))
+        names = match(body, default_targets(model, body)) if not config.target_parameters else []
     elif chosen == ALL_LINEAR:
         outputs = getattr(model, "get_output_embeddings", lambda: None)()
-        names = [name for name in body if model.get_submodule(name) is not outputs]
+        linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
+        names = [name for name in linear if model.get_submodule(name) is not outputs]
     else:
-        names = _explicit(model, chosen, body)
+        names = _explicit(model, chosen, [*body, *parts])
     if config.exclude_modules:
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
     names = in_layers(names, config.layers_to_transform)
-    if not names:
+    if not names and not config.target_parameters:
         raise PeftlabError("target_modules: nothing is left to train after exclude_modules")
-    return names
+    chosen_parts: dict[str, list[Tensor] | None] = {name: None for name in names if name not in parts}
+    for name in names:
+        if name in parts:
+            leaf = name.rpartition(".")[0]
+            rows = chosen_parts.setdefault(leaf, [])
+            if rows is None:
+                raise PeftlabError(f"target_modules: {leaf} is named as a whole and by its part {name}")
+            rows.append(parts[name])
+    return chosen_parts
 
 
-def _explicit(model: nn.Module, chosen: list[str] | str, body: list[str]) -> list[str]:
+def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> list[str]:
     try:
-        return match(body, chosen)
+        return match(names, chosen)
     except PeftlabError:
         # Say what it is, where the name exists but is no leaf that LoRA can act on.
         for target in [chosen] if isinstance(chosen, str) else chosen:
             for name, module in model.named_modules():
-                if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in body):
+                if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
                     raise PeftlabError(
                         f"target_modules: {target!r} is a {type(module).__name__} ({name}); LoRA acts on "
                         f"{', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
@@ -199,20 +175,96 @@ def _explicit(model: nn.Module, chosen: list[str] | str, body: list[str]) -> lis
         raise
 
 
-def _adapt(leaf: nn.Module, *, rank: int, scale: float, config: LoraConfig) -> nn.Module:
-    new: Any = adopt(LEAVES[type(leaf)], leaf)
-    d_out, d_in = new.weight_out_in().shape
-    like = {"device": leaf.weight.device, "dtype": _trainable_dtype(leaf.weight)}
-    a, b = torch.empty(rank, d_in, **like), torch.zeros(d_out, rank, **like)
+def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]]:
+    """Return the 3-D parameters to adapt by the module that holds them."""
+    if not config.target_parameters:
+        return {}
+    three = [n for n, p in model.named_parameters() if p.ndim == 3 and type(_owner(model, n)) not in LEAVES]
+    found: dict[str, list[str]] = {}
+    for name in in_layers(
+        match(three, config.target_parameters, what="target_parameters"), config.layers_to_transform
+    ):
+        module, _, parameter = name.rpartition(".")
+        found.setdefault(module, []).append(parameter)
+    if config.lora_dropout or config.use_dora:
+        raise PeftlabError("target_parameters: expert weights take neither lora_dropout nor use_dora")
+    return found
+
+
+def _owner(model: nn.Module, parameter: str) -> nn.Module:
+    return model.get_submodule(parameter.rpartition(".")[0])
+
+
+def _check(leaf: nn.Module, name: str, rank: int, config: LoraConfig) -> None:
+    weight: Any = leaf.weight
+    limit = min(weight.shape[0], weight[0].numel())
+    if rank > limit:
+        raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {name}")
+    linear = isinstance(leaf, (nn.Linear, Conv1D))
+    if config.init_lora_weights in ("pissa", "olora") and not linear:
+        raise PeftlabError(
+            f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
+        )
+    if getattr(leaf, "groups", 1) != 1:
+        raise PeftlabError(f"target_modules: {name} is a grouped convolution, which LoRA does not act on")
+    if config.use_dora and isinstance(leaf, (nn.Conv1d, nn.Conv2d)):
+        raise PeftlabError(
+            f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings"
+        )
+    if config.use_dora and type(weight.data) is not Tensor:
+        raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
+
+
+def _adapt(
+    leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig
+) -> nn.Module:
+    kind = LEAVES[type(leaf)]
+    new: Any = adopt(kind, leaf)
+    weight = leaf.weight
+    like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
+    parts = len(rows) if rows is not None else 1
+    out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
+    a = torch.empty(rank * parts, *out_in[1:], **like)
+    d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]
+    b = torch.zeros(d_out, rank, *([1] * (len(out_in) - 2)), **like)
+    new.scale, new.dropout = scale, config.lora_dropout
+    new.sizes = tuple(len(part) for part in rows) if rows is not None else ()
+    for name in ("rows", "frozen_A", "frozen_B"):
+        new.register_buffer(name, None, persistent=False)
+    if rows is not None:
+        new.rows = torch.cat(rows).to(weight.device)
+    if isinstance(leaf, nn.Embedding):
+        nn.init.zeros_(a)
+        nn.init.normal_(b)
+    elif config.init_lora_weights in ("pissa", "olora"):
+        a, b = _spectral(
+            weight.t() if kind.transposed else weight, rank, scale, config.init_lora_weights, like
+        )
+        new.frozen_A, new.frozen_B = a.clone(), b.clone()
+    else:
+        _fill_a(a, config, rank)
+    for name, factor in zip(kind.names, (a, b)):
+        new.register_parameter(name, nn.Parameter(factor))
+    new.register_parameter("lora_magnitude_vector", None)
+    if config.use_dora:
+        norms = row_norms(weight.t() if kind.transposed else weight, *new.factors(), scale)
+        new.lora_magnitude_vector = nn.Parameter(norms.to(**like))
+    return new
+
+
+def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
     if config.init_lora_weights == "gaussian":
         nn.init.normal_(a, std=1 / rank)
     else:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    new.lora_A, new.lora_B = nn.Parameter(a), nn.Parameter(b)
-    new.scale, new.dropout = scale, config.lora_dropout
-    return new
 
 
-def _trainable_dtype(weight: Tensor) -> torch.dtype:
-    # Half-precision or quantised bases get fp32 adapters: small steps would be lost in rounding otherwise.
-    return weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+def _spectral(weight: Tensor, rank: int, scale: float, kind: str, like: Any) -> tuple[Tensor, Tensor]:
+    """Return A and B with scale·B·A = the leading part of W: by SVD (PiSSA, 2404.02948) or QR (OLoRA, 2406.01775)."""
+    w = weight.detach().float()
+    if kind == "olora":
+        q, r = torch.linalg.qr(w)
+        return r[:rank].to(**like).contiguous(), q[:, :rank].to(**like).contiguous()
+    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    root = (s[:rank] / scale).sqrt()
+    return (root[:, None] * vh[:rank]).to(**like), (u[:, :rank] * root).to(**like).contiguous()

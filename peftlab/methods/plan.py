@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -25,6 +26,24 @@ class Plan:
     train: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Folding:
+    """How a fold is computed and stored.
+
+    Attributes:
+        precision: dtype of product and sum.
+        stored: dtype that the sum is rounded to, once; None for the weight's own.
+        watch: called for each block with W0 and the sum, both in ``precision``, and what is stored of it.
+    """
+
+    precision: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
+    watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
+
+
+FOLDING = Folding()
+
+
 class Adapted:
     """Marks an adapted leaf: a subclass of ``base_class`` that computes what its base does and adds to it.
 
@@ -36,7 +55,7 @@ class Adapted:
     added: tuple[str, ...] = ()
     enabled: bool = True
 
-    def fold(self) -> dict[str, Any]:
+    def fold(self, how: Folding = FOLDING) -> dict[str, Any]:
         """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
         raise NotImplementedError
 
@@ -47,7 +66,7 @@ def adopt(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     The two have separate registries: what is registered on one afterwards does not show on the other.
     """
     new = cls.__new__(cls)
-    state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
+    state = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
     vars(new).update(state)
     return new
 
@@ -57,8 +76,17 @@ def release(module: nn.Module) -> nn.Module:
     assert isinstance(module, Adapted)
     plain = adopt(module.base_class, module)
     for name in module.added:
-        plain._parameters.pop(name, None)
-        plain._modules.pop(name, None)
+        for registry in (plain._parameters, plain._buffers, plain._modules):
+            registry.pop(name, None)
+        plain._non_persistent_buffers_set.discard(name)
         vars(plain).pop(name, None)
     vars(plain).pop("enabled", None)
     return plain
+
+
+def trainable_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of what trains beside ``weight``: fp32 for half-precision or quantised weights.
+
+    Small steps would be lost in the rounding of a half-precision parameter.
+    """
+    return weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32

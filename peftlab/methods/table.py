@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from peftlab.methods import full, lora
+from peftlab.methods import bitfit, full, houlsby, lora
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.plan import Plan
 
@@ -21,15 +21,19 @@ class Method:
         config: its pydantic configuration; ``name`` tells it apart in a recipe.
         plan: decides what it changes in a model, touching nothing.
         folds: whether what it trains can be folded into plain weights.
+        lr_ratio: multiples of the learning rate by a parameter's last name, for a configuration.
     """
 
     config: type[MethodConfig]
     plan: Callable[[nn.Module, Any], Plan]
     folds: bool = True
+    lr_ratio: Callable[[Any], dict[str, float]] = lambda config: {}
 
 
 METHODS: dict[str, Method] = {
-    "lora": Method(lora.LoraConfig, lora.plan),
+    "lora": Method(lora.LoraConfig, lora.plan, lr_ratio=lora.lr_ratio),
+    "houlsby": Method(houlsby.HoulsbyConfig, houlsby.plan, folds=False),
+    "bitfit": Method(bitfit.BitFitConfig, bitfit.plan),
     "full": Method(full.FullConfig, full.plan_full),
     "head": Method(full.HeadConfig, full.plan_head),
 }

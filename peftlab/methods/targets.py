@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, nearest
 
@@ -15,17 +17,17 @@ ALL_LINEAR = "all-linear"
 QUERY_VALUE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "albert", "bert", "camembert", "convbert", "deit", "electra", "ernie", "layoutlm", "megatron-bert",
-            "rembert", "roberta", "roberta-prelayernorm", "splinter", "vit", "xlm-roberta", "xlm-roberta-xl",
+            "albert", "bert", "camembert", "convbert", "electra", "ernie", "layoutlm", "megatron-bert",
+            "rembert", "roberta", "roberta-prelayernorm", "splinter", "xlm-roberta", "xlm-roberta-xl",
         ),
         ("query", "value"),
     ),
     **dict.fromkeys(
         (
-            "bart", "blenderbot", "clip", "cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
+            "bart", "blenderbot", "clip", "cohere", "cohere2", "deit", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
             "gpt_neo", "gptj", "granite", "gpt_oss", "llama", "m2m_100", "marian", "mbart", "mistral", "mixtral",
             "olmo", "olmo2", "olmoe", "opt", "pegasus", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "siglip",
-            "smollm3", "stablelm", "starcoder2", "whisper",
+            "smollm3", "stablelm", "starcoder2", "vit", "whisper",
         ),
         ("q_proj", "v_proj"),
     ),
@@ -62,6 +64,56 @@ def default_targets(model: nn.Module, leaves: Iterable[str]) -> list[str]:
     return found or sorted({name.rpartition(".")[2] for name in names})
 
 
+def fused_parts(model: nn.Module, leaves: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parts of a model's fused projections: ``<leaf>.<part>`` to the output rows it has.
+
+    So ``target_modules=["c_attn.q", "c_attn.v"]`` acts on GPT-2's query and value alone.
+    """
+    config = getattr(model, "config", None)
+    parts: dict[str, Tensor] = {}
+    for suffix, split in FUSED.get(model_type(model), {}).items():
+        for name in leaves:
+            if has_suffix(name, suffix):
+                parts |= {f"{name}.{part}": rows for part, rows in split(config).items()}
+    return parts
+
+
+def _stacked(**sizes: int) -> dict[str, Tensor]:
+    """One part after the other."""
+    edges = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
+    return {part: torch.arange(edges[i], edges[i + 1]) for i, part in enumerate(sizes)}
+
+
+def _thirds(width: int) -> dict[str, Tensor]:
+    return _stacked(q=width, k=width, v=width)
+
+
+def _by_head(config: Any) -> dict[str, Tensor]:
+    """Query, key and value of the first head, then of the second, and so on."""
+    heads = config.num_attention_heads
+    rows = torch.arange(3 * config.hidden_size).view(heads, 3, config.hidden_size // heads)
+    return {part: rows[:, i].flatten() for i, part in enumerate("qkv")}
+
+
+def _phi3(config: Any) -> dict[str, Tensor]:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_value = config.num_key_value_heads * width
+    return _stacked(q=config.num_attention_heads * width, k=key_value, v=key_value)
+
+
+# model_type -> fused projection -> function from the configuration to the output rows of each part.
+FUSED: dict[str, dict[str, Callable[[Any], dict[str, Tensor]]]] = {
+    "gpt2": {"attn.c_attn": lambda c: _thirds(c.hidden_size)},
+    "gpt_neox": {"query_key_value": _by_head},
+    "bloom": {"query_key_value": _by_head},
+    "modernbert": {"Wqkv": lambda c: _thirds(c.hidden_size)},
+    "phi3": {
+        "qkv_proj": _phi3,
+        "gate_up_proj": lambda c: _stacked(gate=c.intermediate_size, up=c.intermediate_size),
+    },
+}
+
+
 def has_suffix(name: str, suffix: str) -> bool:
     """Whether ``name`` is ``suffix`` or ends in it after a dot."""
     return name == suffix or name.endswith("." + suffix)
@@ -81,7 +133,9 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
             raise PeftlabError(f"{what}: {targets!r} is not a regular expression ({error})") from None
         picked = [name for name in names if pattern.fullmatch(name)]
         if not picked:
-            raise PeftlabError(f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}")
+            raise PeftlabError(
+                f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}"
+            )
         return picked
     for target in targets:
         if not any(has_suffix(name, target) for name in names):
@@ -119,14 +173,20 @@ def task_head(model: nn.Module) -> list[str]:
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     if outputs is not None:
         return []
-    return [name for name, child in model.named_children() if name != prefix and any(True for _ in child.parameters())]
+    return [
+        name
+        for name, child in model.named_children()
+        if name != prefix and any(True for _ in child.parameters())
+    ]
 
 
-def trained_whole(model: nn.Module, modules_to_save: list[str] | None) -> list[str]:
-    """Return the names of the modules trained whole: the task head and what ``modules_to_save`` adds."""
-    names = task_head(model)
+def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
+    """Return the names of the modules trained whole: the task head (if ``head``) and what ``modules_to_save`` adds."""
+    names = task_head(model) if head else []
     if modules_to_save:
-        every = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+        every = [
+            name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+        ]
         names += [n for n in match(every, modules_to_save, what="modules_to_save") if n not in names]
     return names
 

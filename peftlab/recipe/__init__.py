@@ -1,1 +1,1 @@
-"""What a person writes: the schema, YAML with file and line in every complaint, overrides, shipped recipes."""
+"""What a person writes: schema, YAML whose every complaint has file and line, overrides, shipped recipes."""

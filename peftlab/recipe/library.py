@@ -9,7 +9,7 @@ from peftlab.files import write_text
 
 
 def recipes_root() -> Path:
-    """Return the directory of shipped recipes: inside an installed package, or the repository's ``recipes/``."""
+    """Return the directory of shipped recipes: in an installed package, or the repository's ``recipes/``."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_recipes"
     return installed if installed.is_dir() else package.parent / "recipes"

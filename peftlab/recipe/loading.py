@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import RoundTripRepresenter
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.recipe import library
 from peftlab.recipe.problems import explain
 from peftlab.recipe.schema import KINDS, Recipe
 from peftlab.recipe.source import override, read_source
+
+_SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -60,6 +65,7 @@ def dump_recipe(recipe: Recipe, header: str = "") -> str:
         header: lines to put above it as comments.
     """
     yaml = YAML()
+    yaml.Representer = _Representer
     yaml.width = 2**20
     out = io.StringIO()
     yaml.dump(_in_flow_style(recipe.model_dump(mode="json")), out)
@@ -89,6 +95,23 @@ def recipe_file(name: str | Path) -> Path:
 def _shown(path: Path) -> str:
     """``path`` as one would type it here: relative if it lies below the working directory."""
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes ``null`` rather than nothing, and all but simple words in double quotes."""
+
+    def null(self, value: None) -> ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:null", "null")
+
+    def text(self, value: str) -> ScalarNode:
+        # The emitter's own choice of quotes misses a few: [? x], [: x], the control character U+0085.
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", value, style=None if _SIMPLE.fullmatch(value) else '"'
+        )
+
+
+_Representer.add_representer(type(None), _Representer.null)
+_Representer.add_representer(str, _Representer.text)
 
 
 def _in_flow_style(value: Any) -> Any:

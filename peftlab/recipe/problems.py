@@ -21,9 +21,9 @@ def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> 
     """Note on ``source`` every complaint of ``error``, raised when ``recipe`` validated ``source.data``."""
     seen = set()
     for item in error.errors(include_url=False):
-        if item["type"] == "recipe_problems":
+        if item["type"] == "recipe":
             for at, reason in item["ctx"]["problems"]:
-                source.complain(at, f"{dotted(at)}: {reason}")
+                source.complain(at, reason)
             continue
         keys, text = _sentence(recipe, source, item)
         field_keys, _ = _field_at(recipe, source.data, keys)
@@ -47,7 +47,7 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
     if field is None:
         return keys, item["msg"]
     if kind == "missing":
-        return keys, f"missing; {field.description or describe(field)}"
+        return keys, f"missing. {field.description or describe(field)}"
     options = sections(field)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(field.discriminator)
@@ -66,14 +66,15 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
 
 
 def _value_hint(field: FieldInfo, value: Any) -> str:
-    kinds = alternatives(field.annotation)
-    if isinstance(value, str):
-        near = did_you_mean(value, literals(field.annotation))
-        if not near and bool in kinds and value.lower() in _OLD_BOOLEANS:
-            near = f" (did you mean {_OLD_BOOLEANS[value.lower()]}?)"
-        if not near and list[str] in kinds:
-            near = f" (did you mean [{value}]?)"
-        return near
+    kinds, known = alternatives(field.annotation), literals(field.annotation)
+    words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
+    for word in words:
+        if word not in known and (hint := did_you_mean(word, known)):
+            return hint
+    if bool in kinds and words and words[0].lower() in _OLD_BOOLEANS:
+        return f" (did you mean {_OLD_BOOLEANS[words[0].lower()]}?)"
+    if list[str] in kinds and isinstance(value, str):
+        return f" (did you mean [{value}]?)"
     if str in kinds and isinstance(value, (bool, int, float)):
         return " (put it in quotes)"
     return ""
@@ -115,7 +116,7 @@ def _all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[st
 
 
 def _section(field: FieldInfo, value: Any) -> type[BaseModel] | None:
-    """The model that checks ``value`` in ``field``, None if the field holds no section or its tag is unknown."""
+    """The model that checks ``value`` in ``field``; None if that is no section or its tag is unknown."""
     models = sections(field)
     if not field.discriminator:
         return models.get("")

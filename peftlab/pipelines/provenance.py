@@ -1,0 +1,59 @@
+"""Where a run came from: what one needs to repeat it or to report a bug."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("peftlab", "torch", "transformers", "datasets", "accelerate", "evaluate", "safetensors", "peft", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, platform and devices of this process."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def git_state() -> dict[str, Any]:
+    """Return the commit of the working directory's repository, and whether it has uncommitted changes."""
+    if shutil.which("git") is None:
+        return {"git_sha": None, "git_dirty": None}
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(status) if status is not None else None}
+
+
+def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Any]:
+    """Return the contents of ``provenance.json``."""
+    return {
+        "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],
+        "seed": seed,
+        "data_fingerprint": data_fingerprint,
+        "processes": processes,
+        **git_state(),
+        **environment(),
+    }

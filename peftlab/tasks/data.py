@@ -1,0 +1,62 @@
+"""A recipe's task and data section become labelled splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.examples import fingerprint
+from peftlab.tasks.glue import load_glue
+from peftlab.tasks.own import DataSection, load_own
+from peftlab.tasks.table import Task, find_task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task and its examples.
+
+    Attributes:
+        task: the table's row; for one's own task with ``labels`` and ``text`` filled in.
+        splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
+            ``text``, for pairs ``text_pair``, and ``label`` (class index, or float for regression). An
+            unlabelled split has no ``label`` column; a split that the source lacks is absent.
+        fingerprint: SHA-256 of the rows used, equal on every machine.
+        left_out: reason to the number of rows of the source that are in no split.
+    """
+
+    task: Task
+    splits: dict[str, Dataset]
+    fingerprint: str
+    left_out: dict[str, int]
+
+
+def load_task_data(name: str, data: DataSection) -> TaskData:
+    """Load the examples of a task.
+
+    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; one's own task from the
+    files at ``data.path`` (formats: ``peftlab.tasks.readers``). With ``data.max_train_examples`` that many
+    training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
+
+    Args:
+        name: the task, as in ``peftlab.tasks.table``.
+        data: the recipe's data section.
+
+    Raises:
+        PeftlabError: an unknown task, or anything wrong with the data, named by file and line, row or column.
+    """
+    task = find_task(name)
+    if task.glue:
+        splits, left_out = load_glue(task, data.path)
+    else:
+        task, splits, left_out = load_own(task, data)
+    limit = data.max_train_examples
+    if limit is not None and "train" in splits and limit < len(splits["train"]):
+        n = len(splits["train"])
+        splits["train"] = splits["train"].take(sorted(seeded_order(n, data.split_seed, 2)[:limit]))
+        left_out = {**left_out, "beyond data.max_train_examples": n - limit}
+    datasets = {split: examples.dataset(task.regression) for split, examples in splits.items()}
+    return TaskData(task, datasets, fingerprint(task, splits), left_out)

@@ -1,0 +1,141 @@
+"""The official metrics of a task, and what answering without reading would score."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from peftlab.errors import PeftlabError
+from peftlab.tasks.table import Task
+
+if TYPE_CHECKING:
+    from peftlab.tasks.evaluation import GlueMetric
+
+Numbers = Sequence[float] | np.ndarray
+
+
+def compute_metrics(task: Task, predictions: Numbers, references: Numbers) -> dict[str, float]:
+    """Return ``task.metrics`` by name, each in [-1, 1] or [0, 1].
+
+    ``accuracy``: share of equal classes. ``f1``: for GLUE's two-class tasks of class 1 (paraphrase,
+    duplicate), as its leaderboard has it; for one's own tasks the unweighted mean over the classes that
+    occur, as none of them is special. ``matthews_correlation``: of the confusion matrix. ``pearson``,
+    ``spearman``: correlations.
+
+    Constant predictions (or references) have no correlation, 0/0; it is reported as 0.0, the value of answers
+    that tell nothing about the references, so that such a run loses to any that learnt something instead of
+    spreading NaN.
+
+    Args:
+        task: its ``metrics`` and ``regression`` are read.
+        predictions: class indices, or numbers for regression; shape (n,).
+        references: the labels, same shape.
+
+    Raises:
+        PeftlabError: no examples, different numbers of them, or a prediction that is NaN or infinite.
+    """
+    answers, truth = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+    if answers.ndim != 1 or answers.shape != truth.shape or not answers.size:
+        raise PeftlabError(
+            f"metrics of {task.name}: predictions of shape {answers.shape} and references of shape "
+            f"{truth.shape} must be one-dimensional, of one size and not empty"
+        )
+    bad = int((~np.isfinite(answers)).sum())
+    if bad:
+        raise PeftlabError(
+            f"metrics of {task.name}: {bad} of {answers.size} predictions are not finite; training has "
+            "diverged (try a lower train.lr, or train.precision fp32)"
+        )
+    if not task.regression:
+        answers, truth = answers.astype(np.int64), truth.astype(np.int64)
+    return {name: _METRICS[name](task, answers, truth) for name in task.metrics}
+
+
+def majority_baseline(task: Task, train_labels: Numbers, eval_labels: Numbers) -> dict[str, float]:
+    """Return the metrics of always answering the most frequent training class (the lower index where equal).
+
+    For regression the answer is the mean of the training labels.
+    """
+    if task.regression:
+        answer = float(np.mean(np.asarray(train_labels, np.float64)))
+    else:
+        counts = Counter(np.asarray(train_labels).tolist())
+        answer = min(counts, key=lambda label: (-counts[label], label))
+    return compute_metrics(task, np.full(len(eval_labels), answer), eval_labels)
+
+
+def load_metric(
+    task: Task,
+    *,
+    num_process: int = 1,
+    process_id: int = 0,
+    experiment_id: str | None = None,
+    cache_dir: str | None = None,
+) -> GlueMetric:
+    """Return ``compute_metrics`` as an ``evaluate.Metric``: ``add_batch`` as one goes, ``compute`` at the
+    end.
+
+    With several processes each adds its own share to a file in ``cache_dir`` and ``compute`` gathers them:
+    the result on process 0, None elsewhere. Nothing is fetched from the hub.
+
+    Args:
+        task: whose metrics.
+        num_process: processes that add.
+        process_id: this process's number.
+        experiment_id: keeps apart runs that share ``cache_dir``; needed with several processes.
+        cache_dir: directory common to all processes; evaluate's own by default.
+    """
+    from peftlab.tasks.evaluation import GlueMetric
+
+    return GlueMetric(
+        task,
+        num_process=num_process,
+        process_id=process_id,
+        experiment_id=experiment_id,
+        cache_dir=cache_dir,
+        keep_in_memory=num_process == 1,
+    )
+
+
+def _accuracy(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+    return float((answers == truth).mean())
+
+
+def _f1(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(truth, answers, average="binary" if task.glue else "macro", zero_division=0))
+
+
+def _matthews(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return 0.0 if _constant(answers, truth) else float(matthews_corrcoef(truth, answers))
+
+
+def _pearson(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+    from scipy.stats import pearsonr
+
+    return 0.0 if _constant(answers, truth) else float(pearsonr(answers, truth).statistic)
+
+
+def _spearman(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+    from scipy.stats import spearmanr
+
+    return 0.0 if _constant(answers, truth) else float(spearmanr(answers, truth).statistic)
+
+
+def _constant(answers: np.ndarray, truth: np.ndarray) -> bool:
+    return bool(np.ptp(answers) == 0 or np.ptp(truth) == 0)
+
+
+_METRICS: dict[str, Callable[[Task, np.ndarray, np.ndarray], float]] = {
+    "accuracy": _accuracy,
+    "f1": _f1,
+    "matthews_correlation": _matthews,
+    "pearson": _pearson,
+    "spearman": _spearman,
+}

@@ -1,0 +1,131 @@
+"""From text to tokens, and from token lists to padded tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+
+def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Tokenise ``text`` (and ``text_pair``) in memory.
+
+    Args:
+        dataset: a split of ``TaskData``.
+        tokenizer: the model's tokenizer; its special tokens are added.
+        max_length: tokens, special ones included, to which an example is truncated; of a pair, the longer
+            sentence loses tokens first. Whether the model has that many positions is the caller's to check.
+
+    Returns:
+        ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), and ``label``
+        where there is one. Nothing is padded, so the attention mask is all ones and not stored.
+
+    Raises:
+        PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text gives no token at
+            all.
+    """
+    pair = "text_pair" in dataset.column_names
+    shortest = tokenizer.num_special_tokens_to_add(pair=pair) + (2 if pair else 1)
+    # A tokenizer given less room than its special tokens may return the text untruncated.
+    if max_length < shortest:
+        raise PeftlabError(
+            f"max_length {max_length} leaves no room for text; this task needs at least {shortest}"
+        )
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
+        tokens = tokenizer(
+            batch["text"],
+            batch["text_pair"] if pair else None,
+            truncation="longest_first",
+            max_length=max_length,
+            return_attention_mask=False,
+        )
+        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+
+    texts = ["text", "text_pair"] if pair else ["text"]
+    with _bars_on_terminals_only():
+        # A fingerprint of our own spares hashing the tokenizer; an in-memory dataset has no cache to search.
+        tokenised = dataset.map(encode, batched=True, remove_columns=texts, new_fingerprint=uuid4().hex)
+    lengths = list(tokenised["length"])
+    if 0 in lengths:
+        raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
+    return tokenised
+
+
+class Collate:
+    """Pad a batch of tokenised examples to its longest and make tensors of it.
+
+    Padding goes to the tokenizer's padding side; its token is the pad token, or the end-of-sequence token
+    where there is none. The attention mask comes from the lengths, never from the ids, so a padding token
+    that is also a real token stays attended where it is real.
+
+    Args:
+        tokenizer: the one that made the tokens.
+        regression: labels are float32, else int64 class indices.
+        pad_to_multiple_of: round the padded length up to a multiple, for tensor cores.
+
+    Raises:
+        PeftlabError: the tokenizer has neither a pad nor an end-of-sequence token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, regression: bool, pad_to_multiple_of: int | None = None
+    ) -> None:
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        if not isinstance(pad, int):
+            raise PeftlabError(
+                "the tokenizer has neither a pad token nor an end-of-sequence token to pad with"
+            )
+        self.fill = {"input_ids": pad, "token_type_ids": tokenizer.pad_token_type_id}
+        self.left = tokenizer.padding_side == "left"
+        self.regression = regression
+        self.multiple = pad_to_multiple_of or 1
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, int64 of shape (batch,
+        longest), and ``labels`` of shape (batch,) where the rows have them."""
+        import torch
+
+        longest = max(len(row["input_ids"]) for row in rows)
+        width = -(-longest // self.multiple) * self.multiple
+        # Masks are padded with 0 like everything else, from lists of ones.
+        lists = {name: [row[name] for row in rows] for name in self.fill if name in rows[0]}
+        lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
+        batch = {
+            name: torch.tensor(
+                [self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64
+            )
+            for name, values in lists.items()
+        }
+        if "label" in rows[0]:
+            dtype = torch.float32 if self.regression else torch.int64
+            batch["labels"] = torch.tensor([row["label"] for row in rows], dtype=dtype)
+        return batch
+
+    def _pad(self, ids: Sequence[int], width: int, fill: int) -> list[int]:
+        padding = [fill] * (width - len(ids))
+        return [*padding, *ids] if self.left else [*ids, *padding]
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Keep the library's progress bars out of logs and pipes."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,54 @@
+"""A look at the first two steps: does every trainable parameter learn?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from peftlab.errors import PeftlabError
+from peftlab.methods import trainable_parameters
+
+STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero
+
+
+class Canary:
+    """Watches the first two optimiser steps.
+
+    After the second one every trainable parameter has had a gradient, all gradients were finite, and in each
+    module group (the parameters of one parent module) at least one parameter has moved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = trainable_parameters(model)
+        self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._reached: set[str] = set()
+        self._broken: set[str] = set()
+
+    def saw_gradients(self) -> None:
+        """Take note of the gradients as they are now, before the optimiser clears them."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._reached.add(name)
+                if not torch.isfinite(parameter.grad).all():
+                    self._broken.add(name)
+
+    def done(self, step: int) -> bool:
+        """Return whether the watch is over after ``step``; raise ``PeftlabError`` naming what does not learn."""
+        if step < STEPS:
+            return False
+        unreached = [name for name in self._parameters if name not in self._reached]
+        moved = {_group(n) for n, p in self._parameters.items() if not torch.equal(p.detach(), self._start[n])}
+        stuck = sorted({_group(name) for name in self._parameters} - moved)
+        for what, names in (
+            ("have no gradient", unreached),
+            ("have gradients that are not finite", sorted(self._broken)),
+            ("have not moved", stuck),
+        ):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                raise PeftlabError(f"after step {step}, trainable parameters {what}: {', '.join(names[:5])}{more}")
+        return True
+
+
+def _group(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,81 @@
+"""What a run says while it runs: the metrics file, the trackers, the progress bar."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from peftlab.errors import PeftlabError
+from peftlab.training.state import Progress
+from peftlab.training.trackers import JsonlTracker, flat
+
+LOOK_EVERY = 10  # steps between looks at the loss: each look waits for the device
+
+
+class Log:
+    """Takes losses and scores, and writes them where they belong; only the main process writes."""
+
+    def __init__(
+        self, path: Path, accelerator: Accelerator, progress: Progress, steps_per_epoch: int, total: int
+    ) -> None:
+        self._accelerator, self._steps_per_epoch, self._total = accelerator, steps_per_epoch, total
+        self._file = JsonlTracker(path, progress.metrics_bytes) if accelerator.is_main_process else None
+        self._pending: list[tuple[int, float, Tensor, Tensor]] = []
+        # None: no bar where standard error is no terminal (a log file, CI)
+        hidden = None if accelerator.is_main_process else True
+        self._bar = tqdm(
+            total=total, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True, leave=False
+        )
+
+    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
+        """Take note of a training step; its loss is looked at every ``LOOK_EVERY`` steps."""
+        self._pending.append((step, lr, loss, norm))
+        self._bar.update()
+        if len(self._pending) >= LOOK_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
+        for step, lr, loss, norm in self._pending:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise PeftlabError(
+                    f"the loss is {value} at step {step}; the checkpoints of earlier steps are good. "
+                    "A lower train.lr, a longer train.warmup or train.precision=fp32 usually helps"
+                )
+            self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
+            self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+        self._pending.clear()
+
+    def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
+        """Write an evaluation and say it in one line."""
+        for split, values in scores.items():
+            self._write(step, {"split": split, "eval": values})
+        shown = "; ".join(
+            f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            for split, values in scores.items()
+        )
+        self._bar.clear()
+        self._accelerator.print(f"step {step}/{self._total}: {shown}{' (best)' if best else ''}", flush=True)
+
+    def position(self) -> int:
+        """Return the length of the metrics file, flushed."""
+        return self._file.position() if self._file is not None else 0
+
+    def close(self) -> None:
+        """End the progress bar and close the metrics file."""
+        self._bar.close()
+        if self._file is not None:
+            self._file.finish()
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        values = {"epoch": step / self._steps_per_epoch, **values}
+        if self._file is not None:
+            self._file.log(values, step)
+        if self._accelerator.trackers:
+            self._accelerator.log(flat(values), step=step)

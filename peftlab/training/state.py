@@ -1,0 +1,142 @@
+"""Checkpoints of a run: everything that the next step depends on, complete or absent."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from peftlab.errors import PeftlabError
+from peftlab.files import replacing
+from peftlab.methods import trainable_parameters
+
+_PATTERN = "step-*.pt"
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: optimiser steps done.
+        best_step, best_score, best_metrics: the best evaluation so far.
+        last_metrics: the newest evaluation.
+        stale: evaluations since the best one.
+        examples, tokens, padded_tokens, seconds: work done in training steps.
+        metrics_bytes: length of metrics.jsonl at this point.
+    """
+
+    step: int = 0
+    best_step: int = 0
+    best_score: float | None = None
+    best_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    last_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    stale: int = 0
+    examples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    seconds: float = 0.0
+    metrics_bytes: int = 0
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the file that holds the checkpoint after ``step`` steps."""
+    return directory / f"step-{step:08d}.pt"
+
+
+def save_checkpoint(
+    directory: Path,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimiser: Any,
+    progress: Progress,
+    keep: int,
+) -> None:
+    """Write the checkpoint of this moment, then drop all but the newest ``keep`` and the best one."""
+    every_rng = gather_object([_rng_state()])
+    adapter = {name: p.detach().cpu() for name, p in trainable_parameters(accelerator.unwrap_model(model)).items()}
+    scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+    if accelerator.is_main_process:
+        with replacing(checkpoint_path(directory, progress.step)) as temporary:
+            torch.save(
+                {
+                    "progress": asdict(progress),
+                    "adapter": adapter,
+                    "optimiser": optimiser.state_dict(),
+                    "scaler": scaler,
+                    "rng": every_rng,
+                },
+                temporary,
+            )
+        newest = sorted(directory.glob(_PATTERN))[-keep:]
+        for path in directory.glob(_PATTERN):
+            if path not in newest and path != checkpoint_path(directory, progress.best_step):
+                path.unlink()
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(
+    directory: Path, accelerator: Accelerator, model: nn.Module, optimiser: Any
+) -> Progress:
+    """Restore the newest readable checkpoint of a run; a damaged one is passed over, saying so.
+
+    Raises:
+        PeftlabError: no checkpoint can be read, or it was written by another number of processes.
+    """
+    complaints: list[str] = []
+    for path in sorted(directory.glob(_PATTERN), reverse=True):
+        try:
+            state = read_checkpoint(path)
+        except PeftlabError as error:
+            complaints.append(str(error))
+            accelerator.print(f"passed over {error}")
+            continue
+        if len(state["rng"]) != accelerator.num_processes:
+            raise PeftlabError(
+                f"{path} was written by {len(state['rng'])} processes; resume with as many, not {accelerator.num_processes}"
+            )
+        restore_adapter(accelerator.unwrap_model(model), state)
+        optimiser.load_state_dict(state["optimiser"])
+        if accelerator.scaler is not None and state["scaler"]:
+            accelerator.scaler.load_state_dict(state["scaler"])
+        _set_rng_state(state["rng"][accelerator.process_index])
+        return Progress(**state["progress"])
+    raise PeftlabError("\n".join([f"{directory}: no checkpoint to resume from", *complaints]))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read one checkpoint file; a missing or damaged one raises ``PeftlabError``."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise PeftlabError(f"{path}: no such checkpoint") from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PeftlabError(f"{path}: damaged checkpoint ({reason})") from None
+
+
+def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:
+    """Copy a checkpoint's adapter into the trainable parameters of ``model``."""
+    parameters = trainable_parameters(model)
+    if set(parameters) != set(state["adapter"]):
+        raise PeftlabError("the checkpoint holds other parameters than the recipe trains")
+    with torch.no_grad():
+        for name, tensor in state["adapter"].items():
+            parameters[name].copy_(tensor)
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

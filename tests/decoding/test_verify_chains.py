@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from peftlab.decoding import multidraft, verify
+from peftlab.decoding.sampling import Chance, probabilities, sample
+from peftlab.decoding.theory import acceptance_rate, block_efficiency_by_position
+from peftlab.decoding.verify import (
+    LOSSLESS,
+    acceptance_probability,
+    residual,
+    verify_chain,
+    verify_greedy,
+    verify_onehot,
+    verify_typical,
+)
+from peftlab.errors import PeftlabError
+
+
+def chain_step(target, draft, gamma, chance):
+    """Draft γ tokens, verify them, and return what is emitted."""
+    prefix: tuple[int, ...] = ()
+    for _ in range(gamma):
+        prefix = (*prefix, int(chance.draw(draft(prefix))))
+    p = torch.stack([target(prefix[:i]) for i in range(gamma + 1)])
+    q = torch.stack([draft(prefix[:i]) for i in range(gamma)])
+    n, token = verify_chain(p, q, torch.tensor(prefix), chance)
+    return (*prefix[: int(n)], int(token))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
+@pytest.mark.parametrize(
+    "vocab, gamma, seeds", [(2, 1, 20), (5, 1, 20), (2, 3, 6), (4, 2, 6), (3, 3, 2), (5, 3, 1)]
+)
+def test_a_chain_follows_the_target_exactly(enumerate_law, model, assert_follows, vocab, gamma, seeds, zeros):
+    for seed in range(seeds):
+        target, draft = model(vocab, 2 * seed, zeros), model(vocab, 2 * seed + 1, zeros)
+        law = enumerate_law(lambda chance, t=target, d=draft: chain_step(t, d, gamma, chance))
+        assert_follows(law, target, 1)
+        assert_follows(law, target, gamma + 1)
+
+
+def test_the_expected_length_is_the_block_efficiency(enumerate_law, model):
+    p, q = model(4, 0)(), model(4, 1)()
+    law = enumerate_law(lambda chance: chain_step(lambda _: p, lambda _: q, 2, chance))
+    mean = math.fsum(weight * len(emitted) for emitted, weight in law.items())
+    assert mean == pytest.approx(block_efficiency_by_position([float(acceptance_rate(p, q))] * 2), abs=1e-12)
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(enumerate_law, model):
+    target = model(4, 3, True)
+    law = enumerate_law(lambda chance: len(chain_step(target, target, 2, chance)))
+    assert law == {3: pytest.approx(1, abs=1e-12)}
+    probs = probabilities(torch.randn(64, 5, 4000, generator=torch.Generator().manual_seed(0)))
+    chance = Chance(torch.Generator().manual_seed(1))
+    n, _ = verify_chain(probs, probs[:, :4], sample(probs[:, :4], chance.generator), chance)
+    assert (n == 4).all()
+
+
+def test_at_temperature_zero_a_chain_is_the_greedy_comparison():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 3, (200, 4, 5), generator=generator).float()  # many exact ties
+    p = probabilities(logits, 0)
+    q = probabilities(torch.randint(0, 3, (200, 3, 5), generator=generator).float(), 0)
+    tokens = q.argmax(-1)
+    chain = verify_chain(p, q, tokens, Chance(generator))
+    greedy = verify_greedy(logits.argmax(-1), tokens)
+    assert torch.equal(chain[0], greedy[0]) and torch.equal(chain[1], greedy[1])
+    assert {0, 1, 2, 3} == set(greedy[0].tolist())
+
+
+def test_greedy_counts_the_leading_matches():
+    argmax = torch.tensor([[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 7]])
+    tokens = torch.tensor([[4, 5, 6], [4, 0, 6], [0, 5, 6], [4, 5, -1]])
+    n, following = verify_greedy(argmax, tokens)
+    assert n.tolist() == [3, 1, 0, 2] and following.tolist() == [7, 5, 4, 6]
+    n, following = verify_greedy(argmax[0], tokens[1])
+    assert (int(n), int(following)) == (1, 5)
+    with pytest.raises(PeftlabError, match="target_argmax"):
+        verify_greedy(argmax[:, :3], tokens)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
+def test_a_deterministic_draft_follows_the_target_exactly(enumerate_law, model, assert_follows, zeros):
+    for seed in range(8):
+        target = model(4, seed, zeros)
+        tokens = (seed % 4, (seed * 3) % 4)
+        p = torch.stack([target(tokens[:i]) for i in range(3)])
+
+        def step(chance, p=p, tokens=tokens):
+            n, token = verify_onehot(p, torch.tensor(tokens), chance)
+            return (*tokens[: int(n)], int(token))
+
+        law = enumerate_law(step)
+        assert_follows(law, target, 3)
+        accepted = math.fsum(w for emitted, w in law.items() if len(emitted) > 1)
+        assert accepted == pytest.approx(float(p[0, tokens[0]]), abs=1e-12)
+
+
+def test_onehot_stops_where_nothing_was_drafted(enumerate_law, model):
+    p = torch.stack([model(3, i)() for i in range(3)])
+    law = enumerate_law(lambda c: tuple(int(x) for x in verify_onehot(p, torch.tensor([1, -1]), c)))
+    assert max(n for n, _ in law) == 1
+    for token in range(3):
+        assert law[1, token] == pytest.approx(float(p[0, 1] * p[1, token]), abs=1e-12)
+
+
+def test_a_row_of_zeros_ends_a_shorter_draft(enumerate_law, model):
+    p, q = torch.stack([model(3, i)() for i in range(3)]), torch.stack([model(3, 9)(), torch.zeros(3)])
+    short = enumerate_law(lambda c: tuple(int(x) for x in verify_chain(p[:2], q[:1], torch.tensor([1]), c)))
+    padded = enumerate_law(lambda c: tuple(int(x) for x in verify_chain(p, q, torch.tensor([1, 0]), c)))
+    assert padded == pytest.approx(short, abs=1e-15)
+
+
+def test_no_draft_at_all_is_a_plain_draw(enumerate_law, model):
+    p = model(4, 0)()
+    law = enumerate_law(
+        lambda c: tuple(
+            int(x) for x in verify_chain(p[None], p.new_zeros(0, 4), torch.zeros(0, dtype=torch.long), c)
+        )
+    )
+    assert law == pytest.approx({(0, x): float(p[x]) for x in range(4)}, abs=1e-15)
+
+
+def test_rows_of_a_batch_are_independent(enumerate_law, model):
+    p = torch.stack([torch.stack([model(2, 10 * b + i)() for i in range(3)]) for b in range(2)])
+    q = torch.stack([torch.stack([model(2, 50 + 10 * b + i)() for i in range(2)]) for b in range(2)])
+    tokens = torch.tensor([[0, 1], [1, 0]])
+
+    def outcome(result):
+        return tuple(zip(result[0].flatten().tolist(), result[1].flatten().tolist(), strict=True))
+
+    joint = enumerate_law(lambda c: outcome(verify_chain(p, q, tokens, c)))
+    first, second = (
+        enumerate_law(lambda c, b=b: outcome(verify_chain(p[b], q[b], tokens[b], c))[0]) for b in range(2)
+    )
+    assert joint == pytest.approx({(a, b): first[a] * second[b] for a in first for b in second}, abs=1e-14)
+
+
+def test_the_sampler_itself_follows_the_target():
+    generator = torch.Generator().manual_seed(3)
+    rows = 200_000
+    p = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).expand(rows, -1, -1)
+    q = torch.tensor([[0.2, 0.5, 0.1, 0.2]], dtype=torch.float64).expand(rows, -1, -1)
+    tokens = sample(q, generator)
+    n, following = verify_chain(p, q, tokens, Chance(generator))
+    first = torch.where(n == 1, tokens[:, 0], following).bincount(minlength=4)
+    bonus = following[n == 1].bincount(minlength=4)
+    alpha = float(acceptance_rate(p[0, 0], q[0, 0]))
+    assert abs(float((n == 1).double().mean()) - alpha) < 0.005
+    for counts, probs in ((first, p[0, 0]), (bonus, p[0, 1])):
+        expected = probs * counts.sum()
+        live = probs > 0
+        assert counts[~live].sum() == 0
+        assert float(((counts - expected)[live] ** 2 / expected[live]).sum()) < 16.3  # 0.999 quantile at 3
+
+
+def test_acceptance_and_residual_at_their_edges():
+    p_x, q_x = torch.tensor([0.5, 0.2, 0.0, 0.3, 0.0]), torch.tensor([0.25, 0.4, 0.5, 0.0, 0.0])
+    assert acceptance_probability(p_x, q_x).tolist() == [1.0, 0.5, 0.0, 0.0, 0.0]
+    p = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    assert torch.equal(residual(p, p), p)
+    assert torch.equal(residual(p, torch.zeros_like(p)), p)
+    assert torch.equal(residual(p, p * 1.0000001), p)  # no mass by rounding: p, not NaN
+    assert residual(torch.tensor([0.6, 0.4]), torch.tensor([0.2, 0.8])).tolist() == [1.0, 0.0]
+
+
+def test_shapes_that_do_not_fit_are_told():
+    p, q, chance = torch.full((3, 5), 0.2), torch.full((2, 5), 0.2), Chance()
+    with pytest.raises(PeftlabError, match="vocabulary of 4"):
+        verify_chain(p, q[:, :4], torch.tensor([0, 1]), chance)
+    with pytest.raises(PeftlabError, match="shapes"):
+        verify_chain(p[:2], q, torch.tensor([0, 1]), chance)
+    with pytest.raises(PeftlabError, match="shapes"):
+        verify_chain(p, q, torch.tensor([0]), chance)
+
+
+def test_typical_acceptance_is_a_threshold_on_p(enumerate_law):
+    sure = torch.tensor([0.95, 0.05, 0.0, 0.0])  # H = 0.199: threshold min(0.09, 0.246) = 0.09
+    flat = torch.tensor([0.25, 0.25, 0.25, 0.25])  # H = ln 4: threshold min(0.09, 0.075) = 0.075
+    p = torch.stack([sure, flat, flat]).double()
+    law = enumerate_law(lambda c: tuple(int(x) for x in verify_typical(p, torch.tensor([0, 3]), c)))
+    assert law == pytest.approx({(2, x): 0.25 for x in range(4)})
+    law = enumerate_law(lambda c: tuple(int(x) for x in verify_typical(p, torch.tensor([1, 3]), c)))
+    assert law == pytest.approx({(0, 0): 0.95, (0, 1): 0.05})
+    n, _ = verify_typical(p, torch.tensor([0, 3]), Chance(), epsilon=0.5, delta=1.1)
+    assert int(n) == 1  # 0.25 does not exceed 1.1 / 4
+
+
+def test_typical_acceptance_always_takes_the_greedy_token():
+    generator = torch.Generator().manual_seed(0)
+    p = probabilities(torch.randn(500, 4, 20, generator=generator) * 3)
+    n, _ = verify_typical(p, p[:, :3].argmax(-1), Chance(generator))
+    assert (n == 3).all()
+
+
+def test_every_scheme_says_whether_it_is_lossless():
+    schemes = {
+        n.removeprefix("verify_") for m in (verify, multidraft) for n in dir(m) if n.startswith("verify_")
+    }
+    assert schemes == LOSSLESS.keys()
+    assert [name for name, exact in LOSSLESS.items() if not exact] == ["typical"]
+    assert "LOSSY" in verify_typical.__doc__

@@ -1,0 +1,142 @@
+"""Mistakes: one clear error, and the model is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import base, batch, injected, logits, trained
+
+import peftlab
+from peftlab import PeftlabError
+from peftlab.methods import METHODS, injection, is_injected
+
+
+def fingerprint(model):
+    return (
+        {name: (id(p), p.requires_grad) for name, p in model.named_parameters()},
+        {name: (id(m), type(m)) for name, m in model.named_modules()},
+    )
+
+
+BAD_LORA = [
+    ({"target_modules": ["qury"]}, "'qury' matches no module; nearest: .*query"),
+    ({"target_modules": ["query", "valeu"]}, "'valeu' matches no module"),
+    ({"target_modules": r".*\.nothing"}, "matches no module"),
+    ({"target_modules": "("}, "not a regular expression"),
+    ({"target_modules": []}, "target_modules"),
+    ({"r": 0}, "r: "),
+    ({"r": -3}, "r: "),
+    ({"r": 33}, "larger than"),
+    ({"lora_dropout": 1.0}, "lora_dropout"),
+    ({"lora_dropout": -0.1}, "lora_dropout"),
+    ({"lora_alpha": 0}, "lora_alpha"),
+    ({"layers_to_transform": [5]}, "no layer 5; there are 0 to 1"),
+    ({"rank_pattern": {"nothing": 2}}, "rank_pattern"),
+    ({"modules_to_save": ["poolr"]}, "'poolr' matches no module; nearest: .*pooler"),
+    ({"lora_alhpa": 3}, "did you mean 'lora_alpha'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_LORA)
+def test_bad_lora(fields, message):
+    model = base("bert")
+    before = fingerprint(model)
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.inject_lora(model, **fields)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("second", METHODS)
+@pytest.mark.parametrize("first", METHODS)
+def test_a_second_injection_is_refused(first, second):
+    model = injected(first, "bert")
+    before = fingerprint(model)
+    with pytest.raises(PeftlabError, match=f"holds a {first} injection already"):
+        peftlab.inject(model, METHODS[second].config())
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(
+    "call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection]
+)
+def test_a_model_without_injection(call):
+    with pytest.raises(PeftlabError, match="holds no injection"):
+        call(base("bert"))
+
+
+def test_head_without_a_head():
+    model = base("bert").bert
+    with pytest.raises(PeftlabError, match="no task head"):
+        peftlab.inject(model, METHODS["head"].config())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_on_the_meta_device_counts_but_does_not_save(method, tmp_path):
+    model = peftlab.inject(base("bert").to("meta"), METHODS[method].config())
+    with pytest.raises(PeftlabError, match="meta device"):
+        peftlab.save_adapter(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def damage(directory, change):
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    with_header = change(tensors)
+    save_file(with_header if with_header is not None else tensors, path, metadata={"format": "pt"})
+
+
+def _nan(tensors):
+    next(iter(tensors.values())).view(-1)[0] = torch.nan
+
+
+def _drop_one(tensors):
+    tensors.pop(next(iter(tensors)))
+
+
+def _rename_one(tensors):
+    name = next(iter(tensors))
+    tensors[name.replace("bert", "brt")] = tensors.pop(name)
+
+
+def _reshape_one(tensors):
+    name = next(iter(tensors))
+    tensors[name] = tensors[name][..., :-1].contiguous()
+
+
+@pytest.mark.parametrize("method", ["lora", "houlsby", "bitfit"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_nan, "NaN"),
+        (_drop_one, "in the model, not in the file"),
+        (_rename_one, "in the file, not in the model"),
+        (_reshape_one, "shape"),
+    ],
+)
+def test_damaged_files(method, change, message, tmp_path):
+    peftlab.save_adapter(trained(method, "bert"), tmp_path)
+    damage(tmp_path, change)
+    model = base("bert")
+    before = fingerprint(model)
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.load_adapter(model, tmp_path)
+    assert fingerprint(model) == before
+    assert torch.equal(logits(model, batch("bert")), logits(base("bert"), batch("bert")))
+
+
+def test_a_file_cut_short(tmp_path):
+    peftlab.save_adapter(trained("lora", "bert"), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(PeftlabError, match="damaged"):
+        peftlab.load_adapter(base("bert"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["lora", "houlsby"])
+def test_another_base_model_is_refused(method, tmp_path):
+    peftlab.save_adapter(trained(method, "bert"), tmp_path)
+    model = base("roberta")
+    with pytest.raises(PeftlabError, match="another base model"):
+        peftlab.load_adapter(model, tmp_path)
+    assert not is_injected(model)

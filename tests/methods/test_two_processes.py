@@ -1,0 +1,39 @@
+"""Two processes with half a batch each against one with all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny_models import batch, trained
+from torch.nn.parallel import DistributedDataParallel
+
+from peftlab.methods import trainable_parameters
+
+COMBINATIONS = [("lora", "llama"), ("houlsby", "bert"), ("bitfit", "bert")]
+
+
+def _worker(rank: int, address: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    gradients = {}
+    for method, architecture in COMBINATIONS:
+        model = DistributedDataParallel(trained(method, architecture))
+        half = {key: value.chunk(2)[rank] for key, value in batch(architecture, n=8).items()}
+        model(**half).loss.backward()
+        gradients[method] = {name: p.grad for name, p in trainable_parameters(model.module).items()}
+    torch.save(gradients, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_gradients_of_two_processes_are_those_of_one(tmp_path):
+    mp.spawn(_worker, (f"file://{tmp_path}/rendezvous", str(tmp_path)), nprocs=2)
+    parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for method, architecture in COMBINATIONS:
+        model = trained(method, architecture)
+        model(**batch(architecture, n=8)).loss.backward()
+        for name, parameter in trainable_parameters(model).items():
+            for part in parts:
+                torch.testing.assert_close(part[method][name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

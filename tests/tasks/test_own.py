@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from data_section import Data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from peftlab.errors import PeftlabError
+from peftlab.tasks.data import load_task_data
+from peftlab.tasks.own import stratified
+
+ROWS = [
+    {"review": f'row {i}, "quoted" text\u2028NA', "mood": ["good", "bad", "so-so"][i % 3], "stars": i / 2}
+    for i in range(30)
+]
+
+
+def csv_text(rows):
+    def quote(value):
+        return '"' + str(value).replace('"', '""') + '"'
+
+    return "\n".join([",".join(rows[0]), *(",".join(map(quote, row.values())) for row in rows)]) + "\n"
+
+
+def tsv_text(rows):
+    return "\n".join(["\t".join(rows[0]), *("\t".join(map(str, row.values())) for row in rows)]) + "\n"
+
+
+def jsonl_text(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def load(path, kind="classification", **options):
+    options = {"text": ["review"], "label": "mood", **options}
+    return load_task_data(f"text/{kind}", Data(path=str(path), **options))
+
+
+def labelled(*labels, text="some words"):
+    return csv_text([{"review": f"{text} {i}", "mood": label} for i, label in enumerate(labels)])
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "json", "csv.gz", "tsv.gz", "jsonl.gz", "json.gz"])
+def test_every_format_gives_the_same_rows(tmp_path, suffix):
+    writers = {"csv": csv_text, "tsv": tsv_text, "jsonl": jsonl_text, "json": json.dumps}
+    path = write(tmp_path / f"reviews.{suffix}", writers[suffix.split(".")[0]](ROWS))
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "reviews.parquet")
+    data, same = load(path, validation=6), load(tmp_path / "reviews.parquet", validation=6)
+    assert data.fingerprint == same.fingerprint
+    assert data.task.labels == ("bad", "good", "so-so") and data.task.text == ("review",)
+    rows = [*data.splits["train"], *data.splits["validation"]]
+    found = {row["text"]: data.task.labels[row["label"]] for row in rows}
+    assert found == {row["review"]: row["mood"] for row in ROWS}
+
+
+def test_the_held_out_split_is_stratified_exact_and_seeded(tmp_path):
+    path = write(tmp_path / "r.csv", csv_text(ROWS))
+    data, again, other = (load(path, validation=0.2, split_seed=seed) for seed in (0, 0, 1))
+    assert Counter(data.splits["validation"]["label"]) == {0: 2, 1: 2, 2: 2}
+    assert len(data.splits["train"]) == 24
+    assert data.splits["validation"][:] == again.splits["validation"][:] != other.splits["validation"][:]
+    # Drawing fewer training examples leaves the held-out ones as they are.
+    fewer = load(path, validation=0.2, max_train_examples=5)
+    assert fewer.splits["validation"][:] == data.splits["validation"][:]
+    assert len(fewer.splits["train"]) == 5 and fewer.left_out == {"beyond data.max_train_examples": 19}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=2, max_size=60),
+    st.integers(0, 2**40),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_stratified_draw_is_exact_and_leaves_each_class_some(classes, seed, share):
+    counts = Counter(classes)
+    size = int(share * (len(classes) - len(counts) + 1))
+    rows = stratified(classes, size, seed)
+    assert len(set(rows)) == len(rows) == size
+    drawn = Counter(classes[row] for row in rows)
+    for c, n in counts.items():
+        assert drawn[c] < n
+        assert drawn[c] >= size * n // len(classes)
+    assert rows == stratified(classes, size, seed)
+
+
+def test_regression_splits_and_labels_are_floats(tmp_path):
+    path = write(tmp_path / "r.csv", csv_text(ROWS))
+    data = load(path, "regression", label="stars", validation=10)
+    assert data.task.labels == () and data.task.regression
+    labels = [*data.splits["train"]["label"], *data.splits["validation"]["label"]]
+    assert sorted(labels) == [row["stars"] for row in ROWS]
+    assert data.splits["validation"].features["label"].dtype == "float64"
+    assert len(data.splits["validation"]) == 10
+
+
+def test_a_directory_of_split_files(tmp_path):
+    write(tmp_path / "train.csv", labelled("b", "a", "b"))
+    write(tmp_path / "dev.jsonl", jsonl_text([{"review": "x", "mood": "a"}]))
+    write(tmp_path / "test.tsv", "review\nunlabelled \n")
+    write(tmp_path / "notes.txt", "not data")
+    data = load(tmp_path)
+    assert data.splits["train"]["label"][:] == [1, 0, 1]
+    assert data.splits["validation"][:] == {"text": ["x"], "label": [0]}
+    assert data.splits["test"][:] == {"text": ["unlabelled "]}
+
+
+def test_pairs(tmp_path):
+    rows = [{"a": f"a{i}", "b": f"b{i}", "mood": i % 2} for i in range(4)]
+    data = load(write(tmp_path / "p.jsonl", jsonl_text(rows)), text=["a", "b"], validation=1)
+    assert data.splits["train"].column_names == ["text", "text_pair", "label"]
+    assert data.task.labels == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["10", "9", "-1"], ("-1", "9", "10")),
+        ([10, 9, 2.0], ("2", "9", "10")),
+        ([True, False], ("false", "true")),
+        (["10", "9", "x"], ("10", "9", "x")),
+        ([" yes", "no ", "yes"], ("no", "yes")),
+    ],
+)
+def test_class_names_and_their_order(tmp_path, labels, classes):
+    rows = [{"review": str(i), "mood": label} for i, label in enumerate(labels * 2)]
+    assert load(write(tmp_path / "r.jsonl", jsonl_text(rows)), validation=1).task.labels == classes
+
+
+def test_bins_make_classes_in_the_order_given(tmp_path):
+    path = write(tmp_path / "r.csv", csv_text(ROWS))
+    bins = {"good": (10.0, None), "bad": (None, 4.5), "meh": (6.0, 8.0)}
+    data = load(path, label="stars", bins=bins, validation=5)
+    assert data.task.labels == ("good", "bad", "meh")
+    rows = [*data.splits["train"], *data.splits["validation"]]
+    # Stars 0, 0.5 .. 14.5: ten in each outer bin, five in the middle one, 5, 5.5, 8.5, 9, 9.5 in none.
+    assert Counter(row["label"] for row in rows) == {0: 10, 1: 10, 2: 5}
+    assert data.left_out == {"outside every bin": 5}
+
+
+@pytest.mark.parametrize(
+    ("bins", "message"),
+    [
+        ({"a": (0.0, 5.0), "b": (5.0, 9.0)}, r"'a' and 'b' overlap at 5.0"),
+        ({"a": (None, 5.0), "b": (None, 1.0)}, r"overlap at -inf"),
+        ({"a": (5.0, 4.0), "b": (6.0, 9.0)}, r"data\.bins\.a: 5.0 is not at most 4.0"),
+        ({"a": (float("nan"), 4.0), "b": (6.0, 9.0)}, r"data\.bins\.a"),
+        ({"a": (0.0, 4.0), "b": (60.0, 90.0)}, r"no training example of .* is in bin 'b'"),
+    ],
+)
+def test_bad_bins(tmp_path, bins, message):
+    with pytest.raises(PeftlabError, match=message):
+        load(write(tmp_path / "r.csv", csv_text(ROWS)), label="stars", bins=bins, validation=2)
+
+
+def test_a_validation_file_outside_every_bin_is_refused(tmp_path):
+    write(tmp_path / "train.csv", csv_text(ROWS))
+    write(tmp_path / "validation.csv", csv_text([{**ROWS[0], "stars": 99}]))
+    with pytest.raises(PeftlabError, match=r"validation\.csv: no examples; every 'stars' is outside"):
+        load(tmp_path, label="stars", bins={"a": (0.0, 4.0), "b": (5.0, 9.0)})
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (
+            labelled("a", "b"),
+            {"text": ["revew"]},
+            r"no column 'revew' \(data.text\) \(did you mean 'review'\?\)",
+        ),
+        (
+            labelled("a", "b"),
+            {"label": "mod"},
+            r"no column 'mod' \(data.label\) \(did you mean 'mood'\?\); columns: rev",
+        ),
+        (labelled("a", "b"), {"label": "review"}, "also in data.text"),
+        (labelled("a", "a"), {}, "holds one class alone, 'a'"),
+        (labelled("a", "", "b", " "), {}, r"'mood' is missing in 2 of 4 rows \(line 3, 5\)"),
+        (labelled("a", "b", text="").replace(" 1", "  "), {}, r"'review' is blank in 1 of 2 rows \(line 3\)"),
+        (labelled("1", "0.5"), {}, r"'mood' is no class but '0.5' \(make classes with data.bins"),
+        ("review,mood\n", {}, "no examples"),
+        ("", {}, "is empty"),
+        ("review,mood\nx,a\ny\n", {}, r"r\.csv:3: 1 columns where 2"),
+        ('review,mood\n"two\nlines",a\n\n"open,b\n', {}, r"r\.csv:5: not a CSV row"),
+        ("review,mood,mood\n", {}, "'mood' appears more than once"),
+        (labelled("a", "b"), {"validation": 2}, "holds out 2 of 2 examples"),
+        (labelled("a", "b"), {"validation": 0.1}, "holds out 0 of 2 examples"),
+        (labelled("a", "b", "a"), {"validation": 1.5}, "share below 1"),
+        (labelled("a", "b", "a"), {"validation": None}, "data.validation must say"),
+    ],
+)
+def test_bad_files_are_refused_with_a_place(tmp_path, text, options, message):
+    with pytest.raises(PeftlabError, match=message):
+        load(write(tmp_path / "r.csv", text), **{"validation": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("stars", "message"),
+    [
+        (["1", "many", "inf"], r"'stars' is not a finite number \('many'\) in 2 of 3 rows \(line 3, 4\)"),
+        (["1", "", "2"], r"'stars' is missing in 1 of 3 rows"),
+    ],
+)
+def test_bad_numbers(tmp_path, stars, message):
+    rows = [{"review": f"r{i}", "stars": value} for i, value in enumerate(stars)]
+    with pytest.raises(PeftlabError, match=message):
+        load(write(tmp_path / "r.csv", csv_text(rows)), "regression", label="stars", validation=1)
+
+
+def test_the_first_few_of_many_bad_rows_are_named(tmp_path):
+    path = write(tmp_path / "r.json", json.dumps([{"review": None, "mood": 1}] * 9))
+    with pytest.raises(PeftlabError, match=r"is missing in 9 of 9 rows \(row 1, 2, 3, 4, 5, \.\.\.\)"):
+        load(path, validation=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("r.jsonl", '{"review": "x"}\n{', r"r\.jsonl:2: not a JSON object"),
+        ("r.jsonl", '{"review": "x"}\n[1]', r"r\.jsonl line 2: must be an object, not list"),
+        ("r.json", '{"review": "x"}\n{"review": "y"}\n', r"one object a line is named \.jsonl"),
+        ("r.json", '{"review": "x"}', "must be a list of objects, not dict"),
+        ("r.jsonl", '{"review": 5, "mood": "a"}', r"'review' is not text in 1 of 1 rows"),
+        ("r.parquet", "nonsense", "not a readable Parquet file"),
+        ("r.xlsx", "", r"must end in one of \.csv"),
+    ],
+)
+def test_bad_formats(tmp_path, name, text, message):
+    with pytest.raises(PeftlabError, match=message):
+        load(write(tmp_path / name, text), validation=1)
+
+
+def test_a_damaged_gzip_file(tmp_path):
+    (tmp_path / "r.csv.gz").write_bytes(gzip.compress(labelled("a", "b").encode())[:-12])
+    with pytest.raises(PeftlabError, match="cannot be read"):
+        load(tmp_path / "r.csv.gz", validation=1)
+
+
+def test_bad_directories(tmp_path):
+    with pytest.raises(PeftlabError, match=r"no train\.\* file .* in it, but nothing"):
+        load(tmp_path)
+    train = write(tmp_path / "train.csv", labelled("good", "bad", "good"))
+    write(tmp_path / "validation.csv", labelled("good", "baad"))
+    with pytest.raises(
+        PeftlabError,
+        match=r"validation\.csv:3: class 'baad' is not in the training data \(did you mean 'bad'\?\)",
+    ):
+        load(tmp_path)
+    with pytest.raises(PeftlabError, match=r"data\.validation is set, but .*validation\.csv"):
+        load(tmp_path, validation=1)
+    write(tmp_path / "dev.csv", labelled("good"))
+    with pytest.raises(PeftlabError, match=r"both dev\.csv and validation\.csv"):
+        load(tmp_path)
+    with pytest.raises(PeftlabError, match=r"no such file or directory \(did you mean 'train\.csv'\?\)"):
+        load(train.with_name("tain.csv"), validation=1)
+
+
+def test_a_misspelt_relative_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    write(tmp_path / "reviews.csv", labelled("a", "b"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        PeftlabError, match=r"'review\.csv': no such file or directory \(did you mean 'reviews\.csv'"
+    ):
+        load("review.csv", validation=1)
+
+
+def test_a_dataset_that_travels_as_a_package(reviews):
+    bins = {"negative": (None, -0.5), "positive": (0.5, None)}
+    data = load(reviews, text=["text"], label="sentiment", bins=bins, validation=1000)
+    assert len(data.splits["validation"]) == 1000
+    assert sum(map(len, data.splits.values())) + data.left_out["outside every bin"] == 10605
+    shares = [sum(rows["label"]) / len(rows) for rows in data.splits.values()]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-3)
