@@ -122,6 +122,57 @@ def evaluate(
 
 
 @app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A run directory, or an adapter of peftlab's or peft's.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    base: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--base", help="Base model; default: the one the adapter names."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs.")
+    ] = True,
+    overwrite: Overwrite = False,
+) -> None:
+    """Fold an adapter into its base model: a plain checkpoint, streamed, verified."""
+    from rich.console import Console
+
+    from peftlab.pipelines.merge import run_merge
+    from peftlab.reporting.console import merge_table
+
+    report, checked = run_merge(adapter, base, out, overwrite=overwrite, verify=verify)
+    Console().print(merge_table(report))
+    for line in (*report["notes"], *(f"warning: {text}" for text in report["warnings"])):
+        print(line)
+    for name, value in checked.items():
+        print(f"{name.replace('_', ' ')}: {value:.3g}")
+    print(f"merged: {out}")
+
+
+@app.command("inspect")
+def inspect_(
+    model: Annotated[str, typer.Argument(help="Hub id, directory, or package:NAME/path.")],
+    fields: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="Fields of the method: r=16 target_modules=all-linear.", metavar="[key=value]..."),
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help="A row of the method table.")] = "lora",
+    auto_class: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--class", help="Transformers auto class, for example AutoModelForSequenceClassification."),
+    ] = None,
+) -> None:
+    """Show what a method would match and train, without loading weights."""
+    from rich.console import Console
+
+    from peftlab.pipelines.inspect import inspect_model
+    from peftlab.recipe.loading import parse_fields
+    from peftlab.reporting.console import inspection_table
+
+    Console().print(inspection_table(inspect_model(model, method, parse_fields(fields or []), auto_class)))
+
+
+@app.command()
 def env() -> None:
     """Print what matters in a bug report."""
     import json
@@ -132,7 +183,7 @@ def env() -> None:
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one message and exit status 2."""
+    """Run the command line: a user's mistake is one message and exit status 2 (130, 143: stopped)."""
     # What a loaded checkpoint lacks is said by peftlab itself; a bar in a log file is noise.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
@@ -149,5 +200,5 @@ def main() -> None:
         show(str(error))
         sys.stderr.flush()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            os._exit(2)  # the other processes may wait for this one in a collective: do not join them
-        sys.exit(2)
+            os._exit(error.status)  # the other processes may wait for this one in a collective: do not join them
+        sys.exit(error.status)

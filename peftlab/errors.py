@@ -10,8 +10,10 @@ class PeftlabError(Exception):
     """A mistake in a recipe, a file or a call, told in one message.
 
     The message names the file, key or module at fault, the reason, and the nearest right spelling where
-    there is one. The command line prints it without a traceback and exits with status 2.
+    there is one. The command line prints it without a traceback and exits with ``status``.
     """
+
+    status = 2
 
 
 def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:

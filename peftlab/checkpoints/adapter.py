@@ -8,7 +8,6 @@ the safetensors file says, under ``peftlab``, which method and which base model 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from peftlab.checkpoints.base import describe
 from peftlab.checkpoints.formats import adapter_tensors, from_peft_config, from_peft_keys, to_peft_config
+from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError, nearest
 from peftlab.files import read_json, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
@@ -75,8 +74,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = 
     else:
         config = {"library": "peftlab", **header}
     with replacing(directory / WEIGHTS_FILE) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", "peftlab": json.dumps(header, default=str)})
-        os.chmod(temporary, 0o644)
+        write_tensors(temporary, tensors, {"peftlab": json.dumps(header, default=str)})
     write_json(directory / CONFIG_FILE, json.loads(json.dumps(config, default=str)))
     return directory
 

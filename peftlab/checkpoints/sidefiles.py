@@ -22,13 +22,15 @@ OTHERS = (
 )  # fmt: skip
 
 
-def copy_side_files(base: Path, adapter: Path, out: Path) -> None:
+def copy_side_files(base: Path, adapter: Path | None, out: Path) -> None:
     """Copy tokenizer, chat templates, custom code and licence to ``out``.
 
-    The tokenizer is the adapter directory's if it holds one (its vocabulary may have grown), else the base's.
+    The tokenizer is that of the adapter or run directory if it holds one (its vocabulary may have grown), else
+    the base's.
     """
-    own = (adapter / "tokenizer_config.json").exists()
-    _copy(adapter if own else base, out, TOKENIZER)
+    homes = [adapter / "adapter", adapter] if adapter is not None else []
+    own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
+    _copy(own or base, out, TOKENIZER)
     _copy(base, out, OTHERS)
 
 

@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_config
 from peftlab.errors import PeftlabError
 
-_ADDED = re.compile(r"\.lora_\w+$")
+_ADDED = re.compile(r"\.base_layer|[._]lora_\w+$")
 
 # peft's task_type -> the auto class that makes the model; without one, the first that has the adapter's modules.
 _AUTO = {
@@ -95,7 +95,7 @@ def _resized(
     config, changed = model.config, False
     shapes = {key: p.shape for key, p in model.named_parameters(remove_duplicate=False)}
     for key, tensor in tensors.items():
-        shape = shapes.get(key)
+        shape = shapes.get(_ADDED.sub("", key))
         if shape is None or shape == tensor.shape or shape[1:] != tensor.shape[1:]:
             continue
         if shape[0] == config.num_labels:
@@ -107,12 +107,27 @@ def _resized(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a base key goes: its name in the model, its key in the merged checkpoint, and the converter that
-    makes a model tensor of it and its like, where it is not one by itself."""
+    """Where a base key goes.
+
+    Attributes:
+        name: its name in the model. key: its key in the merged checkpoint.
+        converter: what makes model tensors of it and its like, where it is not one by itself; ``pattern`` is the
+            part that it plays there and ``bare`` the key as the converter sees it.
+    """
 
     name: str
     key: str
-    converter: WeightConverter | None
+    converter: WeightConverter | None = None
+    pattern: str = ""
+    bare: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """All model tensors that the base key has a part in."""
+        if self.converter is None:
+            return [self.name]
+        first, *others = self.converter.target_patterns
+        return [self.name, *(self.name.replace(first, other) for other in others)]
 
 
 def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | None]:
@@ -142,7 +157,9 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
             merged = f"{prefix}.{key}"
         elif prefix and bare == f"{prefix}.{full}":
             merged = key.removeprefix(f"{prefix}.")
-        found[key] = Place(full, merged, by_pattern[pattern] if pattern is not None else None)
+        found[key] = Place(full, merged)
+        if pattern is not None:
+            found[key] = Place(full, merged, by_pattern[pattern], pattern, apply_renamings(key, renamings))
     return found
 
 

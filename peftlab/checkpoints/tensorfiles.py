@@ -135,17 +135,20 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+def layout(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Entry]]:
     """Return the head of a new file (length and JSON header) and where each tensor goes in it.
 
     Args:
         tensors: dtype name and shape by key.
+        metadata: texts to put into the header beside ``format: pt``.
 
     Order, spacing and metadata are those of safetensors' own writer for transformers, so that equal tensors
     make equal files.
     """
     order = sorted(tensors, key=lambda key: (-_RANK[tensors[key][0]], key.encode()))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for key in order:
         dtype, shape = tensors[key]
@@ -156,6 +159,19 @@ def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, d
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, {key: Entry(*tensors[key], len(head) + header[key]["data_offsets"][0]) for key in order}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a whole file: the same tensors and metadata give the same bytes.
+
+    (The safetensors package writes its metadata in an order that differs from run to run.)
+    """
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    head, entries = layout({key: (NAMES[t.dtype], tuple(t.shape)) for key, t in plain.items()}, metadata)
+    with open(path, "wb") as file:
+        file.write(head)
+        for key in entries:
+            file.write(plain[key].flatten().view(torch.uint8).numpy())
 
 
 def shard_names(directory: Path, index_name: str) -> list[str]:

@@ -29,7 +29,7 @@ class BitFitConfig(MethodConfig):
     @field_validator("biases")
     @classmethod
     def _not_empty(cls, value: str | list[str]) -> str | list[str]:
-        if not value or "" in value and not isinstance(value, str):
+        if not value or (isinstance(value, list) and "" in value):
             raise ValueError("names no module")
         return value
 

@@ -11,7 +11,7 @@ class MethodConfig(BaseModel):
     Unknown keys are refused and a configuration cannot change after it was made.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     name: str
     modules_to_save: list[str] | None = Field(

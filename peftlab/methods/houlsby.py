@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -51,13 +51,21 @@ class HoulsbyConfig(MethodConfig):
     )
     placement: Literal["houlsby", "pfeiffer", "parallel"] = Field(
         "houlsby",
-        description="houlsby: after attention and after the FFN; pfeiffer: after the FFN; parallel: beside the FFN.",
+        description="houlsby: after attention and after the FFN; pfeiffer: after the FFN; "
+        "parallel: beside the FFN.",
     )
     skip_layers: list[int] | int | None = Field(
         None, description="Layers without adapters: their numbers, or how many of the first (AdapterDrop)."
     )
     train_layer_norms: bool = Field(True, description="Train all LayerNorms (RMSNorms) too.")
     train_head: bool = Field(True, description="Train the task head too.")
+
+    @field_validator("skip_layers")
+    @classmethod
+    def _counted_from_zero(cls, value: list[int] | int | None) -> list[int] | int | None:
+        if any(number < 0 for number in ([value] if isinstance(value, int) else value or [])):
+            raise ValueError("layers are counted from 0")
+        return value
 
     @model_validator(mode="after")
     def _one_width(self) -> HoulsbyConfig:
@@ -119,7 +127,7 @@ class Bottleneck(Adapted):
         return _linear(x, self.adapter_up)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (Bottleneck, self.base_class), vars(self)
+        return _blank, (Bottleneck, self.base_class), self.__getstate__()
 
 
 class Recorder(Adapted):
@@ -131,16 +139,21 @@ class Recorder(Adapted):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.enabled:
             self.passage.value = x
-        return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (Recorder, self.base_class), vars(self)
+        return _blank, (Recorder, self.base_class), self.__getstate__()
 
 
-@cache
+_CLASSES: dict[tuple[type[Adapted], type[nn.Module]], type[nn.Module]] = {}
+
+
 def adapted_class(kind: type[Adapted], base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of leaf class ``base`` that behaves as ``kind``; it is made once."""
-    return type(f"{kind.__name__}{base.__name__}", (kind, base), {"base_class": base, "__module__": __name__})
+    if (kind, base) not in _CLASSES:
+        members = {"base_class": base, "__module__": __name__}
+        _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
+    return _CLASSES[kind, base]
 
 
 def _blank(kind: type[Adapted], base: type[nn.Module]) -> nn.Module:
@@ -173,24 +186,16 @@ def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
             replace[starts[layer]] = partial(_record, passage=passage)
             make = partial(make, passage=passage)
         replace[name] = make
-    train = parameters_under(model, trained_whole(model, config.modules_to_save, head=config.train_head))
+    train = set(parameters_under(model, trained_whole(model, config.modules_to_save, head=config.train_head)))
     if config.train_layer_norms:
-        norms = {
-            f"{name}.{key}"
-            for name in layer_norms(model)
-            for key, _ in model.get_submodule(name).named_parameters()
-        }
-        train = [name for name, _ in model.named_parameters() if name in norms or name in set(train)]
-    return Plan(replace, train)
+        train |= {f"{name}.{key}" for name, norm in layer_norms(model) for key, _ in norm.named_parameters()}
+    return Plan(replace, [name for name, _ in model.named_parameters() if name in train])
 
 
-def layer_norms(model: nn.Module) -> list[str]:
-    """Return the names of all LayerNorms and RMSNorms, told by their class names."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
-    ]
+def layer_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return all LayerNorms and RMSNorms with their names; they are told by the names of their classes."""
+    ends = ("LayerNorm", "RMSNorm")
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(ends)]
 
 
 def _kept(ends: dict[str, str], skip: list[int] | int | None) -> dict[str, str]:

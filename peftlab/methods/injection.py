@@ -55,6 +55,12 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     plan = METHODS[config.name].plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
+    patched = [name for name in plan.replace if "forward" in vars(model.get_submodule(name))]
+    if patched:
+        raise PeftlabError(
+            f"{patched[0]} has a forward of its own (accelerate's dispatch sets one), which would hide the "
+            "adapter; inject before the model is dispatched"
+        )
     parameters = dict(model.named_parameters())
     adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
     originals = {name: _copied(parameters[name]) for name in plan.train}
@@ -141,8 +147,9 @@ def make_config(method: str, /, **fields: Any) -> MethodConfig:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         hint = did_you_mean(key, kind.model_fields) if first["type"] == "extra_forbidden" else ""
-        reason = "unknown field" if hint or first["type"] == "extra_forbidden" else first["msg"]
-        raise PeftlabError(f"{method}: {key}: {reason}{hint}") from None
+        unknown = first["type"] == "extra_forbidden"
+        reason = "unknown field" if unknown else first["msg"].removeprefix("Value error, ")
+        raise PeftlabError(": ".join(filter(None, (method, key, reason))) + hint) from None
 
 
 def is_injected(model: nn.Module) -> bool:

@@ -51,6 +51,7 @@ class LoraExperts(Adapted):
         return {
             name: fold_weight(getattr(self, name), *self.factors(name), scale, transposed=transposed, how=how)
             for name, scale in self.adapted.items()
+            if how.only in (None, name)
         }
 
     def __reduce__(self) -> Any:

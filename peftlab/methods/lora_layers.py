@@ -176,7 +176,7 @@ def fold_weight(
         a: (r, in) or (r, in, ...); for experts (experts·r, in). b: (out, r, ...); for experts (out, r·experts).
         magnitude: (out), in any shape. out: where to put the result; default: memory of its own.
     """
-    folded = torch.empty_like(weight, dtype=how.stored, requires_grad=False) if out is None else out
+    folded = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device) if out is None else out
     if weight.ndim == 3 and a.ndim == 2:
         for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), folded):
             fold_weight(w, x, y, scale, transposed=transposed, how=how, out=z)

@@ -34,11 +34,13 @@ class Folding:
         precision: dtype of product and sum.
         stored: dtype that the sum is rounded to, once; None for the weight's own.
         watch: called for each block with W0 and the sum, both in ``precision``, and what is stored of it.
+        only: the one parameter of the leaf to fold; None for all.
     """
 
     precision: torch.dtype = torch.float32
     stored: torch.dtype | None = None
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    only: str | None = None
 
 
 FOLDING = Folding()

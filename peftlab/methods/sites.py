@@ -1,4 +1,4 @@
-"""Where a transformer layer's sub-layers end: the leaves whose output is what the residual connection adds."""
+"""Where a transformer layer's sub-layers end: the leaves whose output the residual connection adds."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ _VIT = Sites(("layers.*.attention.o_proj",), ("layers.*.mlp.fc2",), ("layers.*.m
 SITES: dict[str, Sites] = {
     **dict.fromkeys(
         (
-            "bert", "camembert", "convbert", "deberta", "deberta-v2", "electra", "ernie", "layoutlm", "rembert",
-            "roberta", "roberta-prelayernorm", "splinter", "xlm-roberta",
+            "bert", "camembert", "convbert", "deberta", "deberta-v2", "electra", "ernie",
+            "layoutlm", "rembert", "roberta", "roberta-prelayernorm", "splinter", "xlm-roberta",
         ),
         _BERT,
     ),
@@ -78,8 +78,8 @@ SITES: dict[str, Sites] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
     **dict.fromkeys(
         (
-            "cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "granite", "llama", "mistral",
-            "olmo", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm",
+            "cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "granite",
+            "llama", "mistral", "olmo", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm",
         ),
         _LLAMA,
     ),
@@ -90,7 +90,9 @@ SITES: dict[str, Sites] = {
     **dict.fromkeys(("clip", "siglip"), _CLIP),
     **dict.fromkeys(("deit", "vit"), _VIT),
     "albert": Sites(
-        ("albert_layers.*.attention.output_dropout",), ("albert_layers.*.ffn_output",), ("albert_layers.*.ffn",)
+        ("albert_layers.*.attention.output_dropout",),
+        ("albert_layers.*.ffn_output",),
+        ("albert_layers.*.ffn",),
     ),
     "distilbert": Sites(("layer.*.attention.out_lin",), ("layer.*.ffn.dropout",), ("layer.*.ffn.lin1",)),
     "gpt_neo": Sites(("h.*.attn.attention.resid_dropout",), ("h.*.mlp.dropout",), ("h.*.mlp.c_fc",)),
@@ -99,7 +101,9 @@ SITES: dict[str, Sites] = {
     ),
     "gptj": Sites(("h.*.attn.resid_dropout",), ("h.*.mlp.dropout",), ("h.*.mlp.fc_in",)),
     "modernbert": Sites(("layers.*.attn.out_drop",), ("layers.*.mlp.Wo",), ("layers.*.mlp.Wi",)),
-    "mpnet": Sites(("layer.*.attention.dropout",), ("layer.*.output.dropout",), ("layer.*.intermediate.dense",)),
+    "mpnet": Sites(
+        ("layer.*.attention.dropout",), ("layer.*.output.dropout",), ("layer.*.intermediate.dense",)
+    ),
     "phi": Sites(("layers.*.self_attn.dense",), ("layers.*.mlp.fc2",), ("layers.*.mlp.fc1",)),
     "phi3": Sites(
         ("layers.*.resid_attn_dropout",), ("layers.*.resid_mlp_dropout",), ("layers.*.mlp.gate_up_proj",)
@@ -112,14 +116,15 @@ def sites_of(model: nn.Module) -> Sites:
     """Return the sub-layer ends of a model: the table's row, else the first row that fits.
 
     A row fits where every layer that has an attention end has one feed-forward input and one feed-forward
-    end, and the other way round.
+    end, and the other way round. Experts must be in the table: others may lie beside them.
 
     Raises:
         PeftlabError: no row fits.
     """
     names = [name for name, _ in model.named_modules()]
     kind = model_type(model)
-    rows = ([SITES[kind]] if kind in SITES else []) + list(SITES.values())
+    rows = [SITES[kind]] if kind in SITES else []
+    rows += [sites for sites in SITES.values() if sites is not _EXPERTS]
     for sites in dict.fromkeys(rows):
         ends, starts = find(names, sites.ffn), find(names, sites.ffn_input)
         layers = set(find(names, sites.attention).values())
@@ -130,8 +135,9 @@ def sites_of(model: nn.Module) -> Sites:
         ):
             return sites
     raise PeftlabError(
-        f"method houlsby does not know where the sub-layers of {kind} ({type(model).__name__}) end, and no known "
-        "architecture is built like it; method lora adapts any linear map, or add a row to peftlab.methods.sites.SITES"
+        f"method houlsby does not know where the sub-layers of {kind} ({type(model).__name__}) end, and no "
+        "known architecture is built like it; method lora adapts any linear map, or add a row to "
+        "peftlab.methods.sites.SITES"
     )
 
 

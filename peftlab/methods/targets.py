@@ -181,7 +181,7 @@ def task_head(model: nn.Module) -> list[str]:
 
 
 def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
-    """Return the names of the modules trained whole: the task head (if ``head``) and what ``modules_to_save`` adds."""
+    """Return the names of the modules trained whole: the task head (if ``head``) and ``modules_to_save``."""
     names = task_head(model) if head else []
     if modules_to_save:
         every = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,14 +24,14 @@ from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.targets import inside, task_head
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
 from peftlab.reporting.card import adapter_card, merged_card
 from peftlab.reporting.console import print_results, trainable_line
 from peftlab.reporting.html import write_report
 from peftlab.tasks.data import TaskData, load_task_data
 from peftlab.tasks.metrics import load_metric, majority_baseline
 from peftlab.tasks.tokens import Collate, tokenise
-from peftlab.training.loop import Interrupted, Work, train
+from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
@@ -67,14 +67,7 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
         )
     check_trackers(list(recipe.train.trackers))
     settings = recipe.train
-    accelerator = Accelerator(
-        mixed_precision={"fp32": "no"}.get(settings.precision, settings.precision),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        log_with=list(settings.trackers) or None,
-        project_dir=run_dir,
-    )
+    accelerator = make_accelerator(settings, run_dir)
     set_seed(settings.seed)
     task = load_task(recipe)
     if "train" not in task.data.splits:
@@ -98,17 +91,39 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
         accelerator.init_trackers("peftlab")
     try:
         progress = train(work, settings, accelerator, run_dir, resume=resume)
-    except Interrupted:
-        raise PeftlabError(f"stopped; go on with `peftlab resume {run_dir}`") from None
     finally:
         accelerator.end_training()
 
     results = _results(recipe, task, progress, trainable, total, accelerator)
     if accelerator.is_main_process:
-        save_adapter(model, run_dir / "adapter", base=recipe.model)
+        save_adapter(work.model, run_dir / "adapter", base=recipe.model)
         _write_out(recipe, task, work, run_dir, results)
     accelerator.wait_for_everyone()
     return results
+
+
+def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
+    """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
+
+    Raises:
+        PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1.
+    """
+    if settings.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        accelerator = Accelerator(
+            mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            log_with=list(settings.trackers) or None,
+            project_dir=run_dir,
+        )
+    except ValueError as error:
+        raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
+    return accelerator
 
 
 def load_task(recipe: FinetuneRecipe) -> LoadedTask:

@@ -54,7 +54,7 @@ def reference_markdown() -> str:
             models = sections(field)
             if field.discriminator:
                 listing = ", ".join(f"`{tag}`" for tag in models)
-                parts.append(f"## `{name}`\n\n{name.capitalize()} of `{field.discriminator}` {listing}.\n")
+                parts.append(f"## `{name}`\n\nOne of {listing}, told apart by `{field.discriminator}`.\n")
             for tag, model in models.items():
                 title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`"
                 parts += [f"{title}\n", _first_line(model) + "\n", _fields(model, str(field.discriminator))]

@@ -20,7 +20,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.recipe import library
 from peftlab.recipe.problems import explain
 from peftlab.recipe.schema import KINDS, Recipe
-from peftlab.recipe.source import override, read_source
+from peftlab.recipe.source import Source, override, read_source
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
 
@@ -55,6 +55,20 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if recipe is None or source.problems:
         raise PeftlabError("\n".join(map(str, sorted(source.problems))))
     return recipe
+
+
+def parse_fields(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the mapping that ``key=value`` texts spell, each value YAML 1.2, as in overrides.
+
+    Raises:
+        PeftlabError: with every text that is not of that form.
+    """
+    source = Source({}, {})
+    for turn, text in enumerate(texts, start=1):
+        override(source, text, turn)
+    if source.problems:
+        raise PeftlabError("\n".join(map(str, sorted(source.problems))))
+    return source.data
 
 
 def dump_recipe(recipe: Recipe, header: str = "") -> str:

@@ -18,7 +18,7 @@ from peftlab.tasks.table import find_task
 class Section(BaseModel):
     """Base of every recipe section: unknown keys are refused and values cannot change later."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 Bins = dict[str, tuple[float | None, float | None]] | None
@@ -28,32 +28,36 @@ class DataConfig(Section):
     """Where the examples come from."""
 
     path: str | None = Field(
-        None,
+        default=None,
         description="GLUE: null for the hub (nyu-mll/glue) or a directory in GLUE's TSV layout. Own task: a "
         "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
         "package:NAME/path.",
     )
     text: list[str] | None = Field(
-        None,
+        default=None,
         min_length=1,
         max_length=2,
         description="Own task: the text column, or the two columns of a pair.",
     )
-    label: str | None = Field(None, description="Own task: the column with the label (class name or number).")
+    label: str | None = Field(
+        default=None, description="Own task: the column with the label (class name or number)."
+    )
     bins: Bins = Field(
-        None,
+        default=None,
         min_length=2,
         description="Own classification task: make classes from a numeric label column. Class name to "
         "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
     )
     validation: int | float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Own task in one file: examples (integer) or share (below 1) held out for validation.",
     )
-    split_seed: int = Field(0, ge=0, description="Seed of that held-out split; independent of train.seed.")
+    split_seed: int = Field(
+        default=0, ge=0, description="Seed of that held-out split; independent of train.seed."
+    )
     max_train_examples: int | None = Field(
-        None, ge=1, description="Use only this many training examples, drawn with split_seed."
+        default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
     )
 
     @field_validator("validation")
@@ -85,36 +89,70 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainConfig(Section):
     """How the loop runs."""
 
-    epochs: float = Field(3, gt=0, description="Passes over the training set.")
-    max_steps: int | None = Field(None, ge=1, description="Optimiser steps; overrides epochs.")
+    epochs: float = Field(default=3, gt=0, description="Passes over the training set.")
+    max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
     batch_size: int = Field(
-        32,
+        default=32,
         ge=1,
         description="Examples per optimiser step over all processes and accumulation steps (global batch).",
     )
-    eval_batch_size: int = Field(64, ge=1, description="Examples per evaluation batch and process.")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Padded tokens per optimiser step, instead of batch_size: as many examples as fit.",
+    )
+    eval_batch_size: int = Field(default=64, ge=1, description="Examples per evaluation batch and process.")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Parts each global batch is split into to save memory; the result is the same."
+        default=1,
+        ge=1,
+        description="Parts each global batch is split into to save memory; the result is the same.",
     )
-    max_length: int = Field(128, ge=2, description="Tokens an example is truncated to.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    scheduler: Literal["linear", "cosine", "constant"] = Field("linear", description="Decay after warm-up.")
-    warmup: float = Field(0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas.")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Gradient norm clipping; null for none.")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Mixed precision of the forward.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward.")
-    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: every epoch.")
+    max_length: int = Field(default=128, ge=2, description="Tokens an example is truncated to.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    scheduler: Literal["linear", "cosine", "constant"] = Field(
+        default="linear", description="Decay after warm-up."
+    )
+    warmup: float = Field(
+        default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms."
+    )
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Gradient norm clipping; null for none."
+    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="bf16, fp16: mixed precision of the forward; tf32: fp32 with TF32 products on NVIDIA GPUs.",
+    )
+    compile: bool = Field(
+        default=False, description="Compile the model with torch.compile; go on without where that fails."
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
+    eval_every: int | None = Field(
+        default=None, ge=1, description="Steps between evaluations; null: every epoch."
+    )
     early_stopping: int | None = Field(
-        None, ge=1, description="Stop after this many evaluations without a better score."
+        default=None, ge=1, description="Stop after this many evaluations without a better score."
     )
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept beside the best one.")
+    save_every: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints besides those at evaluations; null: none."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept beside the best one.")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        [], description="Trackers beside metrics.jsonl."
+        default=[], description="Trackers beside metrics.jsonl."
     )
-    seed: int = Field(0, ge=0, description="Seed of initialisation, data order and dropout.")
+    seed: int = Field(default=0, ge=0, description="Seed of initialisation, data order and dropout.")
+
+    @model_validator(mode="after")
+    def _longest_fits(self) -> TrainConfig:
+        if self.max_tokens is not None and self.max_tokens < self.max_length:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}"
+            )
+        return self
 
 
 if TYPE_CHECKING:
@@ -126,20 +164,23 @@ else:
 class FinetuneRecipe(Section):
     """Finetune ``model`` on ``task`` by ``method``."""
 
-    kind: Literal["finetune"] = Field("finetune", description="What the recipe makes.")
+    kind: Literal["finetune"] = Field(default="finetune", description="What the recipe makes.")
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
-    revision: str | None = Field(None, description="Git revision of a hub model.")
-    trust_remote_code: bool = Field(False, description="Run Python code that the model repository ships.")
+    revision: str | None = Field(default=None, description="Git revision of a hub model.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that the model repository ships."
+    )
     task: str = Field(description="glue/NAME, text/classification or text/regression.")
-    data: DataConfig = Field(default_factory=DataConfig, description="Where the examples come from.")
+    data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(
         default_factory=METHODS["lora"].config,
         discriminator="name",
         description="What is put into the model and trained.",
     )
-    train: TrainConfig = Field(default_factory=TrainConfig, description="How the loop runs.")
+    train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
     merge: bool | None = Field(
-        None, description="Write merged/: true, false, or null for wherever the method has a linear fold."
+        default=None,
+        description="Write merged/: true, false, or null for wherever the method has a linear fold.",
     )
     output_dir: str = Field(description="The run directory.")
 

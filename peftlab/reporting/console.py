@@ -16,6 +16,7 @@ from rich.text import Text
 from peftlab.reporting import facts
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
 
 
@@ -89,21 +90,54 @@ def trainable_line(trainable: int, total: int) -> str:
     return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
 
-def merge_table(report: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a merge's report, one row a tensor.
+def merge_table(report: Mapping[str, Any]) -> Table:
+    """Return what a merge did, one row for the tensors whose names differ by their layer alone.
+
+    ``n`` tensors; the mean of the change's norm over the weight's; the mean share of elements whose stored
+    value changed; and the worst share of the change that rounding to the stored dtype left.
 
     Args:
-        report: rows of ``tensor``, ``delta_ratio`` (norm of the change over norm of the weight), ``changed``
-            (share of elements whose stored value changed), ``survived`` (share of the change's norm that
-            rounding to the stored dtype left); all but the name are shares of 1.
+        report: the contents of ``merge.json``, which has every tensor's own figures.
     """
-    table = _table(title="merge")
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in report["tensors"]:
+        groups.setdefault(_LAYER.sub("*", row["name"]), []).append(row)
+    table = _table(title=f"merged {report['architecture']} ({report['dtype']})")
     table.add_column("tensor")
-    for name in ("delta/W", "changed", "survived"):
+    for name in ("n", "delta/W", "changed", "survived"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in report:
-        shares = (facts.percent(row[key]) for key in ("delta_ratio", "changed", "survived"))
-        table.add_row(LongName(row["tensor"]), *shares)
+    for name, rows in groups.items():
+        ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+        table.add_row(
+            LongName(name),
+            str(len(rows)),
+            facts.percent(sum(ratios) / len(ratios)) if ratios else rows[0]["kind"],
+            facts.percent(sum(row["changed"] for row in rows) / len(rows)),
+            facts.percent(min(row["survived"] for row in rows)),
+        )
+    return table
+
+
+def inspection_table(found: Mapping[str, Any]) -> Table:
+    """Return what ``peftlab inspect`` found: matched module patterns with their numbers, then the counts."""
+    table = _table(title=found["architecture"])
+    table.add_column("what")
+    table.add_column("number", justify="right", no_wrap=True)
+    for kind, title in (("matches", "adapted"), ("trained_in_place", "trained in place")):
+        for pattern, count in found[kind].items():
+            table.add_row(LongName(f"{title}: {pattern}"), f"{count:,}")
+    table.add_section()
+    total = found["total"]
+    for name, value in (
+        ("trainable parameters", f"{found['trainable']:,}"),
+        ("all parameters", f"{total:,}"),
+        ("trainable share", facts.percent(found["trainable"] / total)),
+        ("linear weights covered", facts.percent(found["linear_covered"])),
+        ("folds into plain weights", "yes" if found["folds"] else "no"),
+    ):
+        table.add_row(name, value)
+    if found["targets"] == "fallback":
+        table.caption = "no row for this architecture in the table of targets: chosen by the stated fallback"
     return table
 
 

@@ -54,6 +54,36 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
     return [batches[i] for i in seeded_order(len(batches), seed, epoch, 1)]
 
 
+def token_batches(lengths: Sequence[int], max_tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """Return one epoch's batches of as many examples as ``max_tokens`` padded tokens hold.
+
+    Permuted, cut into windows of some 64 batches, sorted and shuffled like ``epoch_batches``; within a window
+    each batch is filled while ``examples * longest <= max_tokens``. Every example comes exactly once; one
+    longer than ``max_tokens`` is a batch of its own. Within a batch lengths ascend.
+
+    Args:
+        lengths: tokens of each example.
+        max_tokens: padded tokens a batch may have, over all processes and accumulation steps.
+        seed: the run's seed.
+        epoch: number of the epoch; another epoch is another order, and may have another number of batches.
+    """
+    sizes = np.asarray(lengths)
+    order = _order(len(sizes), seed, epoch)
+    mean = max(1.0, float(sizes.mean())) if len(sizes) else 1.0
+    window = max(1, int(_WINDOW_BATCHES * max_tokens / mean))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), window):
+        members = order[start : start + window]
+        batch: list[int] = []
+        for i in members[np.argsort(sizes[members], kind="stable")].tolist():
+            if batch and (len(batch) + 1) * sizes[i] > max_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(i)
+        batches.append(batch)
+    return [batches[i] for i in seeded_order(len(batches), seed, epoch, 1)]
+
+
 def split_batch(batch: list[int], parts: int) -> list[list[int]]:
     """Deal a batch into ``parts`` contiguous shares whose sizes differ by at most one.
 

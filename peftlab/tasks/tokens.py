@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from peftlab.errors import PeftlabError
 
@@ -17,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenise ``text`` (and ``text_pair``) in memory.
+    """Tokenise ``text`` (and ``text_pair``), once: the result is kept on the disk.
+
+    It lies in datasets' cache (``HF_DATASETS_CACHE``) under ``peftlab/``, named by the SHA-256 of the rows,
+    the tokenizer and ``max_length``. Where that cannot be written, or ``datasets.disable_caching()`` was
+    called, the result stays in memory.
 
     Args:
         dataset: a split of ``TaskData``.
@@ -52,13 +59,46 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
         return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
 
     texts = ["text", "text_pair"] if pair else ["text"]
+    key = _fingerprint(dataset, tokenizer, max_length)
     with _bars_on_terminals_only():
-        # A fingerprint of our own spares hashing the tokenizer; an in-memory dataset has no cache to search.
-        tokenised = dataset.map(encode, batched=True, remove_columns=texts, new_fingerprint=uuid4().hex)
+        tokenised = dataset.map(
+            encode, batched=True, remove_columns=texts, new_fingerprint=key, cache_file_name=_cache_file(key)
+        )
     lengths = list(tokenised["length"])
     if 0 in lengths:
         raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
     return tokenised
+
+
+def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+    """Return the SHA-256 of all that the tokens depend on, and of the labels beside them."""
+    import transformers
+    from datasets.fingerprint import Hasher
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # what an earlier call left there, and each call sets anew
+        backend.no_truncation()
+        backend.no_padding()
+    made_by = Hasher.hash(tokenizer) if backend is None else backend.to_str()
+    parts = [type(tokenizer).__name__, transformers.__version__, made_by, str(max_length)]
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for rows in dataset.iter(1000):
+        digest.update(json.dumps(rows).encode())
+    return digest.hexdigest()
+
+
+def _cache_file(key: str) -> str | None:
+    """Return the file to keep tokens in, or None where there is no place for it."""
+    import datasets
+
+    if not datasets.is_caching_enabled():
+        return None
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "peftlab"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(folder / f"{key}.arrow") if os.access(folder, os.W_OK) else None
 
 
 class Collate:

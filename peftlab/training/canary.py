@@ -7,12 +7,14 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods import trainable_parameters
+from peftlab.training.sharded import whole
 
 STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero
+LEAST_LR = 1e-6  # with less, a step of AdamW may be rounded away in a weight near 1
 
 
 class Canary:
-    """Watches the first two optimiser steps.
+    """Watches the first two optimiser steps whose learning rate is above ``LEAST_LR``.
 
     After the second one every trainable parameter has had a gradient, all gradients were finite, and in each
     module group (the parameters of one parent module) at least one parameter has moved.
@@ -20,24 +22,28 @@ class Canary:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = trainable_parameters(model)
-        self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._start = {name: whole(parameter).clone() for name, parameter in self._parameters.items()}
         self._reached: set[str] = set()
         self._broken: set[str] = set()
+        self._steps = 0
 
-    def saw_gradients(self) -> None:
-        """Take note of the gradients as they are now, before the optimiser clears them."""
+    def saw_step(self, lr: float) -> None:
+        """Take note of a step of learning rate ``lr`` just taken, before the gradients are cleared."""
+        if lr < LEAST_LR:
+            return
+        self._steps += 1
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._reached.add(name)
-                if not torch.isfinite(parameter.grad).all():
+                if not torch.isfinite(whole(parameter.grad)).all():
                     self._broken.add(name)
 
-    def done(self, step: int) -> bool:
-        """Return whether the watch is over after ``step``; raise ``PeftlabError`` naming what does not learn."""
-        if step < STEPS:
+    def done(self) -> bool:
+        """Return whether the watch is over; raise ``PeftlabError`` naming what does not learn."""
+        if self._steps < STEPS:
             return False
         unreached = [name for name in self._parameters if name not in self._reached]
-        moved = {_group(n) for n, p in self._parameters.items() if not torch.equal(p.detach(), self._start[n])}
+        moved = {_group(n) for n, p in self._parameters.items() if not torch.equal(whole(p), self._start[n])}
         stuck = sorted({_group(name) for name in self._parameters} - moved)
         for what, names in (
             ("have no gradient", unreached),
@@ -46,7 +52,9 @@ class Canary:
         ):
             if names:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise PeftlabError(f"after step {step}, trainable parameters {what}: {', '.join(names[:5])}{more}")
+                raise PeftlabError(
+                    f"after {STEPS} steps, trainable parameters {what}: {', '.join(names[:5])}{more}"
+                )
         return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy
@@ -23,7 +24,9 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Return the metrics and the mean loss of each evaluation split; the model is left in training mode."""
     model.eval()
-    scores = {split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()}
+    scores = {
+        split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()
+    }
     model.train()
     return scores
 
@@ -33,13 +36,17 @@ def predict(
 ) -> numpy.ndarray:
     """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression.
 
-    Each process takes every n-th batch; no example is counted twice however unevenly they divide.
+    Each process takes every n-th batch; no example is counted twice however unevenly they divide. Where some
+    processes have a batch less, they repeat the first one: the processes of a wrapped model forward together.
     """
-    batches = eval_batches(data["length"], batch_size)[accelerator.process_index :: accelerator.num_processes]
+    batches = eval_batches(data["length"], batch_size)
+    count = accelerator.num_processes
+    turns = math.ceil(len(batches) / count) * count
     found: list[tuple[list[int], numpy.ndarray]] = []
     with torch.no_grad():
-        for batch in batches:
-            inputs = work.collate([data[i] for i in batch])
+        for turn in range(accelerator.process_index, turns, count):
+            batch = batches[turn] if turn < len(batches) else batches[0]
+            inputs = work.collate(data.__getitems__(batch))
             inputs = {k: v.to(accelerator.device) for k, v in inputs.items() if k != "labels"}
             logits = model(**inputs).logits.float()
             found.append((batch, (logits.squeeze(-1) if work.regression else logits).cpu().numpy()))

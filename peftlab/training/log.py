@@ -11,42 +11,59 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from peftlab.errors import PeftlabError
-from peftlab.training.state import Progress
+from peftlab.training.order import Order
 from peftlab.training.trackers import JsonlTracker, flat
 
 LOOK_EVERY = 10  # steps between looks at the loss: each look waits for the device
+NAMED = 64  # examples of a bad batch that are named
 
 
 class Log:
-    """Takes losses and scores, and writes them where they belong; only the main process writes."""
+    """Takes losses and scores, and writes them where they belong; only the main process writes.
+
+    Args:
+        path: the metrics file; what it holds beyond ``keep_bytes`` was written after the checkpoint and goes.
+        step: steps done before.
+    """
 
     def __init__(
-        self, path: Path, accelerator: Accelerator, progress: Progress, steps_per_epoch: int, total: int
+        self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order
     ) -> None:
-        self._accelerator, self._steps_per_epoch, self._total = accelerator, steps_per_epoch, total
-        self._file = JsonlTracker(path, progress.metrics_bytes) if accelerator.is_main_process else None
-        self._pending: list[tuple[int, float, Tensor, Tensor]] = []
+        self._accelerator, self._order = accelerator, order
+        self._file = JsonlTracker(path, keep_bytes) if accelerator.is_main_process else None
+        self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
         # None: no bar where standard error is no terminal (a log file, CI)
         hidden = None if accelerator.is_main_process else True
         self._bar = tqdm(
-            total=total, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True, leave=False
+            total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False
         )
 
-    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.finish()
+
+    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
         """Take note of a training step; its loss is looked at every ``LOOK_EVERY`` steps."""
-        self._pending.append((step, lr, loss, norm))
+        self._pending.append((step, lr, loss, norm, batch))
         self._bar.update()
         if len(self._pending) >= LOOK_EVERY:
             self.flush()
 
     def flush(self) -> None:
         """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
-        for step, lr, loss, norm in self._pending:
+        for step, lr, loss, norm, batch in self._pending:
             value = loss.item()
             if not math.isfinite(value):
+                more = f" and {len(batch) - NAMED} more" if len(batch) > NAMED else ""
                 raise PeftlabError(
-                    f"the loss is {value} at step {step}; the checkpoints of earlier steps are good. "
-                    "A lower train.lr, a longer train.warmup or train.precision=fp32 usually helps"
+                    f"the loss is {value} at step {step}, on training examples "
+                    f"{', '.join(map(str, sorted(batch)[:NAMED]))}{more} (counted from 0); the checkpoints of "
+                    "earlier steps are good. A lower train.lr, a longer train.warmup or train.precision=fp32 "
+                    "usually helps"
                 )
             self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
             self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
@@ -61,20 +78,17 @@ class Log:
             for split, values in scores.items()
         )
         self._bar.clear()
-        self._accelerator.print(f"step {step}/{self._total}: {shown}{' (best)' if best else ''}", flush=True)
+        self._accelerator.print(
+            f"step {step}/{self._order.total}: {shown}{' (best)' if best else ''}", flush=True
+        )
 
     def position(self) -> int:
-        """Return the length of the metrics file, flushed."""
+        """Write the pending steps and return the length of the metrics file, which is on the disk."""
+        self.flush()
         return self._file.position() if self._file is not None else 0
 
-    def close(self) -> None:
-        """End the progress bar and close the metrics file."""
-        self._bar.close()
-        if self._file is not None:
-            self._file.finish()
-
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        values = {"epoch": step / self._steps_per_epoch, **values}
+        values = {"epoch": self._order.epoch(step), **values}
         if self._file is not None:
             self._file.log(values, step)
         if self._accelerator.trackers:

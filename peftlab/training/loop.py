@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.methods import trainable_parameters
-from peftlab.tasks.batches import epoch_batches, split_batch
 from peftlab.training.canary import Canary
+from peftlab.training.compiling import compile_or_go_on
 from peftlab.training.evaluate import evaluate
+from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
+from peftlab.training.feed import Fed, feed
+from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
+from peftlab.training.order import make_order
+from peftlab.training.sharded import outline
 from peftlab.training.state import (
     Progress,
     checkpoint_path,
@@ -30,11 +33,6 @@ from peftlab.training.state import (
     restore_adapter,
     save_checkpoint,
 )
-from peftlab.training.log import Log
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint is on disk."""
 
 
 @dataclass
@@ -58,12 +56,17 @@ class Work:
     lr_ratio: dict[str, float]
 
 
-def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *, resume: bool = False) -> Progress:
-    """Train ``work.model`` in place and leave it with the best evaluation's adapter.
+def train(
+    work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *, resume: bool = False
+) -> Progress:
+    """Train ``work.model`` and leave in its place the model with the best evaluation's adapter.
 
-    Each step takes one global batch of ``settings.batch_size`` examples, dealt over processes and accumulation
-    steps; the loss is the mean over those examples, however they are dealt. The order of examples depends on
-    the seed and the epoch alone.
+    Each step takes one global batch, dealt over processes and accumulation steps; the loss is the mean over
+    its examples, however they are dealt. The order of examples depends on the seed and the epoch alone.
+    Checkpoints are written at evaluations, every ``settings.save_every`` steps and when asked to stop.
+
+    ``work.model`` is the same object as before, but under FSDP2: there it is a plain copy whose frozen
+    parameters lie on the meta device.
 
     Args:
         settings: a recipe's ``train`` section.
@@ -73,60 +76,63 @@ def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *,
         What was done, with the best and the last evaluation.
 
     Raises:
-        PeftlabError: a loss or gradient that is not finite, or a trainable parameter that nothing reaches.
+        PeftlabError: a loss or gradient that is not finite, a trainable parameter that nothing reaches, no
+            memory, no room on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    lengths = work.train["length"]
-    steps_per_epoch = math.ceil(len(lengths) / settings.batch_size)
-    total = settings.max_steps or math.ceil(settings.epochs * steps_per_epoch)
-    eval_every = settings.eval_every or steps_per_epoch
+    order = make_order(work.train["length"], settings)
     checkpoints = run_dir / "checkpoints"
+    parts = settings.gradient_accumulation_steps * accelerator.num_processes
 
+    final = outline(work.model) if accelerator.is_fsdp2 else work.model
     optimiser = make_optimiser(trainable_parameters(work.model), settings, work.lr_ratio)
     model, optimiser = accelerator.prepare(work.model, optimiser)
-    progress = load_checkpoint(checkpoints, accelerator, model, optimiser) if resume else Progress()
-    log = Log(run_dir / "metrics.jsonl", accelerator, progress, steps_per_epoch, total)
+    progress = load_checkpoint(checkpoints, accelerator, work.model, optimiser) if resume else Progress()
+    if settings.compile:
+        compile_or_go_on(work, accelerator)
     canary = Canary(work.model) if progress.step == 0 else None
 
     model.train()
-    with _stop_signals() as stopping:
-        for batch in remaining_batches(lengths, settings.batch_size, settings.seed, progress.step, total):
-            lr = lr_factor(progress.step, total, settings.warmup, settings.scheduler)
-            loss, norm = _step(work, batch, lr, settings, accelerator, model, optimiser, progress, canary)
-            log.step(progress.step, settings.lr * lr, loss, norm)
-            if canary is not None and canary.done(progress.step):
-                canary = None
-            evaluating = progress.step == total or progress.step % eval_every == 0
-            if evaluating:
-                log.flush()  # a loss that is not finite stops here, before it can become a checkpoint
-                scores = evaluate(model, work, accelerator, settings.eval_batch_size)
-                _note(progress, scores, next(iter(scores.values()))[work.deciding])
-                log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
-            if evaluating or stopping:
-                progress.metrics_bytes = log.position()
-                save_checkpoint(checkpoints, accelerator, model, optimiser, progress, settings.keep_checkpoints)
-            if stopping and progress.step < total:
-                log.close()
-                raise Interrupted
+    with (
+        Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order) as log,
+        StopSignals(accelerator) as signals,
+    ):
+        for fed in feed(work, order.batches(progress.step), parts, accelerator):
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
-    log.close()
-    restore_adapter(work.model, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
+            lr = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
+            loss, norm = _step(work, fed, lr, settings, accelerator, model, optimiser, progress, canary)
+            log.step(progress.step, settings.lr * lr, loss, norm, fed.batch)
+            if canary is not None and canary.done():
+                canary = None
+            signal = signals.received()
+            evaluating = progress.step == order.total or (
+                progress.step % settings.eval_every == 0
+                if settings.eval_every
+                else progress.step in order.ends
+            )
+            if evaluating:
+                log.flush()  # a loss that is not finite stops here, before it is scored
+                size = settings.eval_batch_size
+                with memory_advice("while evaluating", [f"train.eval_batch_size={max(1, size // 2)}"]):
+                    scores = evaluate(model, work, accelerator, size)
+                _note(progress, scores, next(iter(scores.values()))[work.deciding])
+                log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
+            if evaluating or signal or (settings.save_every and progress.step % settings.save_every == 0):
+                progress.metrics_bytes = log.position()
+                save_checkpoint(
+                    checkpoints, accelerator, work.model, optimiser, progress, settings.keep_checkpoints
+                )
+            if signal and progress.step < order.total:
+                raise Interrupted(signal, progress.step, run_dir)
+    work.model = final
+    restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
     return progress
-
-
-def remaining_batches(lengths: list[int], batch_size: int, seed: int, start: int, total: int) -> Iterator[list[int]]:
-    """Yield the global batches of steps ``start`` to ``total``: epoch after epoch, each in its own order."""
-    steps_per_epoch = math.ceil(len(lengths) / batch_size)
-    for epoch in range(start // steps_per_epoch, math.ceil(total / steps_per_epoch)):
-        first = epoch * steps_per_epoch
-        batches = epoch_batches(lengths, batch_size, seed=seed, epoch=epoch)
-        yield from batches[max(0, start - first) : total - first]
 
 
 def _step(
     work: Work,
-    batch: list[int],
+    fed: Fed,
     lr: float,
     settings: Any,
     accelerator: Accelerator,
@@ -137,35 +143,38 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Take one optimiser step on one global batch; return its mean loss and the gradient's norm."""
     started = time.perf_counter()
-    shares = settings.gradient_accumulation_steps * accelerator.num_processes
+    parts = settings.gradient_accumulation_steps * accelerator.num_processes
     loss_sum = torch.zeros((), device=accelerator.device)
     norm = torch.zeros(())
     for group in optimiser.param_groups:
         group["lr"] = group["peak_lr"] * lr
-    for share in split_batch(batch, shares)[accelerator.process_index :: accelerator.num_processes]:
-        # Every process makes as many backward passes: an empty share repeats an example at no weight.
-        inputs = work.collate([work.train[i] for i in share or batch[:1]])
-        if share:
-            progress.tokens += int(inputs["attention_mask"].sum())
-            progress.padded_tokens += inputs["input_ids"].numel()
-        inputs = {key: value.to(accelerator.device) for key, value in inputs.items()}
-        with accelerator.accumulate(model):
-            loss = example_losses(model, inputs, work.regression).sum() * bool(share)
-            # accelerate divides by the accumulation steps, DDP by the processes; the mean is over the batch.
-            accelerator.backward(loss * (shares / len(batch)))
+    for weight, inputs in fed.shares:
+        examples, longest = inputs["input_ids"].shape
+        inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
+        where = f"at step {progress.step + 1}, with {examples} examples of {longest} tokens at once"
+        with (
+            memory_advice(where, training_changes(settings, examples, longest)),
+            accelerator.accumulate(model),
+        ):
+            loss = example_losses(model, inputs, work.regression).sum() * weight
+            # accelerate divides by the accumulation steps, DDP and FSDP by the processes; the mean is over
+            # the global batch.
+            accelerator.backward(loss * (parts / len(fed.batch)))
             loss_sum += loss.detach()
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(
-                    trainable_parameters(model).values(), settings.max_grad_norm or math.inf
+                    trainable_parameters(work.model).values(), settings.max_grad_norm or math.inf
                 )
-                if canary is not None:
-                    canary.saw_gradients()
             optimiser.step()
+            if canary is not None and accelerator.sync_gradients and not optimiser.step_was_skipped:
+                canary.saw_step(settings.lr * lr)
             optimiser.zero_grad()
     progress.step += 1
-    progress.examples += len(batch)
+    progress.examples += len(fed.batch)
+    progress.tokens += fed.tokens
+    progress.padded_tokens += fed.padded_tokens
     progress.seconds += time.perf_counter() - started
-    return accelerator.reduce(loss_sum, "sum") / len(batch), norm
+    return accelerator.reduce(loss_sum, "sum") / len(fed.batch), norm
 
 
 def example_losses(model: nn.Module, inputs: dict[str, Tensor], regression: bool) -> Tensor:
@@ -184,20 +193,3 @@ def _note(progress: Progress, scores: dict[str, dict[str, float]], score: float)
         progress.stale = 0
     else:
         progress.stale += 1
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one of the same kind is not held up."""
-    received: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, before[number])
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

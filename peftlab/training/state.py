@@ -13,8 +13,9 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.files import replacing
+from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods import trainable_parameters
+from peftlab.training.sharded import spread_like, spread_state, whole
 
 _PATTERN = "step-*.pt"
 
@@ -58,33 +59,39 @@ def save_checkpoint(
     progress: Progress,
     keep: int,
 ) -> None:
-    """Write the checkpoint of this moment, then drop all but the newest ``keep`` and the best one."""
-    every_rng = gather_object([_rng_state()])
-    adapter = {name: p.detach().cpu() for name, p in trainable_parameters(accelerator.unwrap_model(model)).items()}
-    scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+    """Write the checkpoint of this moment, then drop all but the newest ``keep`` and the best one.
+
+    Raises:
+        PeftlabError: the disk does not take it; the checkpoints before are as they were.
+    """
+    state = {
+        "progress": asdict(progress),
+        "adapter": whole(trainable_parameters(model)),
+        "optimiser": whole(optimiser.state_dict()),
+        "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        "rng": gather_object([_rng_state()]),
+    }
     if accelerator.is_main_process:
-        with replacing(checkpoint_path(directory, progress.step)) as temporary:
-            torch.save(
-                {
-                    "progress": asdict(progress),
-                    "adapter": adapter,
-                    "optimiser": optimiser.state_dict(),
-                    "scaler": scaler,
-                    "rng": every_rng,
-                },
-                temporary,
-            )
-        newest = sorted(directory.glob(_PATTERN))[-keep:]
-        for path in directory.glob(_PATTERN):
-            if path not in newest and path != checkpoint_path(directory, progress.best_step):
-                path.unlink()
+        path = checkpoint_path(directory, progress.step)
+        before = sorted(directory.glob(_PATTERN))
+        try:
+            with replacing(path) as temporary:
+                torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:
+            kept = f"{before[-1].name} is whole" if before else "there is none before it"
+            raise PeftlabError(
+                f"{path}: cannot be written ({_reason(error)}); {kept}. Is the disk full?"
+            ) from None
+        for old in sorted({*before, path})[:-keep]:
+            if old not in (path, checkpoint_path(directory, progress.best_step)):
+                old.unlink()
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(
-    directory: Path, accelerator: Accelerator, model: nn.Module, optimiser: Any
-) -> Progress:
+def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module, optimiser: Any) -> Progress:
     """Restore the newest readable checkpoint of a run; a damaged one is passed over, saying so.
+
+    A damaged file gets ``.damaged`` added to its name, and leftovers of an interrupted write are removed.
 
     Raises:
         PeftlabError: no checkpoint can be read, or it was written by another number of processes.
@@ -95,19 +102,33 @@ def load_checkpoint(
             state = read_checkpoint(path)
         except PeftlabError as error:
             complaints.append(str(error))
-            accelerator.print(f"passed over {error}")
             continue
         if len(state["rng"]) != accelerator.num_processes:
             raise PeftlabError(
-                f"{path} was written by {len(state['rng'])} processes; resume with as many, not {accelerator.num_processes}"
+                f"{path} was written by {len(state['rng'])} processes; resume with as many, "
+                f"not {accelerator.num_processes}"
             )
-        restore_adapter(accelerator.unwrap_model(model), state)
-        optimiser.load_state_dict(state["optimiser"])
+        for complaint in complaints:
+            accelerator.print(f"passed over {complaint}; going on from {path.name}")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _clean(directory, path)
+        restore_adapter(model, state)
+        optimiser.load_state_dict(spread_state(optimiser, state["optimiser"]))
         if accelerator.scaler is not None and state["scaler"]:
             accelerator.scaler.load_state_dict(state["scaler"])
         _set_rng_state(state["rng"][accelerator.process_index])
         return Progress(**state["progress"])
     raise PeftlabError("\n".join([f"{directory}: no checkpoint to resume from", *complaints]))
+
+
+def _clean(directory: Path, newest: Path) -> None:
+    """Rename what is newer than the checkpoint in use, which is damaged, and remove half-written files."""
+    for path in directory.glob(_PATTERN):
+        if path > newest:
+            path.rename(f"{path}.damaged")
+    for leftover in directory.glob(f"{STAGING_PREFIX}*"):
+        leftover.unlink()
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -117,8 +138,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such checkpoint") from None
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PeftlabError(f"{path}: damaged checkpoint ({reason})") from None
+        raise PeftlabError(f"{path}: damaged checkpoint ({_reason(error)})") from None
 
 
 def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:
@@ -128,7 +148,11 @@ def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:
         raise PeftlabError("the checkpoint holds other parameters than the recipe trains")
     with torch.no_grad():
         for name, tensor in state["adapter"].items():
-            parameters[name].copy_(tensor)
+            parameters[name].copy_(spread_like(parameters[name], tensor))
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _rng_state() -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,18 +40,34 @@ class JsonlTracker(GeneralTracker):
         """Do nothing: the resolved recipe lies beside the file."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Append ``{"step": step, **values}``."""
-        self._file.write((json.dumps({"step": step, **values}) + "\n").encode())
+        """Append ``{"step": step, **values}``; a number that is not finite becomes null, as JSON has none."""
+        self._file.write((json.dumps(_finite({"step": step, **values})) + "\n").encode())
 
     def position(self) -> int:
-        """Flush to the disk and return the file's length in bytes."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Flush to the disk and return the file's length in bytes.
+
+        Raises:
+            PeftlabError: the disk does not take it.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise PeftlabError(
+                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is whole"
+            ) from None
         return self._file.tell()
 
     def finish(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what a full disk did not take was said by ``position``."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_trackers(names: list[str]) -> None:

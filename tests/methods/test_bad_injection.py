@@ -19,6 +19,10 @@ def fingerprint(model):
     )
 
 
+def kinds(model):
+    return {name: type(module) for name, module in model.named_modules()}
+
+
 BAD_LORA = [
     ({"target_modules": ["qury"]}, "'qury' matches no module; nearest: .*query"),
     ({"target_modules": ["query", "valeu"]}, "'valeu' matches no module"),
@@ -63,6 +67,17 @@ def test_a_second_injection_is_refused(first, second):
 def test_a_model_without_injection(call):
     with pytest.raises(PeftlabError, match="holds no injection"):
         call(base("bert"))
+
+
+@pytest.mark.parametrize("method", ["lora", "houlsby"])
+def test_a_patched_leaf_would_hide_the_adapter(method):
+    model = base("llama")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = module.forward
+    with pytest.raises(PeftlabError, match=r"layers.0.self_attn.*forward of its own"):
+        peftlab.inject(model, METHODS[method].config())
+    assert not is_injected(model)
 
 
 def test_head_without_a_head():
@@ -121,7 +136,7 @@ def test_damaged_files(method, change, message, tmp_path):
     before = fingerprint(model)
     with pytest.raises(PeftlabError, match=message):
         peftlab.load_adapter(model, tmp_path)
-    assert fingerprint(model) == before
+    assert kinds(model) == kinds(base("bert")) and fingerprint(model)[0] == before[0]
     assert torch.equal(logits(model, batch("bert")), logits(base("bert"), batch("bert")))
 
 

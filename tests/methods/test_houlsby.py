@@ -29,7 +29,7 @@ def randomised(model, scale=0.3):
 
 
 def papers_bert(weights, tokens, placement, heads=4, layers=2):
-    """BERT with bottlenecks written from the equations alone: x + sublayer(x), the bottleneck on the sub-layer."""
+    """BERT written from the equations alone, with bottlenecks on (or beside) its sub-layers."""
     w = weights
     linear = lambda x, name: x @ w[f"{name}.weight"].T + w[f"{name}.bias"]  # noqa: E731
     norm = lambda x, name: F.layer_norm(x, (D,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)  # noqa: E731
@@ -58,7 +58,7 @@ def test_equals_the_papers_equations(placement):
     inputs = batch("bert")
     expected = papers_bert(dict(model.named_parameters()), inputs["input_ids"], placement)
     torch.testing.assert_close(logits(model, inputs), expected, rtol=1e-4, atol=1e-5)
-    assert (expected - logits(base("bert"), inputs)).abs().max() > 0.01
+    assert (expected - logits(base("bert"), inputs)).abs().max() > 0.1
 
 
 def test_the_bottleneck_follows_the_dropout():
@@ -117,7 +117,7 @@ def test_activations_are_those_of_transformers(name):
 def test_initial_values():
     model = peftlab.inject_houlsby(base("bert"), 512, init_scale=0.02)
     leaf = model.get_submodule("bert.encoder.layer.1.output.dropout")
-    down = leaf.adapter_down.weight
+    down = leaf.adapter_down.weight.detach()
     assert down.abs().max() <= 0.04
     assert down.std() == pytest.approx(0.02 * 0.880, rel=0.05)  # of a normal cut off at two deviations
     assert all(not tensor.any() for tensor in (leaf.adapter_down.bias, *leaf.adapter_up.parameters()))
@@ -141,7 +141,7 @@ def test_adapter_drop(skip, left):
 
 @pytest.mark.parametrize(
     ("skip", "message"),
-    [(2, "no layer is left"), (3, "no layer 2"), ([7], "no layer 7"), (-1, "skip_layers")],
+    [(2, "no layer is left"), (3, "no layer 2"), ([7], "no layer 7"), (-1, "counted from 0")],
 )
 def test_adapter_drop_out_of_range(skip, message):
     model = base("bert")

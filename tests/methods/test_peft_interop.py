@@ -104,7 +104,7 @@ def test_twenty_steps_beside_peft(architecture, tmp_path):
     theirs = peft.PeftModel.from_pretrained(base(architecture), str(tmp_path), is_trainable=True)
     inputs = batch(architecture, n=8)
     ours, peers = train(model, inputs, 20, lr=3e-3), train(theirs, inputs, 20, lr=3e-3)
-    assert ours[-1] < 0.8 * ours[0]
+    assert ours[-1] < ours[0] - 0.05
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(peers), rtol=0, atol=1e-5)
 
 

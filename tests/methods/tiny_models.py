@@ -61,8 +61,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_neox": ("GPTNeoXConfig", {**_ENCODER, **_SPECIAL}, "GPTNeoXForSequenceClassification"),
     "opt": (
         "OPTConfig",
-        {**{k: v for k, v in _ENCODER.items() if k != "intermediate_size"}, "ffn_dim": 48, "word_embed_proj_dim": D,
-         **_SPECIAL},
+        {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "ffn_dim": 48,
+         "vocab_size": 97, "max_position_embeddings": 40, "word_embed_proj_dim": D, **_SPECIAL},
         "OPTForSequenceClassification",
     ),
     "llama": ("LlamaConfig", _DECODER, "LlamaForSequenceClassification"),
@@ -111,10 +111,12 @@ def _base(architecture: str) -> nn.Module:
     config, values, model = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(num_labels=LABELS, **values))
-    # Random biases and norms: at their usual zeros and ones a mistake about them would not show.
+    # At the usual starting values (weights of 0.02, biases zero, norms one) a mistake would hardly show.
     for parameter in made.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+        elif parameter.std() < 0.05:
+            parameter.data *= 6
     return made.eval()
 
 

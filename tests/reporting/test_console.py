@@ -46,17 +46,28 @@ def test_trainable_line_is_pefts() -> None:
     assert console.trainable_line(0, 0).endswith("trainable%: 0.0000")
 
 
+def _merged(name: str) -> dict:
+    row = {"name": name, "kind": "folded", "ratio": 0.0052, "changed": 0.667, "survived": 1.0}
+    return {"architecture": "LlamaForCausalLM", "dtype": "bfloat16", "tensors": [row]}
+
+
 def test_merge_table_folds_long_names_after_separators() -> None:
-    name = "base_model.model.transformer.a_very_long_block.experts.17.feed_forward.gate_up_projection.weight"
-    row = {"tensor": name, "delta_ratio": 0.0052, "changed": 0.667, "survived": 1.0}
-    text = rendered(console.merge_table([row]))
-    lines = text.splitlines()
+    name = "base_model.model.transformer.a_very_long_block.experts.feed_forward.gate_up_projection.weight"
+    lines = rendered(console.merge_table(_merged(name))).splitlines()
     start = next(i for i, line in enumerate(lines) if "base_model" in line)
     first, *rest = lines[start:]
-    assert first.split()[-6:] == ["0.52", "%", "66.7", "%", "100", "%"]
+    assert first.split()[-7:] == ["1", "0.52", "%", "66.7", "%", "100", "%"]
     assert first.split()[0].endswith(".")
     assert first.split()[0] + "".join(line.strip() for line in rest) == name
-    assert name in rendered(console.merge_table([row]), width=160)
+    assert name in rendered(console.merge_table(_merged(name)), width=160)
+
+
+def test_merge_table_groups_layers() -> None:
+    report = _merged("model.layers.0.self_attn.q_proj.weight")
+    report["tensors"].append({**report["tensors"][0], "name": "model.layers.1.self_attn.q_proj.weight", "survived": 0.5})
+    text = rendered(console.merge_table(report))
+    row = next(line for line in text.splitlines() if "model.layers.*" in line)
+    assert row.split()[-7] == "2" and row.split()[-2] == "50"
 
 
 @given(st.lists(st.text("abc_0", max_size=30), min_size=1, max_size=8).map(".".join), st.integers(4, 90))

@@ -1,0 +1,101 @@
+"""The base of a merge as a directory of plain weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
+from peftlab.errors import PeftlabError
+from peftlab.files import STAGING_PREFIX
+from peftlab.references import locate
+
+
+@contextmanager
+def plain_base(
+    reference: str, adapter: Adapter, out: Path, dequantize: bool, trust_remote_code: bool
+) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the local directory of a base model with plain weights, and notes on how it came to be.
+
+    A GGUF file, or with ``dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights beside
+    ``out`` for the while: this takes memory and disk for the whole model.
+
+    Raises:
+        PeftlabError: nothing is there, or it is quantised and ``dequantize`` is false.
+    """
+    place = locate(reference, "base model")
+    if isinstance(place, str):
+        place = _snapshot(place)
+    if place.suffix == ".gguf":
+        note = f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
+    else:
+        if not place.is_dir():
+            raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
+        config = load_config(reference, trust_remote_code=trust_remote_code)
+        quantised = _quantisation(config)
+        if not quantised:
+            yield place, []
+            return
+        if not dequantize:
+            raise PeftlabError(
+                f"{reference} is quantised ({quantised}): an update folded into such weights would be rounded to their "
+                "few levels and mostly lost. --dequantize makes a plain float32 copy first, several times as large, "
+                "whose weights are the quantised ones' values, and folds into that; merging into the model that "
+                "was quantised is better"
+            )
+        note = f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{STAGING_PREFIX}base-{out.name}-"
+    for leftover in out.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent) as directory:
+        _save_plain(reference, adapter, Path(directory), trust_remote_code)
+        yield Path(directory), [note]
+
+
+def refuse_overlap(out: Path, base: Path) -> None:
+    """Refuse an output that is, lies in or holds the base directory."""
+    target, source = out.resolve(), base.resolve()
+    if target == source or source in target.parents or target in source.parents:
+        raise PeftlabError(f"{out} is, lies in or holds the base directory {base}; choose another place")
+
+
+def _quantisation(config: Any) -> str:
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown method")
+
+
+def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
+    architecture = adapter.base.get("architecture") or "AutoModelForCausalLM"
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
+    if getattr(model.config, "quantization_config", None) is not None:
+        try:
+            model = model.dequantize()  # type: ignore[operator]
+        except (NotImplementedError, ValueError, AttributeError) as error:
+            raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
+    model.save_pretrained(directory)
+    try:
+        load_tokenizer(reference).save_pretrained(directory)
+    except PeftlabError:
+        pass  # a base without a tokenizer has none to hand on
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        others = ["*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "onnx/*", "openvino/*"]
+        return Path(snapshot_download(hub_id, ignore_patterns=others))
+    except (OSError, ValueError) as error:
+        raise PeftlabError(f"base model {hub_id!r}: {str(error).strip().splitlines()[0]}") from None

@@ -1,0 +1,64 @@
+"""What a method would do to a model: counted on the meta device, no weights loaded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peftlab.checkpoints.base import load_config
+from peftlab.methods import METHODS, count_parameters, inject, injection, make_config, trainable_parameters
+from peftlab.methods.targets import QUERY_VALUE, model_type, task_head
+
+
+def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_class: str | None = None) -> dict[str, Any]:
+    """Inject ``method`` into the model that ``reference`` describes, without weights, and count.
+
+    Args:
+        reference: hub id, directory or ``package:NAME/path``; only its configuration is read.
+        fields: of the method's configuration.
+        auto_class: transformers auto class; default: the class the configuration names.
+
+    Returns:
+        ``matches`` (module pattern to number of modules), ``trainable``, ``total``, ``linear_covered`` (share of
+        linear weights that lie in adapted modules), ``head`` (modules trained whole), ``targets`` ("table" or
+        "fallback": where default targets came from) and ``architecture``.
+
+    Raises:
+        PeftlabError: as loading the configuration and injecting do.
+    """
+    settings = make_config(method, **fields)
+    config = load_config(reference)
+    name = auto_class or (config.architectures or ["AutoModel"])[0]
+    kind = getattr(transformers, name, transformers.AutoModel)
+    with torch.device("meta"):
+        model = kind.from_config(config) if name.startswith("Auto") or kind is transformers.AutoModel else kind(config)
+    head = task_head(model)
+    inject(model, settings)
+    held = injection(model)
+    patterns = Counter(_pattern(module) for module in held.replaced)
+    in_place = Counter(_pattern(parameter) for parameter in held.originals)
+    linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    covered = sum(size for n, size in linear.items() if n in set(held.replaced))
+    trainable, total = count_parameters(model)
+    return {
+        "architecture": type(model).__name__,
+        "matches": dict(patterns),
+        "trained_in_place": dict(in_place),
+        "head": head,
+        "targets": "table" if model_type(model) in QUERY_VALUE else "fallback",
+        "trainable": trainable,
+        "trainable_tensors": len(trainable_parameters(model)),
+        "total": total,
+        "linear_covered": covered / max(1, sum(linear.values())),
+        "folds": METHODS[method].folds,
+    }
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

