@@ -1,0 +1,141 @@
+"""The key-value cache of a batch of unequal sequences, and which of its slots a token may see.
+
+Token i of row b lies in slot i of row b, whatever the other rows' lengths. So nothing is padded, positions are
+slots, a crop is a smaller length, and a rejected token's slot is simply written again. No mask is ever
+derived from token ids, so a padding token that equals the end-of-sequence token does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer, [B, H_kv, capacity, D] each, allocated at a layer's first write.
+
+    Attributes:
+        batch: rows B.
+        capacity: slots a row.
+        keys: one tensor a layer, as values.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int):
+        self.batch, self.capacity = batch, capacity
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Store keys and values [b, H_kv, n, D] of a block and return all that its tokens may look at.
+
+        Returns:
+            Keys and values [b, H_kv, block.end, D] of the block's rows.
+        """
+        return _put(self.keys, layer, keys, block, self), _put(self.values, layer, values, block, self)
+
+    def move(self, row: int, start: int, nodes: Sequence[int]) -> None:
+        """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
+        if list(nodes) == list(range(len(nodes))):
+            return
+        for tensor in (*self.keys, *self.values):
+            if tensor is not None:
+                kept = tensor[row, :, [start + node for node in nodes]]
+                tensor[row, :, start : start + len(nodes)] = kept
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.batch = len(rows)
+        for store in (self.keys, self.values):
+            store[:] = [tensor if tensor is None else tensor[list(rows)] for tensor in store]
+
+
+@dataclass(frozen=True)
+class Block:
+    """n new tokens for each of b rows: where they go and what they see.
+
+    Attributes:
+        starts: first slot of each row's new tokens, which is the row's length so far.
+        n: new tokens a row.
+        rows: rows of the cache; None is all of them.
+        tree: depth of each new token and [n, n] booleans "row's token descends from column's or is it", in
+            place of a chain's depth 0, 1, ... and lower triangle.
+    """
+
+    starts: tuple[int, ...]
+    n: int
+    rows: tuple[int, ...] | None = None
+    tree: tuple[tuple[int, ...], Tensor] | None = None
+
+    @property
+    def end(self) -> int:
+        """One past the last slot that any row uses."""
+        return max(self.starts) + self.n
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows have the same length, so that a plain slice does for a scatter."""
+        return self.starts.count(self.starts[0]) == len(self.starts)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the position of each new token in its sequence, [b, n] (or [1, n] where rows are even)."""
+        starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)
+        depth = torch.arange(self.n, device=device)
+        if self.tree:
+            depth = torch.tensor(self.tree[0], device=device)
+        return starts[:, None] + depth
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Return the slot of each new token, [b, n]."""
+        return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.n, device=device)
+
+    def visible(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Return which slots each new token sees, [b or 1, 1, n, end] booleans; None where it is all of them.
+
+        A token sees itself, its ancestors among the new tokens, and all earlier slots of its row; with a
+        window w only those whose position is less than w behind its own.
+        """
+        within = window is None or self.end <= window
+        if self.n == 1 and self.even and within:
+            return None
+        starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)[:, None, None]
+        slot = torch.arange(self.end, device=device)[None, None, :]
+        offset = slot - starts  # place among the new tokens, negative for older slots: [b, 1, end]
+        query = torch.arange(self.n, device=device)[None, :, None]
+        if self.tree is None:
+            seen = offset <= query
+            position, query_position = slot, starts + query
+        else:
+            depth = torch.tensor(self.tree[0], device=device)
+            inside = offset.clamp(0, self.n - 1).expand(-1, self.n, -1)
+            below = self.tree[1].to(device)[query.expand(len(starts), -1, 1), inside]
+            seen = (offset < 0) | (below & (offset < self.n))
+            position = torch.where(offset < 0, slot, starts + depth[offset.clamp(0, self.n - 1)])
+            query_position = starts + depth[None, :, None]
+        if not within:
+            seen = seen & (query_position - position < window)
+        return seen[:, None]
+
+
+def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a boolean mask as 0 where seen and the most negative number elsewhere."""
+    if visible is None:
+        return None
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+def _put(store: list[Tensor | None], layer: int, new: Tensor, block: Block, cache: KVCache) -> Tensor:
+    held = store[layer]
+    if held is None:
+        held = new.new_zeros(cache.batch, new.shape[1], cache.capacity, new.shape[3])
+        store[layer] = held
+    if block.rows is None and block.even:
+        held[:, :, block.starts[0] : block.end] = new
+        return held[:, :, : block.end]
+    rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
+    held[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
+    return held[:, :, : block.end] if block.rows is None else held[rows, :, : block.end]
