@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.merge import merge_checkpoint as merge_checkpoint
+    from peftlab.checkpoints.portable import export_adapter as export_adapter
     from peftlab.errors import PeftlabError as PeftlabError
     from peftlab.methods import disabled as disabled
     from peftlab.methods import inject as inject
@@ -34,6 +35,7 @@ _HOME = {
     "HoulsbyConfig": "peftlab.methods.houlsby",
     "LoraConfig": "peftlab.methods.lora",
     "disabled": "peftlab.methods",
+    "export_adapter": "peftlab.checkpoints.portable",
     "inject": "peftlab.methods",
     "inject_bitfit": "peftlab.methods",
     "inject_houlsby": "peftlab.methods",

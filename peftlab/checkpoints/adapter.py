@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peftlab.checkpoints.base import describe
+from peftlab.checkpoints.foreign import is_adapterhub, read_adapterhub, read_loralib
 from peftlab.checkpoints.formats import adapter_tensors, from_peft_config, from_peft_keys, to_peft_config
 from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError, nearest
@@ -67,7 +68,11 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = 
     if on_meta:
         raise PeftlabError(f"{on_meta} lies on the meta device and has no values to save")
     reference = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-    header = {"method": held.config.model_dump(), "base": describe(model), "base_model_name_or_path": reference}
+    header = {
+        "method": held.config.model_dump(),
+        "base": describe(model),
+        "base_model_name_or_path": reference,
+    }
     if isinstance(held.config, LoraConfig):
         config = to_peft_config(model, held, reference)
         tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, held).items()}
@@ -79,45 +84,68 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = 
     return directory
 
 
-def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter directory of ours or of peft's.
+def read_adapter(
+    source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False
+) -> Adapter:
+    """Read an adapter: a directory of ours, of peft's or of AdapterHub's, or a loralib state dict.
+
+    Args:
+        source: the directory (or a run's, whose adapter is meant), or loralib's file.
+        lora_alpha: α of a loralib file, which does not say it.
+        allow_nonfinite: accept NaN and infinity.
 
     Raises:
         PeftlabError: a file is missing or damaged, a key is unknown, or a tensor is not finite.
     """
-    directory = Path(directory)
-    if (directory / "adapter" / CONFIG_FILE).exists():
-        directory = directory / "adapter"
-    if not (directory / CONFIG_FILE).exists():
-        raise PeftlabError(f"{directory}: no adapter here (there is no {CONFIG_FILE})")
-    raw = read_json(directory / CONFIG_FILE)
-    tensors, header = _read_tensors(directory / WEIGHTS_FILE)
+    adapter = _read(Path(source), lora_alpha)
+    if not allow_nonfinite:
+        _refuse_nonfinite(adapter.tensors, Path(source))
+    return adapter
+
+
+def _read(path: Path, lora_alpha: float | None) -> Adapter:
+    if path.is_file():
+        config, tensors = read_loralib(path, lora_alpha)
+        return Adapter(config, tensors)
+    if (path / "adapter" / CONFIG_FILE).exists():
+        path = path / "adapter"
+    if not (path / CONFIG_FILE).exists():
+        raise PeftlabError(f"{path}: no adapter here (there is no {CONFIG_FILE})")
+    raw = read_json(path / CONFIG_FILE)
+    if is_adapterhub(raw):
+        config, tensors = read_adapterhub(path, raw, lambda file: _read_tensors(file)[0])
+        return Adapter(config, tensors)
+    tensors, header = _read_tensors(path / WEIGHTS_FILE)
     ours = json.loads(header.get("peftlab", "{}"))
     if "peft_type" in raw:
-        tensors = from_peft_keys(tensors, raw, directory / WEIGHTS_FILE)
-        config = from_peft_config(raw, tensors, directory / CONFIG_FILE)
+        tensors = from_peft_keys(tensors, raw, path / WEIGHTS_FILE)
+        config = from_peft_config(raw, tensors, path / CONFIG_FILE)
     else:
-        config = _our_config(raw, directory / CONFIG_FILE)
+        config = _our_config(raw, path / CONFIG_FILE)
     reference = raw.get("base_model_name_or_path")
     return Adapter(config, tensors, ours.get("base", {}), reference, raw.get("task_type"))
 
 
-def load_adapter(model: ModelT, directory: str | Path) -> ModelT:
-    """Inject the adapter in ``directory`` into a base model, or swap it into a model injected alike.
+def load_adapter(model: ModelT, source: str | Path, *, lora_alpha: float | None = None) -> ModelT:
+    """Inject the adapter at ``source`` into a base model, or swap it into a model injected alike.
 
     Each tensor of the file is used exactly once and each adapter parameter is filled exactly once.
 
+    Args:
+        source, lora_alpha: as for ``read_adapter``.
+
     Raises:
-        PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one.
+        PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one; the
+            model is as it was.
     """
-    adapter = read_adapter(directory)
+    adapter = read_adapter(source, lora_alpha=lora_alpha)
     if adapter.base:
-        _same_base(model, adapter.base, directory)
+        _same_base(model, adapter.base, source)
     fresh = not is_injected(model)
     if fresh:
         inject(model, adapter.config)
     try:
-        fill(model, adapter.tensors, source=str(directory))
+        fill(model, adapter.tensors, source=str(source))
     except PeftlabError:
         if fresh:
             remove(model)
@@ -172,10 +200,13 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise PeftlabError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise PeftlabError(f"{path}: damaged ({error})") from None
-    for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise PeftlabError(f"{path}: {key} holds NaN or infinity")
     return tensors, header
+
+
+def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise PeftlabError(f"{source}: {name} holds NaN or infinity")
 
 
 def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:

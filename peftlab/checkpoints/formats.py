@@ -80,7 +80,8 @@ def _expert_name(name: str, targets: list[str], path: Path) -> str:
         outer = outer.removesuffix(".base_layer")
     # peft nests in the order of the model's parameters; in every experts module "down" comes last.
     mine = sorted(
-        {t.rpartition(".")[2] for t in targets if has_suffix(outer, t.rpartition(".")[0])}, key=lambda t: "down" in t
+        {t.rpartition(".")[2] for t in targets if has_suffix(outer, t.rpartition(".")[0])},
+        key=lambda t: "down" in t,
     )
     if factor not in ("lora_A", "lora_B") or not mine:
         return name
@@ -119,7 +120,7 @@ def to_peft_config(model: nn.Module, held: Injection, reference: str | None) -> 
             f"{name}.{parameter}"
             for name in held.replaced
             if _experts(model, name)
-            for parameter in model.get_submodule(name).adapted
+            for parameter in vars(model.get_submodule(name))["adapted"]
         ],
     }
     return raw | {key: value for key, value in optional.items() if value}
@@ -148,7 +149,9 @@ def _effective(model: nn.Module, held: Injection) -> tuple[dict[str, int], dict[
         leaf = model.get_submodule(name)
         if _grown(leaf):
             ranks[name] = leaf.factors()[0].shape[0]
-            alphas[name] = leaf.scale * (ranks[name] ** 0.5 if held.config.use_rslora else ranks[name])
+            alphas[name] = leaf.scale * (
+                ranks[name] ** 0.5 if getattr(held.config, "use_rslora", False) else ranks[name]
+            )
     return ranks, alphas
 
 
@@ -186,11 +189,9 @@ def from_peft_config(raw: dict[str, Any], names: Iterable[str], path: Path) -> L
     owners = {name.rpartition(".")[0] for name in names if "lora_" not in name.rpartition(".")[2]}
     listed = known.get("modules_to_save") or []
     known["target_modules"] = known.get("target_modules") or None
-    known["modules_to_save"] = [m for m in listed if any(m in owner.split(".") for owner in owners)] or None
+    known["modules_to_save"] = [m for m in listed if any(f".{m}." in f".{owner}." for owner in owners)] or None
     try:
         return LoraConfig(**known)
     except ValidationError as error:
         first = error.errors()[0]
         raise PeftlabError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-

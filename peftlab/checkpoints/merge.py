@@ -65,7 +65,7 @@ def merge_checkpoint(
     """
     started = time.perf_counter()
     name = str(adapter) if not isinstance(adapter, Adapter) else "combined"
-    held = adapter if isinstance(adapter, Adapter) else read_adapter(adapter)
+    held = adapter if isinstance(adapter, Adapter) else read_adapter(adapter, allow_nonfinite=allow_nonfinite)
     if not METHODS[held.config.name].folds:
         raise PeftlabError(
             f"{name}: method {held.config.name} has no linear fold; keep the adapter beside the base model and "
@@ -79,7 +79,9 @@ def merge_checkpoint(
         plan = plan_merge(held, directory, source=name, stored=dtype, trust_remote_code=trust_remote_code)
         plan.notes += notes
         kind = type(plan.model).__name__
-        report = MergeReport(str(out), name, reference, kind, held.config.name, plan.dtype, dropped=plan.dropped)
+        report = MergeReport(
+            str(out), name, reference, kind, held.config.name, plan.dtype, dropped=plan.dropped
+        )
         report.notes = plan.notes
         precision = torch.float64 if fp64 else torch.float32
         try:
@@ -94,7 +96,9 @@ def merge_checkpoint(
                 write_json(staging / "merge.json", report.to_dict())
         except OSError as error:
             reason = error.strerror or str(error)
-            raise PeftlabError(f"{out}: cannot be written ({reason}); nothing of it was left behind") from error
+            raise PeftlabError(
+                f"{out}: cannot be written ({reason}); nothing of it was left behind"
+            ) from error
         finally:
             plan.close()
     return report
@@ -110,7 +114,10 @@ def _write_weights(
             outputs.append(OutputFile(staging / name, {t.key: (t.dtype, t.shape) for t in targets}))
         where = {key: output for output in outputs for key in output.entries}
         largest = max(entry.nbytes for output in outputs for entry in output.entries.values())
-        run(Steps(plan, where, report, precision=precision, allow_nonfinite=allow_nonfinite), budget=2 * largest)
+        run(
+            Steps(plan, where, report, precision=precision, allow_nonfinite=allow_nonfinite),
+            budget=2 * largest,
+        )
     finally:
         for output in outputs:
             output.close()
@@ -129,4 +136,6 @@ def _write_weights(
             "metadata": {"total_parameters": count, "total_size": report.total_bytes},
             "weight_map": weight_map,
         }
-        write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_text(
+            staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n"
+        )

@@ -37,7 +37,9 @@ def plain_base(
         note = f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
     else:
         if not place.is_dir():
-            raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
+            raise PeftlabError(
+                f"base model {reference!r}: {place} is a file; name the directory or a .gguf file"
+            )
         config = load_config(reference, trust_remote_code=trust_remote_code)
         quantised = _quantisation(config)
         if not quantised:

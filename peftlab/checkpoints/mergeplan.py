@@ -156,7 +156,12 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
 
     Returns the targets that the base has no key for: heads, and the second of two untied parameters.
     """
-    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+    holders = {
+        place.name: (shard, key)
+        for shard in plan.shards
+        for key in shard.entries
+        if (place := found.get(key))
+    }
     extra = []
     for twin, origin in tied.items():
         if origin not in holders and twin not in holders:
@@ -168,7 +173,9 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
                 del found[key]
             plan.given.pop(twin, None)
             continue
-        plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
+        plan.notes.append(
+            f"{twin} and {origin} were tied and differ now: both are written, config.json says so"
+        )
         for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
         for name, other in ((twin, origin), (origin, twin)):

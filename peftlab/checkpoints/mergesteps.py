@@ -16,7 +16,7 @@ from peftlab.checkpoints.shards import Shard
 from peftlab.checkpoints.stream import Copy, Job, OutputFile, copying
 from peftlab.checkpoints.tensorfiles import DTYPES
 from peftlab.errors import PeftlabError
-from peftlab.methods.plan import Folding
+from peftlab.methods.plan import Folding, adopt
 
 
 class Steps:
@@ -62,6 +62,8 @@ class Steps:
                 return {target.key: self._changed(target, target.name, read[0] if read else None)}
 
             nbytes = output.entries[target.key].nbytes + (entry.nbytes if entry is not None else 0)
+            if entry is not None and entry.dtype == target.dtype and target.name in self.plan.folded:
+                nbytes = entry.nbytes  # folded in place
             return Job(reads, change, self.outputs, nbytes)
         assert shard is not None and entry is not None
         self.report.copied += 1
@@ -80,7 +82,7 @@ class Steps:
         if name in self.plan.folded:
             start = base if given is None else given
             assert start is not None
-            tally = Tally()
+            tally = Tally(start.dtype != stored)
             value = self._fold(name, start, stored, tally)
             row = tally.row(target.key, "folded", value)
         else:
@@ -95,21 +97,19 @@ class Steps:
         return value
 
     def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
-        """Fold by the leaf's own function, lent the weight and the adapter's tensors for the while."""
+        """Fold by the leaf's own function, on a copy of the empty leaf that holds weight and adapter."""
         leaf_name = self.plan.folded[name]
-        leaf: Any = self.plan.model.get_submodule(leaf_name)
+        empty = self.plan.model.get_submodule(leaf_name)
+        leaf: Any = adopt(type(empty), empty)
         own = name.removeprefix(f"{leaf_name}.")
         lent = {own: weight}
         for key in leaf._parameters:
             if key not in lent and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
                 lent[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
-        held = dict(leaf._parameters)
         leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in lent.items()})
-        try:
-            with torch.no_grad():
-                return leaf.fold(Folding(self.precision, stored, tally, own))[own]
-        finally:
-            leaf._parameters.update(held)
+        in_place = stored == weight.dtype and name not in self.plan.given
+        with torch.no_grad():
+            return leaf.fold(Folding(self.precision, stored, tally, in_place, own))[own]
 
     def _groups(self) -> dict[str, list[Target]]:
         """Return the targets that become model tensors together, by the first of those."""

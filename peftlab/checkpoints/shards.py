@@ -45,10 +45,10 @@ class Shard:
             self._descriptor = os.open(self.path, os.O_RDONLY)
         return self._descriptor
 
-    def read(self, key: str) -> Tensor:
-        """Read one tensor into memory of its own."""
+    def read(self, key: str, buffer: Tensor | None = None) -> Tensor:
+        """Read one tensor, into ``buffer`` (bytes, large enough) or memory of its own."""
         entry = self.entries[key]
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        raw = torch.empty(entry.nbytes, dtype=torch.uint8) if buffer is None else buffer[: entry.nbytes]
         view, done = memoryview(raw.numpy()), 0
         while done < entry.nbytes:
             count = os.preadv(self.descriptor, [view[done:]], entry.offset + done)
@@ -73,11 +73,11 @@ class PickleShard(Shard):
     def output_name(self) -> str:
         return self.path.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str, buffer: Tensor | None = None) -> Tensor:
         if self._tensors is None:
             self._tensors = _unpickle(self.path)
         mapped = self._tensors[key]
-        tensor = mapped.contiguous().clone()
+        tensor = mapped.clone(memory_format=torch.contiguous_format)
         _drop_pages(mapped)
         return tensor
 
@@ -102,7 +102,9 @@ def open_shards(directory: Path) -> list[Shard]:
     elif (directory / single).exists():
         shards = [kind(directory / single)]
     else:
-        raise PeftlabError(f"{directory}: no weights here (neither {SAFETENSORS} nor {PICKLE}, whole or in shards)")
+        raise PeftlabError(
+            f"{directory}: no weights here (neither {SAFETENSORS} nor {PICKLE}, whole or in shards)"
+        )
     owner: dict[str, Path] = {}
     for shard in shards:
         for key in shard.entries:

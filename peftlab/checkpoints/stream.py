@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,51 +103,73 @@ class Copy:
 def copying(shard: Shard, source: str, output: OutputFile, key: str) -> Job | Copy:
     """Return the step that carries a tensor over unchanged."""
     if isinstance(shard, PickleShard):
-        return Job([(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes)
+        return Job(
+            [(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes
+        )
     return Copy(shard, source, output, key)
 
 
 def run(jobs: Iterable[Job | Copy], budget: int) -> None:
-    """Run ``jobs`` in order: one thread reads ahead, this one computes, one writes, one flushes to the disk.
+    """Run ``jobs``, as many side by side as torch has threads, while what is written goes on to the disk.
+
+    Each job reads, computes and writes on its own with one thread, so that one job's reading and writing overlap
+    with another's computing. The first error ends the run.
 
     Args:
-        budget: bytes that the jobs between reading and written may take together; a job larger than that
-            runs alone.
+        budget: bytes that running jobs may take together; a job larger than that runs alone.
     """
-    upcoming = deque(jobs)
-    reads: deque[tuple[Job | Copy, Future[list[Tensor]]]] = deque()
-    writes: deque[tuple[int, Future[None]]] = deque()
-    taken = 0
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as flusher:
+    threads = torch.get_num_threads()
+    room = _Room(budget)
+    scratch = threading.local()
+
+    def work(job: Job | Copy) -> None:
+        if isinstance(job, Copy):
+            job.output.copy(job.key, job.shard, job.source)
+            job.output.flush_soon(flusher)
+            return
+        with room.taken(job.nbytes):
+            results = job.make(_read(job, scratch))
+            for key, tensor in results.items():
+                job.outputs[key].write(key, tensor)
+                job.outputs[key].flush_soon(flusher)
+
+    with ThreadPoolExecutor(1) as flusher:
+        workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            while upcoming or reads or writes:
-                while upcoming and (taken == 0 or taken + upcoming[0].nbytes <= budget):
-                    job = upcoming.popleft()
-                    taken += job.nbytes
-                    reads.append((job, reader.submit(_read, job)))
-                if reads:
-                    job, tensors = reads.popleft()
-                    results = job.make(tensors.result()) if isinstance(job, Job) else {}
-                    writes.append((job.nbytes, writer.submit(_write, job, results, flusher)))
-                    del tensors, results
-                while writes and (writes[0][1].done() or not reads):
-                    nbytes, written = writes.popleft()
-                    written.result()
-                    taken -= nbytes
+            for done in [workers.submit(work, job) for job in jobs]:
+                done.result()
         finally:
-            reader.shutdown(cancel_futures=True)
-            writer.shutdown(cancel_futures=True)
+            workers.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)
 
 
-def _read(job: Job | Copy) -> list[Tensor]:
-    return [shard.read(key) for shard, key in job.reads] if isinstance(job, Job) else []
+class _Room:
+    """Memory that several threads share."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._used, self._changed = size, 0, threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Wait until ``nbytes`` are free, or nothing else is taken, and hold them for the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._size)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
 
 
-def _write(job: Job | Copy, results: dict[str, Tensor], flusher: ThreadPoolExecutor) -> None:
-    if isinstance(job, Copy):
-        job.output.copy(job.key, job.shard, job.source)
-        job.output.flush_soon(flusher)
-    else:
-        for key, tensor in results.items():
-            job.outputs[key].write(key, tensor)
-            job.outputs[key].flush_soon(flusher)
+def _read(job: Job, scratch: threading.local) -> list[Tensor]:
+    if len(job.reads) != 1:
+        return [shard.read(key) for shard, key in job.reads]
+    (shard, key), *_ = job.reads
+    # One buffer a thread, used again for each tensor: fresh memory costs as much as reading into it.
+    buffer = getattr(scratch, "buffer", None)
+    if buffer is None or len(buffer) < shard.entries[key].nbytes:
+        scratch.buffer = None
+        scratch.buffer = buffer = torch.empty(shard.entries[key].nbytes, dtype=torch.uint8)
+    return [shard.read(key, buffer)]

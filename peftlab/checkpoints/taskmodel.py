@@ -17,7 +17,12 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_config
@@ -48,7 +53,9 @@ def task_model(adapter: Adapter, base: Path, *, trust_remote_code: bool = False)
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config") or {}
     if trained.get("model_type", config.model_type) != config.model_type:
-        raise PeftlabError(f"the adapter belongs to {trained['model_type']!r}, {base} is {config.model_type!r}")
+        raise PeftlabError(
+            f"the adapter belongs to {trained['model_type']!r}, {base} is {config.model_type!r}"
+        )
     if trained:
         if type(config).__module__.startswith("transformers."):
             config = type(config).from_dict(trained)
@@ -63,7 +70,9 @@ def task_model(adapter: Adapter, base: Path, *, trust_remote_code: bool = False)
         except PeftlabError as error:
             misfits.append(str(error))
             continue
-        known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+        known = {
+            name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))
+        }
         unknown = sorted(wanted - known)
         if not unknown:
             return _resized(model, adapter.tensors, name, base, trust_remote_code)
@@ -78,7 +87,9 @@ def _empty(name: str, config: PretrainedConfig, base: Path, trust_remote_code: b
         with torch.device("meta"):
             if cls is not None and not name.startswith("AutoModel"):
                 return cls._from_config(config).eval()
-            reference = next((ref for ref in (getattr(config, "auto_map", None) or {}).values() if ref.endswith(name)), "")
+            reference = next(
+                (ref for ref in (getattr(config, "auto_map", None) or {}).values() if ref.endswith(name)), ""
+            )
             if cls is None and not reference:
                 raise PeftlabError(f"transformers has no model class {name!r}")
             auto = cls or getattr(transformers, next(k for k, v in config.auto_map.items() if v == reference))

@@ -114,10 +114,14 @@ def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str,
             raise PeftlabError(f"{where}: data_offsets {offsets!r} are not a begin and an end")
         begin, end = offsets
         if data + end > size:
-            raise PeftlabError(f"{where}: ends at byte {data + end}, the file has {size}: truncated or out of range")
+            raise PeftlabError(
+                f"{where}: ends at byte {data + end}, the file has {size}: truncated or out of range"
+            )
         entry = Entry(dtype, tuple(shape), data + begin)
         if entry.nbytes != end - begin:
-            raise PeftlabError(f"{where}: {dtype} {shape} takes {entry.nbytes} bytes, data_offsets span {end - begin}")
+            raise PeftlabError(
+                f"{where}: {dtype} {shape} takes {entry.nbytes} bytes, data_offsets span {end - begin}"
+            )
         spans.append((begin, end, key, entry))
     spans.sort(key=lambda span: span[:3])
     position = 0
@@ -186,8 +190,15 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise PeftlabError(f"{path}: has no weight_map")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
-            raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is no file name inside the directory")
+        if (
+            not isinstance(name, str)
+            or name != os.path.basename(name)
+            or name in ("", ".", "..")
+            or "\\" in name
+        ):
+            raise PeftlabError(
+                f"{path}: {key!r} points to {name!r}, which is no file name inside the directory"
+            )
         if not (directory / name).is_file():
             raise PeftlabError(f"{path}: {key!r} lies in {name}, which is missing")
     return sorted(set(weight_map.values()))

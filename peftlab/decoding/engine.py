@@ -48,18 +48,20 @@ class Engine(Protocol):
     layers: int
     device: torch.device
 
-    def forward(
-        self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None
-    ) -> Output:
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """Run tokens [b, n] that stand at ``block``; ``keep`` names the places of n to give, default all."""
         ...
 
 
-def build_engine(model: PreTrainedModel, *, pack: bool = True, flat: bool = True) -> Engine:
+def build_engine(
+    model: PreTrainedModel, *, vocabulary: int | None = None, pack: bool = True, flat: bool = True
+) -> Engine:
     """Return the fastest engine for ``model``.
 
     Args:
         model: a causal language model in eval mode; its weights must not change afterwards.
+        vocabulary: give logits for the first so many tokens only, where the LM head is padded past the
+            tokenizer's size: target and draft must agree.
         pack: on the CPU, let oneDNN lay out every weight once for its own kernels (a second copy in memory).
             Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
@@ -70,8 +72,8 @@ def build_engine(model: PreTrainedModel, *, pack: bool = True, flat: bool = True
     from peftlab.decoding.flat import FlatEngine, flattens
 
     if flat and flattens(model):
-        return FlatEngine(model, pack=pack)
-    return TransformersEngine(model)
+        return FlatEngine(model, vocabulary, pack=pack)
+    return TransformersEngine(model, vocabulary)
 
 
 class TransformersEngine:
@@ -79,7 +81,7 @@ class TransformersEngine:
 
     kind = "transformers"
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None):
         config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
@@ -88,7 +90,7 @@ class TransformersEngine:
         if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
             raise PeftlabError(f"{name} keeps a state other than keys and values, which cannot be cropped")
         self.model, self.config = model, config
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = vocabulary or model.get_output_embeddings().weight.shape[0]
         self.limit = getattr(config, "max_position_embeddings", None)
         self.layers = config.num_hidden_layers
         self.device = model.device
@@ -101,9 +103,7 @@ class TransformersEngine:
         self._hidden = inputs[0]
 
     @torch.inference_mode()
-    def forward(
-        self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None
-    ) -> Output:
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
         positions = block.positions(self.device).expand(len(tokens), -1)
         if self.limit is not None:
@@ -117,7 +117,7 @@ class TransformersEngine:
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
         ).logits
         assert self._hidden is not None  # the LM head has run
-        return Output(logits, self._hidden)
+        return Output(logits[..., : self.vocab_size], self._hidden)
 
     def _mask(self, block: Block) -> Any:
         # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.

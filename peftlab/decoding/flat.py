@@ -50,13 +50,13 @@ class _Layer:
 class FlatEngine:
     """See ``engine.Engine``; made by ``engine.build_engine``."""
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool):
+    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, pack: bool = True):
         config: Any = model.config
         body: Any = model.model
         self.device = model.device
         pack = pack and can_pack(model)
         self.kind = "flat, packed by oneDNN" if pack else "flat"
-        self.vocab_size = model.lm_head.weight.shape[0]
+        self.vocab_size = vocabulary or model.lm_head.weight.shape[0]
         self.limit: int | None = config.max_position_embeddings
         self.layers = len(body.layers)
         attention = body.layers[0].self_attn
@@ -65,14 +65,12 @@ class FlatEngine:
         self._scale = attention.scaling
         self._eps = body.norm.variance_epsilon
         self._embed, self._norm = body.embed_tokens.weight.detach(), body.norm.weight.detach()
-        self._head = _product([model.lm_head], pack)
+        self._head = _product([model.lm_head], pack, self.vocab_size)
         self._rope, self._angles = body.rotary_emb, (torch.empty(0), torch.empty(0))
         self._blocks = [_flatten(layer, _window(config, i), pack) for i, layer in enumerate(body.layers)]
 
     @torch.inference_mode()
-    def forward(
-        self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None
-    ) -> Output:
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
         b, n = tokens.shape
         h = F.embedding(tokens, self._embed)
@@ -152,21 +150,23 @@ def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
     )
 
 
-def _stacked(linears: list[nn.Linear], pack: bool) -> tuple[Tensor, Tensor | None]:
+def _stacked(
+    linears: list[nn.Linear], pack: bool, outputs: int | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of linears that read the same input, one under the other."""
     weights = [linear.weight.detach() for linear in linears]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]
     biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])[:outputs]
     if pack:
         with torch.no_grad():
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
     return weight, bias
 
 
-def _product(linears: list[nn.Linear], pack: bool) -> Product:
-    """x -> x Wᵀ + bias."""
-    weight, bias = _stacked(linears, pack)
+def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> Product:
+    """x -> x Wᵀ + bias, its first ``outputs`` numbers."""
+    weight, bias = _stacked(linears, pack, outputs)
     if pack:
         linear = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: linear(x, weight, bias, "none", [], "")

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.plan import Adapted, Plan, adopt, trainable_dtype
+from peftlab.methods.plan import AnyLeaf, Plan, adapted_class, adopt, trainable_dtype
 from peftlab.methods.sites import find, sites_of
 from peftlab.methods.targets import parameters_under, trained_whole
 
@@ -38,9 +38,7 @@ class HoulsbyConfig(MethodConfig):
     bottleneck: int | None = Field(
         None, ge=1, description="Width m of the bottleneck; 64 where reduction_factor is not given either."
     )
-    reduction_factor: float | None = Field(
-        None, ge=1, description="Instead of bottleneck: m = width // factor."
-    )
+    reduction_factor: float | None = Field(None, ge=1, description="Instead of bottleneck: m = width // factor.")
     non_linearity: Literal[
         "gelu", "gelu_new", "leakyrelu", "relu", "sigmoid", "silu", "swish", "tanh"
     ] = Field("gelu", description="Activation inside the bottleneck.")  # fmt: skip
@@ -51,8 +49,7 @@ class HoulsbyConfig(MethodConfig):
     )
     placement: Literal["houlsby", "pfeiffer", "parallel"] = Field(
         "houlsby",
-        description="houlsby: after attention and after the FFN; pfeiffer: after the FFN; "
-        "parallel: beside the FFN.",
+        description="houlsby: after attention and after the FFN; pfeiffer: after the FFN; parallel: beside the FFN.",
     )
     skip_layers: list[int] | int | None = Field(
         None, description="Layers without adapters: their numbers, or how many of the first (AdapterDrop)."
@@ -99,7 +96,7 @@ class Passage:
         return Passage, ()
 
 
-class Bottleneck(Adapted):
+class Bottleneck(AnyLeaf):
     """A leaf of any kind with a bottleneck on its output h: adapter_down (m, d), adapter_up (d, m).
 
     y = h + up(f(down(x))), where x is h itself, or with a ``passage`` what came through it, or with
@@ -126,11 +123,8 @@ class Bottleneck(Adapted):
         x = ACTIVATIONS[self.non_linearity](_linear(x, self.adapter_down))  # (..., m)
         return _linear(x, self.adapter_up)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (Bottleneck, self.base_class), self.__getstate__()
 
-
-class Recorder(Adapted):
+class Recorder(AnyLeaf):
     """A leaf that computes what its base does and puts its input into a ``passage``."""
 
     added = ("passage",)
@@ -140,25 +134,6 @@ class Recorder(Adapted):
         if self.enabled:
             self.passage.value = x
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (Recorder, self.base_class), self.__getstate__()
-
-
-_CLASSES: dict[tuple[type[Adapted], type[nn.Module]], type[nn.Module]] = {}
-
-
-def adapted_class(kind: type[Adapted], base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of leaf class ``base`` that behaves as ``kind``; it is made once."""
-    if (kind, base) not in _CLASSES:
-        members = {"base_class": base, "__module__": __name__}
-        _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
-    return _CLASSES[kind, base]
-
-
-def _blank(kind: type[Adapted], base: type[nn.Module]) -> nn.Module:
-    cls = adapted_class(kind, base)
-    return cls.__new__(cls)
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -160,9 +160,7 @@ def is_injected(model: nn.Module) -> bool:
 def injection(model: nn.Module) -> Injection:
     """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
     if not is_injected(model):
-        raise PeftlabError(
-            f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first"
-        )
+        raise PeftlabError(f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first")
     return getattr(model, _ATTRIBUTE)
 
 
@@ -180,9 +178,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def print_trainable_parameters(model: nn.Module) -> None:
     """Print trainable and total parameter counts and their ratio on one line."""
     trainable, total = count_parameters(model)
-    print(
-        f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}"
-    )
+    print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
 
 
 @contextmanager

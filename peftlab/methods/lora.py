@@ -45,18 +45,14 @@ class LoraConfig(MethodConfig):
     exclude_modules: list[str] | str | None = Field(None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(None, description="Only the targets in these layers.")
     rank_pattern: dict[str, int] = Field({}, description="Rank by name suffix or regular expression.")
-    alpha_pattern: dict[str, float] = Field(
-        {}, description="lora_alpha by name suffix or regular expression."
-    )
+    alpha_pattern: dict[str, float] = Field({}, description="lora_alpha by name suffix or regular expression.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
     use_dora: bool = Field(False, description="Train each output row's norm apart from its direction (DoRA).")
     target_parameters: list[str] | None = Field(
         None,
         description="Expert weights: 3-D parameters by name suffix; without target_modules, these alone.",
     )
-    loraplus_lr_ratio: float | None = Field(
-        None, gt=0, description="LoRA+: multiple of the learning rate for B."
-    )
+    loraplus_lr_ratio: float | None = Field(None, gt=0, description="LoRA+: multiple of the learning rate for B.")
     bias: Literal["none", "lora_only", "all"] = Field("none", description="Which biases train too.")
     init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
         True,
@@ -67,7 +63,7 @@ class LoraConfig(MethodConfig):
     @field_validator("target_modules", "exclude_modules")
     @classmethod
     def _not_empty(cls, value: list[str] | str | None) -> list[str] | str | None:
-        if value is not None and (not value or "" in value and not isinstance(value, str)):
+        if value is not None and (not value or (not isinstance(value, str) and "" in value)):
             raise ValueError("names no module")
         return value
 
@@ -108,7 +104,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
     for name, rows in parts.items():
         rank = config.rank(name)
-        _check(leaves[name], name, rank, config)
+        _check(leaves[name], name, rank, rows, config)
         replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
     for module, names in experts.items():
         ranks = {name: config.rank(f"{module}.{name}") for name in names}
@@ -122,9 +118,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
 def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
     if config.bias == "none":
         return []
-    biases = [
-        name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)
-    ]
+    biases = [name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)]
     if config.bias == "lora_only":
         owners = {f"{name}.bias" for name in targets}
         biases = [name for name in biases if name in owners]
@@ -181,9 +175,7 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
         return {}
     three = [n for n, p in model.named_parameters() if p.ndim == 3 and type(_owner(model, n)) not in LEAVES]
     found: dict[str, list[str]] = {}
-    for name in in_layers(
-        match(three, config.target_parameters, what="target_parameters"), config.layers_to_transform
-    ):
+    for name in in_layers(match(three, config.target_parameters, what="target_parameters"), config.layers_to_transform):
         module, _, parameter = name.rpartition(".")
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
@@ -195,12 +187,14 @@ def _owner(model: nn.Module, parameter: str) -> nn.Module:
     return model.get_submodule(parameter.rpartition(".")[0])
 
 
-def _check(leaf: nn.Module, name: str, rank: int, config: LoraConfig) -> None:
+def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
     weight: Any = leaf.weight
     limit = min(weight.shape[0], weight[0].numel())
     if rank > limit:
         raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {name}")
     linear = isinstance(leaf, (nn.Linear, Conv1D))
+    if config.init_lora_weights in ("pissa", "olora") and rows is not None:
+        raise PeftlabError(f"init_lora_weights={config.init_lora_weights}: name {name} as a whole, not by its parts")
     if config.init_lora_weights in ("pissa", "olora") and not linear:
         raise PeftlabError(
             f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
@@ -208,18 +202,14 @@ def _check(leaf: nn.Module, name: str, rank: int, config: LoraConfig) -> None:
     if getattr(leaf, "groups", 1) != 1:
         raise PeftlabError(f"target_modules: {name} is a grouped convolution, which LoRA does not act on")
     if config.use_dora and isinstance(leaf, (nn.Conv1d, nn.Conv2d)):
-        raise PeftlabError(
-            f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings"
-        )
+        raise PeftlabError(f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings")
     if config.use_dora and type(weight.data) is not Tensor:
         raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
 
 
-def _adapt(
-    leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig
-) -> nn.Module:
-    kind = LEAVES[type(leaf)]
-    new: Any = adopt(kind, leaf)
+def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
+    kind: Any = LEAVES[type(leaf)]
+    new = adopt(kind, leaf)
     weight = leaf.weight
     like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts = len(rows) if rows is not None else 1
@@ -237,17 +227,16 @@ def _adapt(
         nn.init.zeros_(a)
         nn.init.normal_(b)
     elif config.init_lora_weights in ("pissa", "olora"):
-        a, b = _spectral(
-            weight.t() if kind.transposed else weight, rank, scale, config.init_lora_weights, like
-        )
+        a, b = _spectral(weight.t() if kind.transposed else weight, rank, scale, config.init_lora_weights, like)
         new.frozen_A, new.frozen_B = a.clone(), b.clone()
     else:
         _fill_a(a, config, rank)
-    for name, factor in zip(kind.names, (a, b)):
+    for name, factor in zip(kind.names, (a, b), strict=True):
         new.register_parameter(name, nn.Parameter(factor))
     new.register_parameter("lora_magnitude_vector", None)
     if config.use_dora:
-        norms = row_norms(weight.t() if kind.transposed else weight, *new.factors(), scale)
+        whole_a, whole_b = new.factors()
+        norms = row_norms(weight.t() if kind.transposed else weight, whole_a, whole_b, scale)
         new.lora_magnitude_vector = nn.Parameter(norms.to(**like))
     return new
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peftlab.methods.lora_layers import expert_factors, fold_weight
-from peftlab.methods.plan import FOLDING, Adapted, Folding, adopt
+from peftlab.methods.plan import FOLDING, AnyLeaf, Folding, adapted_class, adopt
 
 
-class LoraExperts(Adapted):
+class LoraExperts(AnyLeaf):
     """An experts module whose 3-D parameters carry a low-rank addition an expert.
 
     Its forward is the base module's own, run on W + scale·B·A. For each adapted parameter ``p`` it holds
@@ -54,9 +53,6 @@ class LoraExperts(Adapted):
             if how.only in (None, name)
         }
 
-    def __reduce__(self) -> Any:
-        return _empty, (self.base_class,), vars(self)
-
 
 def stored_transposed(module: Any) -> bool:
     """Whether an experts module stores its weights as (experts, in, out)."""
@@ -65,7 +61,7 @@ def stored_transposed(module: Any) -> bool:
 
 def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Any) -> nn.Module:
     """Return ``module`` with a low-rank addition on the parameters named in ``ranks``."""
-    new: Any = adopt(_class_for(type(module)), module)
+    new: Any = adopt(adapted_class(LoraExperts, type(module)), module)
     new.adapted = dict(scales)
     for name, rank in ranks.items():
         weight = getattr(module, name)
@@ -79,13 +75,3 @@ def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, fl
         b = torch.zeros(d_out, rank * experts, device=weight.device, dtype=dtype)
         new.register_parameter(f"{name}_lora_B", nn.Parameter(b))
     return new
-
-
-@cache
-def _class_for(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Lora{base.__name__}", (LoraExperts, base), {"base_class": base})
-
-
-def _empty(base: type[nn.Module]) -> nn.Module:
-    kind = _class_for(base)
-    return kind.__new__(kind)

@@ -39,7 +39,7 @@ class LowRankLinear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, keep = ctx.saved_tensors
         dropped = _dropped(x, keep, ctx.p)
         grad_h = grad.mm(b).mul_(ctx.scale)  # (N, r)

@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
-FOLD_ROWS = 256  # rows of W summed in fp32 at a time: a block of this height stays in the cache
+FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
+WATCHED = 8  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
 
 
 class LowRank(Adapted):
@@ -39,6 +40,7 @@ class LowRank(Adapted):
     )  # fmt: skip
     names = ("lora_A", "lora_B")
     transposed = False
+    weight: Tensor
     lora_magnitude_vector: nn.Parameter | None
     frozen_A: Tensor | None
     frozen_B: Tensor | None
@@ -58,8 +60,7 @@ class LowRank(Adapted):
 
     def width(self) -> int:
         """Return the number of output features."""
-        weight: Any = self.weight
-        return weight.shape[1] if self.transposed else weight.shape[0]
+        return self.weight.shape[1 if self.transposed else 0]
 
     def rest_of_dropout(self) -> float:
         """Return the dropout that applies now."""
@@ -100,7 +101,7 @@ class LoraLinear(LowRank, nn.Linear):
         return low_rank_linear(x, weight, self.bias, a, b, self.scale, p)
 
 
-class LoraConv1D(LowRank, Conv1D):
+class LoraConv1D(LowRank, Conv1D):  # type: ignore[misc]
     """GPT-2's ``Conv1D``, a linear map that stores its weight as (in, out), with a low-rank addition."""
 
     base_class = Conv1D
@@ -146,7 +147,7 @@ class LoraConv1d(LowRank, nn.Conv1d):
     """``nn.Conv1d`` with a low-rank addition; see ``LoraConv2d``."""
 
     base_class = nn.Conv1d
-    forward = LoraConv2d.forward
+    forward = LoraConv2d.forward  # type: ignore[assignment]
 
 
 LEAVES: dict[type[nn.Module], type[LowRank]] = {
@@ -176,33 +177,47 @@ def fold_weight(
         a: (r, in) or (r, in, ...); for experts (experts·r, in). b: (out, r, ...); for experts (out, r·experts).
         magnitude: (out), in any shape. out: where to put the result; default: memory of its own.
     """
-    folded = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device) if out is None else out
+    if out is None:
+        out = (
+            weight.detach()
+            if how.in_place
+            else torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
+        )
+    if out.is_meta:
+        return out
     if weight.ndim == 3 and a.ndim == 2:
-        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), folded):
+        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), out):
             fold_weight(w, x, y, scale, transposed=transposed, how=how, out=z)
-        return folded
+        return out
     dtype = how.precision
-    weight = weight.detach().flatten(1)
+    flat, stored = weight.detach().flatten(1), out.flatten(1)
     a, b = a.detach().flatten(1).to(dtype), b.detach().flatten(1).to(dtype)
-    left, right = (a.t(), b.t()) if transposed else (b, a)
-    right = right.contiguous()
     gain = None
     if magnitude is not None:
-        w = weight.t() if transposed else weight
-        blocks = [slice(start, start + FOLD_ROWS) for start in range(0, w.shape[0], FOLD_ROWS)]
-        norms = torch.cat([row_norms(w[rows], a, b[rows], scale) for rows in blocks])
-        gain = magnitude.detach().flatten().to(dtype) / norms
-    flat = folded.flatten(1)
-    for start in range(0, weight.shape[0], FOLD_ROWS):
-        rows = slice(start, start + FOLD_ROWS)
-        before = weight[rows].to(dtype)
-        block = torch.addmm(before, left[rows], right, alpha=scale)
+        gain = magnitude.detach().flatten().to(dtype) / _norms_by_block(flat.t() if transposed else flat, a, b, scale)
+    # The scale goes to one factor beforehand: with alpha in the product its last bit would depend on the threads.
+    left, right = (a.t() * scale, b.t()) if transposed else (b * scale, a)
+    right = right.contiguous()
+    step = max(1, FOLD_BLOCK // flat.shape[1])
+    count = -(-flat.shape[0] // step)
+    for index in range(count):
+        rows = slice(index * step, (index + 1) * step)
+        total = flat[rows].to(dtype, copy=True)
+        watched = how.watch is not None and index % max(1, count // WATCHED) == 0
+        before = total.clone() if watched else None
+        total.addmm_(left[rows], right)
         if gain is not None:
-            block *= gain if transposed else gain[rows, None]
-        flat[rows] = block
+            total *= gain if transposed else gain[rows, None]
+        stored[rows] = total
         if how.watch is not None:
-            how.watch(before, block, flat[rows])
-    return folded
+            how.watch(before, total, stored[rows])
+    return out
+
+
+def _norms_by_block(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    step = max(1, FOLD_BLOCK // weight.shape[1])
+    blocks = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    return torch.cat([row_norms(weight[rows], a, b[rows], scale) for rows in blocks])
 
 
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -211,7 +226,7 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     The squared norm is ‖w‖² + 2s·w·Aᵀ·b + s²·bᵀ·A·Aᵀ·b: the update itself is never formed.
     """
     with torch.no_grad():
-        a, b, w = a.to(b.dtype), b, weight.to(b.dtype)
+        a, w = a.to(b.dtype), weight.to(b.dtype)
         cross = ((w @ a.t()) * b).sum(1)
         square = ((b @ (a @ a.t())) * b).sum(1)
         return (w.square().sum(1) + 2 * scale * cross + scale**2 * square).clamp_min(0).sqrt()

@@ -33,13 +33,16 @@ class Folding:
     Attributes:
         precision: dtype of product and sum.
         stored: dtype that the sum is rounded to, once; None for the weight's own.
-        watch: called for each block with W0 and the sum, both in ``precision``, and what is stored of it.
+        watch: called for each block with W0, or None where only some blocks are looked at, the sum, both in
+            ``precision``, and what is stored of it.
+        in_place: put the result where the weight is (only without ``stored``).
         only: the one parameter of the leaf to fold; None for all.
     """
 
     precision: torch.dtype = torch.float32
     stored: torch.dtype | None = None
-    watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    watch: Callable[[Tensor | None, Tensor, Tensor], None] | None = None
+    in_place: bool = False
     only: str | None = None
 
 
@@ -60,6 +63,30 @@ class Adapted:
     def fold(self, how: Folding = FOLDING) -> dict[str, Any]:
         """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
         raise NotImplementedError
+
+
+class AnyLeaf(Adapted):
+    """An adapted form that leaves of any class can take: ``adapted_class`` makes the subclass, once for each."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kind = next(c for c in type(self).__mro__ if issubclass(c, AnyLeaf) and c.__dict__.get("made") is None)
+        return _blank, (kind, self.base_class), self.__getstate__()
+
+
+_CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], Any] = {}
+
+
+def adapted_class(kind: type[AnyLeaf], base: type[nn.Module]) -> Any:
+    """Return the subclass of leaf class ``base`` that behaves as ``kind``."""
+    if (kind, base) not in _CLASSES:
+        members = {"base_class": base, "made": True, "__module__": kind.__module__}
+        _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
+    return _CLASSES[kind, base]
+
+
+def _blank(kind: type[AnyLeaf], base: type[nn.Module]) -> nn.Module:
+    made = adapted_class(kind, base)
+    return made.__new__(made)
 
 
 def adopt(cls: type[ModuleT], module: nn.Module) -> ModuleT:

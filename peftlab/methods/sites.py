@@ -41,9 +41,7 @@ _BERT_BARE = Sites(
     ("layer.*.output.dense",),
     ("layer.*.intermediate.dense",),
 )
-_GPT2 = Sites(
-    ("h.*.attn.resid_dropout", "h.*.crossattention.resid_dropout"), ("h.*.mlp.dropout",), ("h.*.mlp.c_fc",)
-)
+_GPT2 = Sites(("h.*.attn.resid_dropout", "h.*.crossattention.resid_dropout"), ("h.*.mlp.dropout",), ("h.*.mlp.c_fc",))
 _LLAMA = Sites(
     ("layers.*.self_attn.o_proj",),
     ("layers.*.mlp.down_proj",),
@@ -59,9 +57,7 @@ _T5 = Sites(
     ("encoder.block.*.layer.1.dropout", "decoder.block.*.layer.2.dropout"),
     ("block.*.layer.*.DenseReluDense.wi", "block.*.layer.*.DenseReluDense.wi_0"),
 )
-_BART = Sites(
-    ("layers.*.self_attn.out_proj", "layers.*.encoder_attn.out_proj"), ("layers.*.fc2",), ("layers.*.fc1",)
-)
+_BART = Sites(("layers.*.self_attn.out_proj", "layers.*.encoder_attn.out_proj"), ("layers.*.fc2",), ("layers.*.fc1",))
 _BLOOM = Sites(("h.*.self_attention.dense",), ("h.*.mlp.dense_4h_to_h",), ("h.*.mlp.dense_h_to_4h",))
 _CLIP = Sites(("layers.*.self_attn.out_proj",), ("layers.*.mlp.fc2",), ("layers.*.mlp.fc1",))
 _VIT = Sites(("layers.*.attention.o_proj",), ("layers.*.mlp.fc2",), ("layers.*.mlp.fc1",))
@@ -128,11 +124,7 @@ def sites_of(model: nn.Module) -> Sites:
     for sites in dict.fromkeys(rows):
         ends, starts = find(names, sites.ffn), find(names, sites.ffn_input)
         layers = set(find(names, sites.attention).values())
-        if (
-            layers
-            and layers == set(ends.values()) == set(starts.values())
-            and len(ends) == len(layers) == len(starts)
-        ):
+        if layers and layers == set(ends.values()) == set(starts.values()) and len(ends) == len(layers) == len(starts):
             return sites
     raise PeftlabError(
         f"method houlsby does not know where the sub-layers of {kind} ({type(model).__name__}) end, and no "

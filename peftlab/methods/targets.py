@@ -27,7 +27,8 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
             "bart", "blenderbot", "clip", "cohere", "cohere2", "deit", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
             "gpt_neo", "gptj", "granite", "gpt_oss", "llama", "m2m_100", "marian", "mbart", "mistral", "mixtral",
             "olmo", "olmo2", "olmoe", "opt", "pegasus", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "siglip",
-            "smollm3", "stablelm", "starcoder2", "vit", "whisper",
+            "smollm3", "stablelm", "starcoder2", "vit",
+            "whisper",
         ),
         ("q_proj", "v_proj"),
     ),
@@ -133,9 +134,7 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
             raise PeftlabError(f"{what}: {targets!r} is not a regular expression ({error})") from None
         picked = [name for name in names if pattern.fullmatch(name)]
         if not picked:
-            raise PeftlabError(
-                f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}"
-            )
+            raise PeftlabError(f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}")
         return picked
     for target in targets:
         if not any(has_suffix(name, target) for name in names):
@@ -173,20 +172,14 @@ def task_head(model: nn.Module) -> list[str]:
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     if outputs is not None:
         return []
-    return [
-        name
-        for name, child in model.named_children()
-        if name != prefix and any(True for _ in child.parameters())
-    ]
+    return [name for name, child in model.named_children() if name != prefix and any(True for _ in child.parameters())]
 
 
 def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
     """Return the names of the modules trained whole: the task head (if ``head``) and ``modules_to_save``."""
     names = task_head(model) if head else []
     if modules_to_save:
-        every = [
-            name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-        ]
+        every = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
         names += [n for n in match(every, modules_to_save, what="modules_to_save") if n not in names]
     return names
 

@@ -134,7 +134,10 @@ def load_task(recipe: FinetuneRecipe) -> LoadedTask:
         options["revision"] = recipe.revision
     tokenizer = load_tokenizer(recipe.model, **options)
     labels = data.task.labels
-    names = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+    names: dict[str, Any] = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: i for i, name in enumerate(labels)},
+    }
     model, fresh = load_base(
         recipe.model,
         num_labels=len(labels) or 1,
@@ -157,7 +160,9 @@ def make_work(recipe: FinetuneRecipe, task: LoadedTask, *, splits_only: bool = F
     spec, splits = task.data.task, task.data.splits
     evaluation = [split for split in spec.evaluation if split in splits]
     if not evaluation:
-        raise PeftlabError(f"task {spec.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}")
+        raise PeftlabError(
+            f"task {spec.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}"
+        )
     return Work(
         task.model,
         task.tokens(evaluation[0] if splits_only else "train", recipe),
@@ -181,7 +186,12 @@ def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> Any:
 
 
 def _results(
-    recipe: FinetuneRecipe, task: LoadedTask, progress: Progress, trainable: int, total: int, accelerator: Accelerator
+    recipe: FinetuneRecipe,
+    task: LoadedTask,
+    progress: Progress,
+    trainable: int,
+    total: int,
+    accelerator: Accelerator,
 ) -> dict[str, Any]:
     spec, splits = task.data.task, task.data.splits
     deciding = next(split for split in spec.evaluation if split in splits)
@@ -231,9 +241,7 @@ def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Pa
     if recipe.merge and not folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     if folds and recipe.merge is not False:
-        merge_checkpoint(
-            run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True
-        )
+        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True)
         results["merge"] = verify_merge(
             run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(work, VERIFY_EXAMPLES)
         )

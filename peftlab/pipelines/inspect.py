@@ -35,7 +35,7 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
     settings = make_config(method, **fields)
     config = load_config(reference)
     name = auto_class or (config.architectures or ["AutoModel"])[0]
-    kind = getattr(transformers, name, transformers.AutoModel)
+    kind: Any = getattr(transformers, name, transformers.AutoModel)
     with torch.device("meta"):
         model = kind.from_config(config) if name.startswith("Auto") or kind is transformers.AutoModel else kind(config)
     head = task_head(model)

@@ -34,7 +34,10 @@ def run_merge(
     Args:
         options: passed to ``merge_checkpoint``.
     """
-    recipe = next((place / "recipe.yaml" for place in (adapter, adapter.parent) if (place / "recipe.yaml").exists()), None)
+    recipe = next(
+        (place / "recipe.yaml" for place in (adapter, adapter.parent) if (place / "recipe.yaml").exists()),
+        None,
+    )
     text = recipe.read_text(encoding="utf-8") if recipe else None
     report = merge_checkpoint(adapter, base, out, recipe=text, **options)
     if not verify:

@@ -9,14 +9,24 @@ import sys
 from importlib import metadata
 from typing import Any
 
-PACKAGES = ("peftlab", "torch", "transformers", "datasets", "accelerate", "evaluate", "safetensors", "peft", "numpy")
+PACKAGES = (
+    "peftlab",
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "evaluate",
+    "safetensors",
+    "peft",
+    "numpy",
+)
 
 
 def environment() -> dict[str, Any]:
     """Return versions, platform and devices of this process."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)

@@ -125,7 +125,7 @@ class TrainConfig(Section):
     )
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="bf16, fp16: mixed precision of the forward; tf32: fp32 with TF32 products on NVIDIA GPUs.",
+        description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs.",
     )
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile; go on without where that fails."

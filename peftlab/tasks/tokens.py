@@ -40,6 +40,8 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
         PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text gives no token at
             all.
     """
+    from pyarrow import ArrowInvalid
+
     pair = "text_pair" in dataset.column_names
     shortest = tokenizer.num_special_tokens_to_add(pair=pair) + (2 if pair else 1)
     # A tokenizer given less room than its special tokens may return the text untruncated.
@@ -60,10 +62,12 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
 
     texts = ["text", "text_pair"] if pair else ["text"]
     key = _fingerprint(dataset, tokenizer, max_length)
+    options: dict[str, Any] = {"batched": True, "remove_columns": texts, "new_fingerprint": key}
     with _bars_on_terminals_only():
-        tokenised = dataset.map(
-            encode, batched=True, remove_columns=texts, new_fingerprint=key, cache_file_name=_cache_file(key)
-        )
+        try:
+            tokenised = dataset.map(encode, **options, cache_file_name=_cache_file(key))
+        except (OSError, ArrowInvalid):  # no room for it, or a damaged file
+            tokenised = dataset.map(encode, **options)
     lengths = list(tokenised["length"])
     if 0 in lengths:
         raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
@@ -80,7 +84,13 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
         backend.no_truncation()
         backend.no_padding()
     made_by = Hasher.hash(tokenizer) if backend is None else backend.to_str()
-    parts = [type(tokenizer).__name__, transformers.__version__, made_by, str(max_length)]
+    parts = [
+        type(tokenizer).__name__,
+        transformers.__version__,
+        made_by,
+        tokenizer.truncation_side,
+        max_length,
+    ]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for rows in dataset.iter(1000):
         digest.update(json.dumps(rows).encode())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def compile_or_go_on(work: Work, accelerator: Accelerator) -> bool:
-    """Compile ``work.model`` in place for batches of any shape; where that fails, say so and leave it as it was.
+    """Compile ``work.model`` in place for batches of any shape; where that fails, say so and leave it alone.
 
     One forward and backward pass over the longest example finds out; it leaves no gradient and no trace in
     the random numbers.

@@ -25,7 +25,8 @@ class Interrupted(PeftlabError):
 
     def __init__(self, number: int, step: int, run_dir: Path) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}; go on with `peftlab resume {run_dir}`"
+            f"stopped by {signal.Signals(number).name} after step {step}; "
+            f"go on with `peftlab resume {run_dir}`"
         )
         self.status = 128 + number
 
@@ -51,7 +52,7 @@ class StopSignals:
         signal.signal(number, self._before[signal.Signals(number)])
 
     def received(self) -> int:
-        """Return the signal that any process has received by now, or 0; every process gets the same answer."""
+        """Return the signal that any process has received by now, or 0: every process the same."""
         if self._accelerator.num_processes == 1:
             return self._received
         numbers = torch.tensor([self._received], device=self._accelerator.device)
@@ -82,10 +83,10 @@ def training_changes(settings: Any, examples: int, longest: int) -> list[str]:
     changes = []
     if examples > 1:
         changes.append(
-            f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, the same result)"
+            f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, same result)"
         )
     if not settings.gradient_checkpointing:
-        changes.append("train.gradient_checkpointing=true (slower, the same result)")
+        changes.append("train.gradient_checkpointing=true (slower, same result)")
     if settings.max_tokens:
         changes.append(f"train.max_tokens={settings.max_tokens // 2} with train.max_length={length} or less")
     elif examples > 1:

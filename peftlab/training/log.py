@@ -58,16 +58,18 @@ class Log:
         for step, lr, loss, norm, batch in self._pending:
             value = loss.item()
             if not math.isfinite(value):
+                named = ", ".join(map(str, sorted(batch)[:NAMED]))
                 more = f" and {len(batch) - NAMED} more" if len(batch) > NAMED else ""
                 raise PeftlabError(
-                    f"the loss is {value} at step {step}, on training examples "
-                    f"{', '.join(map(str, sorted(batch)[:NAMED]))}{more} (counted from 0); the checkpoints of "
-                    "earlier steps are good. A lower train.lr, a longer train.warmup or train.precision=fp32 "
-                    "usually helps"
+                    f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
+                    "checkpoints of earlier steps are good. A lower train.lr, a longer train.warmup or "
+                    "train.precision=fp32 usually helps"
                 )
             self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
             self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
         self._pending.clear()
+        if self._file is not None:
+            self._file.flush()
 
     def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
         """Write an evaluation and say it in one line."""

@@ -42,7 +42,8 @@ class Work:
     Attributes:
         model: the injected model. train: tokenised training set. evaluation: tokenised sets by split name.
         collate: list of examples to a batch of tensors with ``labels``.
-        metric: an ``evaluate.Metric``; ``deciding`` names the score that counts, in the first evaluation split.
+        metric: an ``evaluate.Metric``; ``deciding`` names the score that counts, on the first evaluation
+            split.
         lr_ratio: learning-rate multiples by last parameter name.
     """
 
@@ -106,11 +107,7 @@ def train(
             if canary is not None and canary.done():
                 canary = None
             signal = signals.received()
-            evaluating = progress.step == order.total or (
-                progress.step % settings.eval_every == 0
-                if settings.eval_every
-                else progress.step in order.ends
-            )
+            evaluating = progress.step == order.total or _due(progress.step, settings.eval_every, order.ends)
             if evaluating:
                 log.flush()  # a loss that is not finite stops here, before it is scored
                 size = settings.eval_batch_size
@@ -118,7 +115,7 @@ def train(
                     scores = evaluate(model, work, accelerator, size)
                 _note(progress, scores, next(iter(scores.values()))[work.deciding])
                 log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
-            if evaluating or signal or (settings.save_every and progress.step % settings.save_every == 0):
+            if evaluating or signal or _due(progress.step, settings.save_every, []):
                 progress.metrics_bytes = log.position()
                 save_checkpoint(
                     checkpoints, accelerator, work.model, optimiser, progress, settings.keep_checkpoints
@@ -184,6 +181,10 @@ def example_losses(model: nn.Module, inputs: dict[str, Tensor], regression: bool
     if regression:
         return F.mse_loss(logits.squeeze(-1), labels, reduction="none")
     return F.cross_entropy(logits, labels, reduction="none")
+
+
+def _due(step: int, every: int | None, otherwise: list[int]) -> bool:
+    return step % every == 0 if every else step in otherwise
 
 
 def _note(progress: Progress, scores: dict[str, dict[str, float]], score: float) -> None:

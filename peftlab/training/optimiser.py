@@ -24,8 +24,8 @@ def make_optimiser(
 ) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters.
 
-    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` learn at
-    that multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). Each group's ``peak_lr`` is what the
+    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` learn
+    at that multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). Each group's ``peak_lr`` is what the
     schedule's factor multiplies.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -43,8 +43,8 @@ def make_optimiser(
 def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
     """Return the factor of the peak learning rate at optimiser step ``step`` (from 0) of ``total``.
 
-    Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up), then ``constant``,
-    ``linear`` decay to 0, or half a ``cosine`` to 0.
+    Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up), then
+    ``constant``, ``linear`` decay to 0, or half a ``cosine`` to 0.
     """
     ramp = math.ceil(warmup * total) if warmup < 1 else int(warmup)
     if step < ramp:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,16 @@ def _clean(directory: Path, newest: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read one checkpoint file; a missing or damaged one raises ``PeftlabError``."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
+            bad = archive.testzip()
+        if bad is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        reason = f"wrong checksum of {bad}"
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such checkpoint") from None
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, KeyError) as error:
-        raise PeftlabError(f"{path}: damaged checkpoint ({_reason(error)})") from None
+    except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError, zlib.error) as error:
+        reason = _reason(error)
+    raise PeftlabError(f"{path}: damaged checkpoint ({reason})")
 
 
 def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:

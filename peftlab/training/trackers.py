@@ -43,23 +43,23 @@ class JsonlTracker(GeneralTracker):
         """Append ``{"step": step, **values}``; a number that is not finite becomes null, as JSON has none."""
         self._file.write((json.dumps(_finite({"step": step, **values})) + "\n").encode())
 
-    def position(self) -> int:
-        """Flush to the disk and return the file's length in bytes.
-
-        Raises:
-            PeftlabError: the disk does not take it.
-        """
+    def flush(self) -> None:
+        """Hand what was logged to the system; ``PeftlabError`` if the disk does not take it."""
         try:
             self._file.flush()
-            os.fsync(self._file.fileno())
         except OSError as error:
             raise PeftlabError(
                 f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is whole"
             ) from None
+
+    def position(self) -> int:
+        """Flush to the disk and return the file's length in bytes."""
+        self.flush()
+        os.fsync(self._file.fileno())
         return self._file.tell()
 
     def finish(self) -> None:
-        """Close the file; what a full disk did not take was said by ``position``."""
+        """Close the file; what a full disk did not take was said by ``flush``."""
         with suppress(OSError):
             self._file.close()
 

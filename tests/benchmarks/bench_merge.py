@@ -136,7 +136,10 @@ class measured:
 
     def stop(self) -> dict[str, Any]:
         """Return seconds, and MiB above the start."""
-        return {"seconds": time.perf_counter() - self.started, "peak_mib": (_status("VmHWM") - self.before) / 1024}
+        return {
+            "seconds": time.perf_counter() - self.started,
+            "peak_mib": (_status("VmHWM") - self.before) / 1024,
+        }
 
 
 def _status(field: str) -> int:
@@ -199,7 +202,9 @@ def report(title: str, base: Path, work: Path, rounds: int) -> None:
     floor = max(seconds["cp + fsync"], seconds["fold in memory"])
     print(f"  peft / ours                 {seconds['peft'] / seconds['ours']:6.2f}   (wanted: at least 4)")
     print(f"  ours / max(copy, fold)      {seconds['ours'] / floor:6.2f}   (wanted: at most 1.5)")
-    print(f"  peak / (adapter + 3 largest) {peak['ours'] / allowed:5.2f}   (wanted: at most 1; {allowed:.0f} MiB)")
+    print(
+        f"  peak / (adapter + 3 largest) {peak['ours'] / allowed:5.2f}   (wanted: at most 1; {allowed:.0f} MiB)"
+    )
 
 
 def main() -> None:

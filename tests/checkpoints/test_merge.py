@@ -22,8 +22,6 @@ METHODS = {
 }
 
 
-
-
 @pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama", "phi3", "mixtral"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_same_bytes_as_in_memory(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -33,10 +31,20 @@ def test_same_bytes_as_in_memory(tmp_path: Path, family: str, dtype: torch.dtype
     if family in ("llama", "phi3", "mixtral"):  # they have no biases
         del methods["bitfit"]
     if family == "mixtral":
-        methods["experts"] = {"method": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        methods["one"] = {"method": "lora", "target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]}
+        methods["experts"] = {
+            "method": "lora",
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        }
+        methods["one"] = {
+            "method": "lora",
+            "target_parameters": ["experts.down_proj"],
+            "target_modules": ["q_proj"],
+        }
     if family == "phi3":
-        methods["parts"] = {"method": "lora", "target_modules": ["qkv_proj.q", "qkv_proj.v", "gate_up_proj.up"]}
+        methods["parts"] = {
+            "method": "lora",
+            "target_modules": ["qkv_proj.q", "qkv_proj.v", "gate_up_proj.up"],
+        }
     for name, how in methods.items():
         model = load(kind, base, dtype)
         adapter = adapt(model, tmp_path / name / "adapter", **how)

@@ -22,7 +22,12 @@ def peftlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPro
     root = Path(__file__).resolve().parents[2]
     environment["PYTHONPATH"] = str(root)
     return subprocess.run(
-        [sys.executable, "-m", "peftlab", *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+        [sys.executable, "-m", "peftlab", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        check=False,
     )
 
 
@@ -155,7 +160,9 @@ class TestRun:
         assert merged.config.id2label == {0: "bad", 1: "good"}
         assert type(merged.bert.encoder.layer[0].attention.self.query) is torch.nn.Linear
 
-    def test_eval_scores_run_adapter_and_merged_alike(self, run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_eval_scores_run_adapter_and_merged_alike(
+        self, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(run_directory.parent)
         score = json.loads((run_directory / "results.json").read_text())["metrics"]["validation"]
         for place in (run_directory, run_directory / "adapter", run_directory / "merged"):
@@ -165,7 +172,10 @@ class TestRun:
         done = peftlab("merge", str(run_directory), "-o", str(tmp_path / "merged"), cwd=run_directory.parent)
         assert done.returncode == 0, done.stderr
         assert "max logit difference" in done.stdout
-        ours, theirs = tmp_path / "merged" / "model.safetensors", run_directory / "merged" / "model.safetensors"
+        ours, theirs = (
+            tmp_path / "merged" / "model.safetensors",
+            run_directory / "merged" / "model.safetensors",
+        )
         assert ours.read_bytes() == theirs.read_bytes()
 
     def test_a_run_is_never_overwritten_unasked(self, run_directory: Path) -> None:
@@ -202,4 +212,3 @@ def test_a_diverging_run_stops_and_says_the_step(run_directory: Path) -> None:
     message = refused("run", "recipe.yaml", "train.lr=1e20", "train.max_grad_norm=null", "train.warmup=0",
                       "output_dir=diverged", cwd=run_directory.parent)  # fmt: skip
     assert "step" in message
-

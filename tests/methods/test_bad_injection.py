@@ -61,9 +61,7 @@ def test_a_second_injection_is_refused(first, second):
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize(
-    "call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection]
-)
+@pytest.mark.parametrize("call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection])
 def test_a_model_without_injection(call):
     with pytest.raises(PeftlabError, match="holds no injection"):
         call(base("bert"))

@@ -72,9 +72,7 @@ def test_the_bottleneck_follows_the_dropout():
     assert torch.equal(leaf(x), dropped + leaf.branch(dropped))
 
 
-@pytest.mark.parametrize(
-    "architecture", ["gpt2", "llama", "mixtral", "t5", "albert", "vit", "distilbert", "opt"]
-)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "mixtral", "t5", "albert", "vit", "distilbert", "opt"])
 @pytest.mark.parametrize("placement", ["pfeiffer", "parallel"])
 def test_other_placements_train_everywhere(architecture, placement):
     model = peftlab.inject_houlsby(base(architecture), 6, placement=placement)
@@ -169,9 +167,7 @@ def test_albert_shares_its_adapters():
 
 def test_mixed_precision():
     model = peftlab.inject_houlsby(base("bert").to(torch.bfloat16), 6)
-    assert {p.dtype for name, p in trainable_parameters(model).items() if ".adapter_" in name} == {
-        torch.float32
-    }
+    assert {p.dtype for name, p in trainable_parameters(model).items() if ".adapter_" in name} == {torch.float32}
     model(**batch("bert")).loss.backward()
     assert all(p.grad.dtype == p.dtype for p in trainable_parameters(model).values())
     model = randomised(peftlab.inject_houlsby(base("bert"), 6))

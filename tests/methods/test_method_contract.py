@@ -84,9 +84,7 @@ def test_training_moves_the_adapter_and_nothing_else(method, architecture):
     assert moved <= trainable
     assert all(torch.isfinite(now[name].grad).all() for name in trainable)
     assert all(now[name].grad is None for name in set(now) - trainable)
-    still = {name.rpartition(".")[0] for name in trainable - moved} - {
-        name.rpartition(".")[0] for name in moved
-    }
+    still = {name.rpartition(".")[0] for name in trainable - moved} - {name.rpartition(".")[0] for name in moved}
     assert not still
     buffers = dict(before.named_buffers())
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())

@@ -73,9 +73,7 @@ def test_bitfit_counts(family, size, count):
     assert adapter_and_head(peftlab.inject_bitfit(build(family, size)))[0] == count
 
 
-@pytest.mark.parametrize(
-    ("size", "total", "head"), [("base", 887_042, 592_130), ("large", 1_838_082, 1_051_650)]
-)
+@pytest.mark.parametrize(("size", "total", "head"), [("base", 887_042, 592_130), ("large", 1_838_082, 1_051_650)])
 def test_roberta_lora_with_its_head(size, total, head):
     model = peftlab.inject_lora(build("roberta", size), r=8)
     assert count_parameters(model)[0] == total
@@ -94,10 +92,7 @@ def test_encoder_totals(size, bert, roberta):
     shape = LARGE if size == "large" else {}
     with torch.device("meta"):
         assert count_parameters(BertModel(BertConfig(**BERT, **shape)))[1] == bert
-        assert (
-            count_parameters(RobertaModel(RobertaConfig(**ROBERTA, **shape), add_pooling_layer=False))[1]
-            == roberta
-        )
+        assert count_parameters(RobertaModel(RobertaConfig(**ROBERTA, **shape), add_pooling_layer=False))[1] == roberta
 
 
 def test_deberta_xxl_at_rank_16():
@@ -114,8 +109,5 @@ def test_deberta_xxl_at_rank_16():
 
 
 def test_full_and_head():
-    assert (
-        count_parameters(peftlab.inject(build("bert", "base"), METHODS["full"].config()))[0]
-        == 109_482_240 + 1538
-    )
+    assert count_parameters(peftlab.inject(build("bert", "base"), METHODS["full"].config()))[0] == 109_482_240 + 1538
     assert count_parameters(peftlab.inject(build("bert", "base"), METHODS["head"].config()))[0] == 1538

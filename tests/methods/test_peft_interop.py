@@ -91,9 +91,7 @@ def test_a_named_adapter_in_a_sub_folder(tmp_path):
     again = peft.PeftModel.from_pretrained(base("bert"), str(tmp_path), adapter_name="mine")
     again.save_pretrained(str(tmp_path / "named"))
     model = peftlab.load_adapter(base("bert"), tmp_path / "named" / "mine")
-    torch.testing.assert_close(
-        logits(model, batch("bert")), logits(theirs, batch("bert")), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(logits(model, batch("bert")), logits(theirs, batch("bert")), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", TARGETS)

@@ -64,7 +64,9 @@ def test_merge_table_folds_long_names_after_separators() -> None:
 
 def test_merge_table_groups_layers() -> None:
     report = _merged("model.layers.0.self_attn.q_proj.weight")
-    report["tensors"].append({**report["tensors"][0], "name": "model.layers.1.self_attn.q_proj.weight", "survived": 0.5})
+    report["tensors"].append(
+        {**report["tensors"][0], "name": "model.layers.1.self_attn.q_proj.weight", "survived": 0.5}
+    )
     text = rendered(console.merge_table(report))
     row = next(line for line in text.splitlines() if "model.layers.*" in line)
     assert row.split()[-7] == "2" and row.split()[-2] == "50"

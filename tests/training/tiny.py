@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peftlab.errors import PeftlabError
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 WORDS = ["good", "bad", "film", "plot", "dull", "fine", "the", "a", "was", "very", "and", "not"]
@@ -126,3 +127,30 @@ def assert_same_run(one: Path, other: Path) -> None:
     for name in names:
         states = [torch.load(run / "checkpoints" / name, weights_only=True) for run in (one, other)]
         assert_same(*states, at=name)
+
+
+def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a recipe's ``train`` section and what the loop works on, seeded and injected as a run does it."""
+    from accelerate.utils import set_seed
+
+    from peftlab.methods import inject
+    from peftlab.pipelines.finetune import load_task, make_work
+    from peftlab.recipe.schema import FinetuneRecipe
+
+    checked = FinetuneRecipe.model_validate(values)
+    set_seed(checked.train.seed)
+    task = load_task(checked)
+    inject(task.model, checked.method)
+    return checked.train, make_work(checked, task)
+
+
+def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Train in this process; return the progress and the work. ``change`` is called with the work before."""
+    from peftlab.pipelines.finetune import make_accelerator
+    from peftlab.training.loop import train
+
+    settings, work = prepare(values)
+    if change is not None:
+        change(work)
+    directory.mkdir(exist_ok=True)
+    return train(work, settings, make_accelerator(settings, directory), directory, **options), work

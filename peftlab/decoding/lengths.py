@@ -1,0 +1,123 @@
+"""How many tokens to draft: one small object a sequence, asked before, during and after each step.
+
+A policy may look at what was drafted before, and stop after it; it never takes a drafted token back. A token
+withdrawn because of its own q(x) would bias the output: what verification then emits is no longer p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from peftlab.errors import PeftlabError
+
+
+class Policy(Protocol):
+    """Draft length for one sequence.
+
+    Attributes:
+        watches: whether ``go_on`` wants to be asked after each drafted token (it costs a softmax).
+    """
+
+    watches: bool
+
+    def budget(self) -> int:
+        """Return how many tokens to draft at most in the coming step."""
+        ...
+
+    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+        """Return whether to draft another token after one of probability q(x) = ``confidence``.
+
+        ``hidden`` [H] is the draft's last hidden state, from which x was drawn.
+        """
+        ...
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn what the step came to."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """γ tokens every step."""
+
+    gamma: int
+    watches = False
+
+    def __post_init__(self) -> None:
+        _check_gamma(self.gamma)
+
+    def budget(self) -> int:
+        return self.gamma
+
+    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+        return True
+
+    def update(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+@dataclass
+class Confidence(Fixed):
+    """Up to γ tokens; stop after one whose q(x) is below ``threshold``. That token is still verified."""
+
+    threshold: float = 0.4
+    watches = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("threshold", self.threshold)
+
+    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+        return confidence >= self.threshold
+
+
+@dataclass
+class Heuristic(Fixed):
+    """Start at γ; 2 more after a step in which all stood, 1 fewer (down to 1) after any other."""
+
+    def update(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.gamma = self.gamma + 2 if accepted == drafted else max(1, self.gamma - 1)
+
+
+@dataclass
+class AcceptanceHead(Fixed):
+    """Up to γ tokens; stop once 1 - Π p̂_i > h, with p̂ a head's estimate that a token will stand.
+
+    SpecDec++ (Huang et al. 2024, arXiv 2405.19715).
+
+    Attributes:
+        head: the draft's hidden state [H] -> p̂, a number in [0, 1].
+        h: how sure of a rejection one must be to stop.
+    """
+
+    head: Callable[[Tensor], float] = lambda _: 1.0
+    h: float = 0.7
+    watches = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("h", self.h)
+        self._all_stand = 1.0
+
+    def budget(self) -> int:
+        self._all_stand = 1.0
+        return self.gamma
+
+    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+        self._all_stand *= float(self.head(hidden))
+        return 1 - self._all_stand <= self.h
+
+
+def _check_gamma(gamma: int) -> None:
+    if gamma < 1:
+        raise PeftlabError(f"gamma: {gamma} drafts nothing; give 1 or more, or leave the draft out")
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise PeftlabError(f"{name}: {value} lies outside [0, 1]")

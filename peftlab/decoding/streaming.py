@@ -1,0 +1,74 @@
+"""From token ids to text while it grows: whole characters only, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from peftlab.errors import PeftlabError
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not all there yet
+
+
+def stop_at(tokenizer: Any, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+    """Return whether output ids contain a stop string, as ``decoder.Ending.stops`` takes it.
+
+    The output then ends with the token that completes the stop string; ``cut_at`` removes it from the text.
+
+    Raises:
+        PeftlabError: an empty stop string, which every output contains.
+    """
+    if "" in stops:
+        raise PeftlabError("stop: an empty string ends every output before it begins")
+    if not stops:
+        return None
+    # A stop string spans at most as many tokens as it has bytes; one more may hang over at either end.
+    reach = max(len(stop.encode()) for stop in stops) + 2
+
+    def complete(ids: Sequence[int]) -> bool:
+        tail = tokenizer.decode(list(ids[-reach:]), skip_special_tokens=True)
+        return any(stop in tail for stop in stops)
+
+    return complete
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Return ``text`` up to the first stop string in it."""
+    return text[: min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))]
+
+
+class TextStream:
+    """Turns ids into text piece by piece; what has been given is never taken back.
+
+    Held back are characters whose bytes are incomplete and an ending that may become a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._given = 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids make certain."""
+        self._ids += ids
+        text = cut_at(self._text(), self._stops)
+        return self._give(text[: len(text) - self._unsure(text)])
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._give(cut_at(self._text(), self._stops))
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _unsure(self, text: str) -> int:
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        prefixes = (
+            n for stop in self._stops for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])
+        )
+        return max(broken, max(prefixes, default=0))
+
+    def _give(self, text: str) -> str:
+        piece = text[self._given :]
+        self._given = max(self._given, len(text))
+        return piece

@@ -1,0 +1,104 @@
+"""Token trees: which candidates to try together, who sees whom, and the greedy walk down.
+
+A node is the path of ranks that leads to it: (0, 2) is the third choice after the first choice. Trees are
+lists of paths in which a parent stands before its children.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Path = tuple[int, ...]
+
+
+def rank_probability(depth: int, rank: int) -> float:
+    """Return a guess at how often the candidate of this rank (from 0) is the right one: .55, .19, .07, ..."""
+    return 0.55 * 0.35**rank
+
+
+@lru_cache
+def best_tree(
+    size: int,
+    depth: int,
+    width: int,
+    probability: Callable[[int, int], float] = rank_probability,
+) -> tuple[Path, ...]:
+    """Return the ``size`` nodes most likely to be reached, best first: the product of rank probabilities.
+
+    It is the tree of the most expected tokens under ``probability``, and its first n nodes are the best tree
+    of size n. Candidates run out at Σ width^d nodes.
+
+    Args:
+        size: nodes, at most.
+        depth: levels, at most.
+        width: children of a node, at most.
+        probability: (depth from 0, rank from 0) -> chance; falling in rank.
+    """
+    tree: list[Path] = []
+    heap: list[tuple[float, Path]] = [(-probability(0, 0), (0,))]
+    while heap and len(tree) < size:
+        score, path = heapq.heappop(heap)
+        tree.append(path)
+        level, rank = len(path), path[-1]
+        if rank + 1 < width:
+            sibling = score / probability(level - 1, rank) * probability(level - 1, rank + 1)
+            heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
+        if level < depth:
+            heapq.heappush(heap, (score * probability(level, 0), (*path, 0)))
+    return tuple(tree)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree for the target: the root is the token before the drafted ones.
+
+    Attributes:
+        parents: of each drafted node, -1 for the root.
+        depths: of the root (0) and of each drafted node, N+1 numbers.
+        below: [N+1, N+1] booleans: the row's token descends from the column's or is it.
+    """
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    below: Tensor
+
+
+@lru_cache
+def shape_of(tree: tuple[Path, ...]) -> Shape:
+    """Return the shape of a tree of paths."""
+    place = {path: i for i, path in enumerate(tree)}
+    parents = tuple(place.get(path[:-1], -1) for path in tree)
+    below = torch.eye(len(tree) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        below[node + 1] |= below[parent + 1]
+    return Shape(parents, (0, *(len(path) for path in tree)), below)
+
+
+def walk_greedy(
+    choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[list[int], int]:
+    """Follow the target's own choices down a tree as far as they were drafted.
+
+    Args:
+        choices: N+1 greedy tokens; entry 0 follows the root, entry i+1 follows node i.
+        tokens: of the N nodes; -1 where nothing was drafted.
+        parents: of the N nodes.
+
+    Returns:
+        The accepted path as node indices, and the next token after it.
+    """
+    children = {
+        (parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+    }
+    path: list[int] = []
+    node = -1
+    while (below := children.get((node, choices[node + 1]))) is not None:
+        path.append(below)
+        node = below
+    return path, choices[node + 1]
