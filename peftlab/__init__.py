@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.merge import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.errors import PeftlabError as PeftlabError
     from peftlab.methods import disabled as disabled
     from peftlab.methods import inject as inject
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from peftlab.methods import print_trainable_parameters as print_trainable_parameters
     from peftlab.methods import remove as remove
     from peftlab.methods import trainable_parameters as trainable_parameters
+    from peftlab.methods import unmerge as unmerge
     from peftlab.methods.bitfit import BitFitConfig as BitFitConfig
     from peftlab.methods.houlsby import HoulsbyConfig as HoulsbyConfig
     from peftlab.methods.lora import LoraConfig as LoraConfig
@@ -47,6 +49,8 @@ _HOME = {
     "remove": "peftlab.methods",
     "save_adapter": "peftlab.checkpoints.adapter",
     "trainable_parameters": "peftlab.methods",
+    "unmerge": "peftlab.methods",
+    "unmerge_checkpoint": "peftlab.checkpoints.unmerge",
 }
 
 __all__ = ["__version__", *_HOME]

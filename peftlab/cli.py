@@ -202,3 +202,7 @@ def main() -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             os._exit(error.status)  # the other processes may wait for this one in a collective: do not join them
         sys.exit(error.status)
+    finally:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()

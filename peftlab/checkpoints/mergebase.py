@@ -30,9 +30,7 @@ def plain_base(
     Raises:
         PeftlabError: nothing is there, or it is quantised and ``dequantize`` is false.
     """
-    place = locate(reference, "base model")
-    if isinstance(place, str):
-        place = _snapshot(place)
+    place = _located(reference)
     if place.suffix == ".gguf":
         note = f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
     else:
@@ -60,6 +58,19 @@ def plain_base(
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent) as directory:
         _save_plain(reference, adapter, Path(directory), trust_remote_code)
         yield Path(directory), [note]
+
+
+def base_directory(reference: str) -> Path:
+    """Return the local directory of a base model: a path, a package's, or the hub's snapshot."""
+    place = _located(reference)
+    if not place.is_dir():
+        raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory")
+    return place
+
+
+def _located(reference: str) -> Path:
+    place = locate(reference, "base model")
+    return _snapshot(place) if isinstance(place, str) else place
 
 
 def refuse_overlap(out: Path, base: Path) -> None:

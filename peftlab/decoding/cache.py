@@ -123,9 +123,7 @@ def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a boolean mask as 0 where seen and the most negative number elsewhere."""
     if visible is None:
         return None
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def _put(store: list[Tensor | None], layer: int, new: Tensor, block: Block, cache: KVCache) -> Tensor:

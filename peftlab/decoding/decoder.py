@@ -164,7 +164,7 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: Ending) -> 
             raise PeftlabError(f"prompt {i}: empty; give at least one token, such as the tokenizer's BOS")
         if target.limit is not None and len(prompt) > target.limit:
             raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {target.limit}")
-        if not (0 <= min(prompt) and max(prompt) < target.vocab_size):
+        if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} lies outside the vocabulary of {target.vocab_size}")
 
@@ -219,9 +219,7 @@ def _verify(target: Engine, cache: KVCache, rows: list[Row], draft: Draft, sampl
     return Verified(inputs, draft, output, paths, next_tokens)
 
 
-def _verify_chains(
-    logits: Tensor, rows: list[Row], draft: Draft, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
+def _verify_chains(logits: Tensor, rows: list[Row], draft: Draft, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.greedy:
         return verify_greedy(logits.argmax(-1), draft.tokens)
     p, chance = sampling.probabilities(logits), RowChance(rows)
@@ -284,9 +282,7 @@ def _emit(
     return ended
 
 
-def _cut(
-    before: list[int], run: list[int], ending: Ending, target: Engine, row: Row
-) -> tuple[int, str | None]:
+def _cut(before: list[int], run: list[int], ending: Ending, target: Engine, row: Row) -> tuple[int, str | None]:
     """How many tokens of an accepted run are output, and why it ends there, if it does."""
     room = _room(target, row, ending)
     for n, token in enumerate(run, start=1):

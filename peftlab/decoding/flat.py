@@ -150,9 +150,7 @@ def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
     )
 
 
-def _stacked(
-    linears: list[nn.Linear], pack: bool, outputs: int | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _stacked(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of linears that read the same input, one under the other."""
     weights = [linear.weight.detach() for linear in linears]
     weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]

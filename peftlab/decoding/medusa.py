@@ -42,15 +42,11 @@ class MedusaDrafter:
         budgets = [b if row.place in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
             return Draft(torch.full((len(rows), 0), -1, device=device))
-        blank = next(iter(self._hidden.values())).new_zeros(())
-        hidden = torch.stack(
-            [self._hidden.get(row.place, blank.expand(1)).expand(self._size()) for row in rows]
-        )
+        blank = torch.zeros_like(next(iter(self._hidden.values())))
+        hidden = torch.stack([self._hidden.get(row.place, blank) for row in rows])
         logits = self.heads(hidden)  # [K, b, V]
         if logits.shape[-1] != self._vocab:
-            raise PeftlabError(
-                f"medusa: vocabulary of {logits.shape[-1]}, but the target's has {self._vocab}"
-            )
+            raise PeftlabError(f"medusa: vocabulary of {logits.shape[-1]}, but the target's has {self._vocab}")
         best = logits.topk(self.width, -1).indices  # [K, b, width]
         tree = best_tree(max(budgets), len(logits), self.width)
         tokens = torch.stack([best[len(path) - 1, :, path[-1]] for path in tree], 1)

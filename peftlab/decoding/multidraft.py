@@ -43,9 +43,7 @@ def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) 
     return torch.stack(tokens), torch.stack(rows)
 
 
-def verify_drafts(
-    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance
-) -> tuple[int | None, int]:
+def verify_drafts(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
     """Try k drafts for one position in turn: accept x_i with min(1, p/q_i), else p ← norm(max(0, p - q_i)).
 
     Lossless if x_i was drawn from row i given the drafts before it. Equal rows are drafts with replacement
@@ -141,9 +139,7 @@ def kseq_acceptance(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
     return beta * _accept_ratio(target_probs, draft_probs, k, rho)
 
 
-def verify_kseq(
-    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance
-) -> tuple[int | None, int]:
+def verify_kseq(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
     """Accept the first of k independent drafts that passes min(1, p/(ρ*·q)), else sample what p still lacks.
 
     K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141); the last draw is from

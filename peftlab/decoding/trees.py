@@ -80,9 +80,7 @@ def shape_of(tree: tuple[Path, ...]) -> Shape:
     return Shape(parents, (0, *(len(path) for path in tree)), below)
 
 
-def walk_greedy(
-    choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-) -> tuple[list[int], int]:
+def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
     """Follow the target's own choices down a tree as far as they were drafted.
 
     Args:
@@ -93,9 +91,7 @@ def walk_greedy(
     Returns:
         The accepted path as node indices, and the next token after it.
     """
-    children = {
-        (parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
-    }
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path: list[int] = []
     node = -1
     while (below := children.get((node, choices[node + 1]))) is not None:

@@ -53,9 +53,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(mass > 0, excess / mass, p)
 
 
-def verify_chain(
-    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance
-) -> tuple[Tensor, Tensor]:
+def verify_chain(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens in turn with min(1, p/q); after a rejection sample the residual, else sample p.
 
     Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Lossless if each token was
@@ -113,9 +111,7 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
         n_accepted [...] and next_token [...].
     """
     if target_argmax.shape[-1] != tokens.shape[-1] + 1:
-        raise PeftlabError(
-            f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}"
-        )
+        raise PeftlabError(f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}")
     n_accepted = _leading(tokens == target_argmax[..., :-1])
     return n_accepted, _at(target_argmax, n_accepted)
 

@@ -46,6 +46,4 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits of every head: [..., H] -> [K, ..., V]."""
-        return torch.stack(
-            [head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)]
-        )
+        return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)])

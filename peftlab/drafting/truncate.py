@@ -47,9 +47,7 @@ def _stack(model: PreTrainedModel) -> nn.ModuleList:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
-        raise PeftlabError(
-            f"{type(model).__name__}: found {len(stacks)} stacks of {count} layers instead of one"
-        )
+        raise PeftlabError(f"{type(model).__name__}: found {len(stacks)} stacks of {count} layers instead of one")
     return stacks[0]
 
 

@@ -14,6 +14,7 @@ from peftlab.methods.injection import (
     print_trainable_parameters,
     remove,
     trainable_parameters,
+    unmerge,
 )
 from peftlab.methods.table import METHODS
 
@@ -32,4 +33,5 @@ __all__ = [
     "print_trainable_parameters",
     "remove",
     "trainable_parameters",
+    "unmerge",
 ]

@@ -19,6 +19,7 @@ from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_injection"
+_KEPT = "peftlab_kept"  # what unmerge needs
 
 
 @dataclass
@@ -205,11 +206,14 @@ def remove(model: ModelT) -> ModelT:
     return _forget(model, held)
 
 
-def merge(model: ModelT) -> ModelT:
-    """Fold the injection into the model's own weights in place and for good.
+def merge(model: ModelT, *, keep: bool = False) -> ModelT:
+    """Fold the injection into the model's own weights, in place.
 
     W0 becomes W0 + (α/r)·B·A, product and sum in fp32 and rounded once to W0's dtype; parameters trained in
     place stay as trained. The model is a plain one afterwards, at the base model's speed.
+
+    Args:
+        keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; else this is for good.
 
     Raises:
         PeftlabError: the method has no linear fold.
@@ -220,6 +224,7 @@ def merge(model: ModelT) -> ModelT:
             f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
         )
     plain: dict[str, nn.Module] = {}
+    untied = False
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for name in held.replaced:
         leaf = model.get_submodule(name)
@@ -227,13 +232,43 @@ def merge(model: ModelT) -> ModelT:
         plain[name] = release(leaf)
         for key, folded in leaf.fold().items():
             before = leaf.get_parameter(key)
-            if uses[id(before)] > 1:  # tied to another module, which keeps the value it has
+            tied = uses[id(before)] > 1  # to another module, which keeps the value it has
+            if tied or keep:
                 setattr(plain[name], key, nn.Parameter(folded, requires_grad=before.requires_grad))
-                _untie(model)
             else:
                 before.data.copy_(folded)
+            untied |= tied
+    if keep:
+        adapted = {name: model.get_submodule(name) for name in plain}
+        setattr(model, _KEPT, (held, adapted, getattr(getattr(model, "config", None), "tie_word_embeddings", None)))
+    if untied:
+        _tie(model, False)
     _exchange(model, plain)
     return _forget(model, held)
+
+
+def unmerge(model: ModelT) -> ModelT:
+    """Undo ``merge(model, keep=True)`` in place: W0 bit for bit, and the adapter beside it as before.
+
+    Raises:
+        PeftlabError: nothing was merged with ``keep``, or something else was injected since.
+    """
+    if not hasattr(model, _KEPT):
+        raise PeftlabError(f"nothing to unmerge: this {type(model).__name__} was not merged with keep=True")
+    if is_injected(model):
+        raise PeftlabError("something was injected after the merge; peftlab.remove(model) takes it out first")
+    held, adapted, tied = getattr(model, _KEPT)
+    _exchange(model, adapted)
+    if tied is not None:
+        _tie(model, tied)
+    train = {name for name in held.originals}
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added
+        parameter.requires_grad_(own or name in train)
+    setattr(model, _ATTRIBUTE, held)
+    delattr(model, _KEPT)
+    return model
 
 
 def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -261,10 +296,10 @@ def _exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
                 parent._modules[child_name] = new[id(child)]
 
 
-def _untie(model: nn.Module) -> None:
+def _tie(model: nn.Module, tied: bool) -> None:
     config = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = False  # type: ignore[union-attr]
+    if getattr(config, "tie_word_embeddings", tied) != tied:
+        config.tie_word_embeddings = tied  # type: ignore[union-attr]
 
 
 def _forget(model: ModelT, held: Injection) -> ModelT:

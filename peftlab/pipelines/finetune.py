@@ -92,7 +92,8 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
     try:
         progress = train(work, settings, accelerator, run_dir, resume=resume)
     finally:
-        accelerator.end_training()
+        for tracker in accelerator.trackers:  # end_training() would part the processes as well
+            tracker.finish()
 
     results = _results(recipe, task, progress, trainable, total, accelerator)
     if accelerator.is_main_process:
@@ -112,6 +113,7 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
         torch.set_float32_matmul_precision("high")
     try:
         accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # else processes without a GPU do not find each other
             mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False

@@ -20,8 +20,6 @@ def compile_or_go_on(work: Work, accelerator: Accelerator) -> bool:
     Returns:
         Whether the model is compiled.
     """
-    from peftlab.training.loop import example_losses
-
     lengths = list(work.train["length"])
     row = work.train[lengths.index(max(lengths))]
     inputs = {key: value.to(accelerator.device) for key, value in work.collate([row, row]).items()}
@@ -30,7 +28,7 @@ def compile_or_go_on(work: Work, accelerator: Accelerator) -> bool:
     work.model.compile(dynamic=True)
     try:
         with torch.random.fork_rng(devices):
-            example_losses(work.model, inputs, work.regression).sum().backward()
+            work.loss(work.model, inputs).backward()
         return True
     except Exception as error:  # whatever the compiler's many parts may raise
         work.model._compiled_call_impl = None

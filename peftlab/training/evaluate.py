@@ -24,6 +24,10 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Return the metrics and the mean loss of each evaluation split; the model is left in training mode."""
     model.eval()
+    if work.score is not None:
+        scores = work.score(model)
+        model.train()
+        return scores
     scores = {
         split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()
     }

@@ -45,6 +45,9 @@ class Work:
         metric: an ``evaluate.Metric``; ``deciding`` names the score that counts, on the first evaluation
             split.
         lr_ratio: learning-rate multiples by last parameter name.
+        losses: (model, a share's inputs) to the losses to sum up; None for those of ``example_losses``.
+        mass: a global batch's indices to what its summed losses are divided by: its examples, or tokens kept.
+        score: model to scores by evaluation split; None for ``metric`` on the logits of ``evaluation``.
     """
 
     model: nn.Module
@@ -55,6 +58,15 @@ class Work:
     deciding: str
     regression: bool
     lr_ratio: dict[str, float]
+    losses: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None
+    mass: Callable[[list[int]], float] = len
+    score: Callable[[nn.Module], dict[str, dict[str, float]]] | None = None
+
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum of a share's losses."""
+        if self.losses is not None:
+            return self.losses(model, inputs).sum()
+        return example_losses(model, inputs, self.regression).sum()
 
 
 def train(
@@ -63,7 +75,7 @@ def train(
     """Train ``work.model`` and leave in its place the model with the best evaluation's adapter.
 
     Each step takes one global batch, dealt over processes and accumulation steps; the loss is the mean over
-    its examples, however they are dealt. The order of examples depends on the seed and the epoch alone.
+    its examples (or by ``work.mass``), however they are dealt. The order of examples depends on the seed and the epoch alone.
     Checkpoints are written at evaluations, every ``settings.save_every`` steps and when asked to stop.
 
     ``work.model`` is the same object as before, but under FSDP2: there it is a plain copy whose frozen
@@ -153,10 +165,10 @@ def _step(
             memory_advice(where, training_changes(settings, examples, longest)),
             accelerator.accumulate(model),
         ):
-            loss = example_losses(model, inputs, work.regression).sum() * weight
+            loss = work.loss(model, inputs) * weight
             # accelerate divides by the accumulation steps, DDP and FSDP by the processes; the mean is over
             # the global batch.
-            accelerator.backward(loss * (parts / len(fed.batch)))
+            accelerator.backward(loss * (parts / work.mass(fed.batch)))
             loss_sum += loss.detach()
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(
@@ -171,7 +183,7 @@ def _step(
     progress.tokens += fed.tokens
     progress.padded_tokens += fed.padded_tokens
     progress.seconds += time.perf_counter() - started
-    return accelerator.reduce(loss_sum, "sum") / len(fed.batch), norm
+    return accelerator.reduce(loss_sum, "sum") / work.mass(fed.batch), norm
 
 
 def example_losses(model: nn.Module, inputs: dict[str, Tensor], regression: bool) -> Tensor:

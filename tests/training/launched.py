@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
@@ -21,9 +21,11 @@ _start = AcceleratorState.__init__
 
 
 def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
-    plugin: FullyShardedDataParallelPlugin = options["fsdp_plugin"]
     _start(self, *arguments, **options)
-    self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.FSDP
+    if "fsdp_plugin" in options:
+        self.fsdp_plugin = options["fsdp_plugin"]
 
 
 if __name__ == "__main__":

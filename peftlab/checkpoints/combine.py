@@ -1,0 +1,202 @@
+"""Several LoRA adapters made into one, by weights: what peft's ``add_weighted_adapter`` computes, on files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from peftlab.checkpoints.adapter import Adapter
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods.lora import LoraConfig
+
+Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"]
+_A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")
+
+
+def combine(
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    method: Combination = "linear",
+    *,
+    rank: int | None = None,
+    density: float = 0.5,
+    seed: int = 0,
+) -> Adapter:
+    """Return one adapter made of several; negative weights subtract.
+
+    With wᵢ the weight times adapter i's own scale, and ΔWᵢ = BᵢAᵢ:
+
+    - ``cat``: ΔW = Σ wᵢ ΔWᵢ exactly; the ranks add up.
+    - ``svd``: the best approximation of that of the given rank.
+    - ``linear``: A = Σ ±√|wᵢ| Aᵢ and B = Σ √|wᵢ| Bᵢ, which keeps the rank but also brings in the products
+      of one adapter's A with another's B.
+    - ``ties`` (arXiv 2306.01708): ``linear``, with only the largest ``density`` of each factor kept, and where
+      the adapters' signs disagree only the majority's.
+    - ``dare_linear``, ``dare_ties`` (arXiv 2311.03099): instead of the largest a random ``density`` is kept, and
+      divided by it.
+
+    The result has α = r, so its scale is 1. A module that only some adapters act on takes those. Tensors trained
+    whole (a task head) must be equal wherever they occur.
+
+    Args:
+        weights: one an adapter. rank: of the result of ``svd``; default: the largest of the adapters'.
+        density: in (0, 1]. seed: of the random choice.
+
+    Raises:
+        PeftlabError: another method than LoRA, DoRA, ranks that differ, whole tensors that differ.
+    """
+    if method not in get_args(Combination):
+        raise PeftlabError(f"no way {method!r} to combine adapters{did_you_mean(method, get_args(Combination))}")
+    if not adapters or len(adapters) != len(weights):
+        raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
+    if not 0 < density <= 1:
+        raise PeftlabError(f"density is {density}, not in (0, 1]")
+    configs = [_lora(adapter) for adapter in adapters]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = _whole(adapters)
+    pairs: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+    for adapter, config, weight in zip(adapters, configs, weights, strict=True):
+        for name in adapter.tensors:
+            if found := _A.fullmatch(name):
+                a, b = adapter.tensors[name], adapter.tensors[_b(name)]
+                r = config.rank(found[1])
+                pairs.setdefault(name, []).append((*_batched(a, b, r), weight * config.scale(found[1], r)))
+    ranks = {a.shape[1] for items in pairs.values() for a, _, _ in items}
+    new = {"cat": sum(max(_ranks(a)) for a in adapters), "svd": rank or max(ranks)}.get(method, max(ranks))
+    for name, items in pairs.items():
+        if method == "cat":
+            a, b = _cat(items, new)
+        elif method == "svd":
+            a, b = _svd(items, new)
+        else:
+            if len(ranks) > 1:
+                raise PeftlabError(f"{method}: the adapters' ranks differ ({sorted(ranks)}); use cat or svd")
+            a, b = _elementwise(items, method, density, generator)
+        like = adapters[0].tensors.get(name, items[0][0])
+        shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
+        tensors[name], tensors[_b(name)] = (t.to(like.dtype) for t in _flat(a, b, shape))
+    return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors)
+
+
+def _lora(adapter: Adapter) -> LoraConfig:
+    config = adapter.config
+    if not isinstance(config, LoraConfig):
+        raise PeftlabError(f"only LoRA adapters can be combined, not {config.name}")
+    if config.use_dora:
+        raise PeftlabError("DoRA adapters cannot be combined: their update is not linear in the factors")
+    return config
+
+
+def _ranks(adapter: Adapter) -> set[int]:
+    config = _lora(adapter)
+    return {config.rank(found[1]) for name in adapter.tensors if (found := _A.fullmatch(name))}
+
+
+def _b(name: str) -> str:
+    return name.removesuffix("A") + "B"
+
+
+def _whole(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """Return the tensors that are no factors: equal in all adapters that have them."""
+    found: dict[str, Tensor] = {}
+    for adapter in adapters:
+        for name, tensor in adapter.tensors.items():
+            if re.search(r"[._]lora_(embedding_)?[AB]$", name):
+                continue
+            if name in found and not torch.equal(found[name], tensor):
+                raise PeftlabError(
+                    f"{name} is trained whole in several adapters and differs: weights have no meaning for it"
+                )
+            found[name] = tensor
+    return found
+
+
+def _batched(a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """Return A as (experts, r, in) and B as (experts, out, r), in fp32; 1 expert for all that is none."""
+    experts = a.shape[0] // r
+    a, b = a.float().flatten(1), b.float().flatten(1)
+    return a.reshape(experts, r, -1), b.reshape(b.shape[0], r, experts).permute(2, 0, 1)
+
+
+def _flat(a: Tensor, b: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Undo ``_batched``: A (experts·r, *shape), B (out, r·experts), with a convolution's trailing ones."""
+    experts, r, _ = a.shape
+    b = b.permute(1, 2, 0).reshape(b.shape[1], r * experts, *([1] * (len(shape) - 1)))
+    return a.reshape(experts * r, *shape).contiguous(), b.contiguous()
+
+
+def _cat(items: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:
+    a = torch.cat([weight * a for a, _, weight in items], dim=1)
+    b = torch.cat([b for _, b, _ in items], dim=2)
+    missing = rank - a.shape[1]  # of adapters that do not act on this module
+    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
+
+
+def _svd(items: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:
+    delta = torch.stack([(b @ a) * weight for a, b, weight in items]).sum(0)
+    if rank > min(delta.shape[1:]):
+        raise PeftlabError(f"svd: rank {rank} is larger than the smaller side of a weight, {min(delta.shape[1:])}")
+    u, s, vh = torch.linalg.svd(delta, full_matrices=False)
+    return vh[:, :rank], u[:, :, :rank] * s[:, None, :rank]
+
+
+def _elementwise(
+    items: list[tuple[Tensor, Tensor, float]], method: str, density: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    roots = [math.sqrt(abs(weight)) for _, _, weight in items]
+    signed = [math.copysign(root, weight) for root, (_, _, weight) in zip(roots, items, strict=True)]
+    prune: Callable[[Tensor], Tensor] = {
+        "linear": lambda t: t,
+        "ties": lambda t: _largest(t, density),
+        "dare_linear": lambda t: _random(t, density, generator),
+        "dare_ties": lambda t: _random(t, density, generator),
+    }[method]
+    merged = []
+    for factors, scales in (([a for a, _, _ in items], signed), ([b for _, b, _ in items], roots)):
+        stack = torch.stack([prune(factor) for factor in factors])
+        weighted = stack * torch.tensor(scales).view(-1, 1, 1, 1)
+        if method.endswith("ties"):
+            majority = torch.where(stack.sum(0) >= 0, 1, -1)
+            agree = stack.sign() == majority
+            merged.append((weighted * agree).sum(0) / agree.sum(0).clamp(min=1.0))
+        else:
+            merged.append(weighted.sum(0))
+    return merged[0], merged[1]
+
+
+def _largest(tensor: Tensor, density: float) -> Tensor:
+    if density == 1:
+        return tensor
+    flat = tensor.reshape(-1)
+    kept = torch.topk(flat.abs(), int(density * flat.numel())).indices
+    return torch.zeros_like(flat).index_copy(0, kept, flat[kept]).view(tensor.shape)
+
+
+def _random(tensor: Tensor, density: float, generator: torch.Generator) -> Tensor:
+    if density == 1:
+        return tensor
+    return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density
+
+
+def _config(first: LoraConfig, pairs: dict[str, list[tuple[Tensor, Tensor, float]]], rank: int) -> LoraConfig:
+    matches = [found for name in pairs if (found := _A.fullmatch(name))]
+    modules = [found[1] for found in matches if found[2] == "."]
+    experts = [found[1] for found in matches if found[2] == "_"]
+    changes = {
+        "r": rank,
+        "lora_alpha": float(rank),
+        "target_modules": modules or None,
+        "target_parameters": experts or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+    }
+    return first.model_copy(update=changes)

@@ -1,0 +1,29 @@
+"""``python -m tests.benchmarks [name ...]``: run the benchmarks (all, or those named), one after the other."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def main() -> None:
+    """Run them, each under its name, after a line that says on what."""
+    every = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+    chosen = sys.argv[1:] or every
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
+    print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}")
+    for name in chosen:
+        if name not in every:
+            raise SystemExit(f"no benchmark {name!r}; there are {', '.join(every)}")
+        print(f"\n## {name}\n", flush=True)
+        importlib.import_module(f"tests.benchmarks.bench_{name}").main()
+
+
+if __name__ == "__main__":
+    main()

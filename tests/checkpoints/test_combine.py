@@ -1,0 +1,123 @@
+"""Combined adapters are peft's ``add_weighted_adapter``, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import build, load, save_base
+
+from peftlab.checkpoints.adapter import Adapter, read_adapter
+from peftlab.checkpoints.combine import combine
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.errors import PeftlabError
+from peftlab.methods import make_config
+
+
+def _adapters(tmp_path: Path, ranks: tuple[int, int] = (4, 4), targets: tuple[str, ...] = ("q_proj", "v_proj")):
+    base = save_base(build("llama"), tmp_path / "base")
+    model = load(type(build("llama")), base)
+    config = {"target_modules": list(targets), "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    torch.manual_seed(3)
+    peft_model = peft.get_peft_model(model, peft.LoraConfig(r=ranks[0], lora_alpha=6, **config), adapter_name="a")
+    peft_model.add_adapter("b", peft.LoraConfig(r=ranks[1], lora_alpha=3, use_rslora=True, **config))
+    peft_model.save_pretrained(tmp_path / "adapters")
+    return base, peft_model, [tmp_path / "adapters" / name for name in "ab"]
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1.0, -0.5)])
+@pytest.mark.parametrize("method", ["linear", "cat", "svd", "ties"])
+def test_equal_to_peft(tmp_path: Path, method: str, weights: tuple[float, float]) -> None:
+    base, peft_model, paths = _adapters(tmp_path)
+    rank = 3 if method == "svd" else None
+    peft_model.add_weighted_adapter(["a", "b"], list(weights), "c", method, svd_rank=rank, density=0.5)
+    peft_model.save_pretrained(tmp_path / "combined", selected_adapters=["c"])
+    theirs = read_adapter(tmp_path / "combined" / "c")
+    ours = combine([read_adapter(path) for path in paths], weights, method, rank=rank)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert (ours.config.r, ours.config.lora_alpha) == (theirs.config.r, theirs.config.lora_alpha)
+    for name, tensor in theirs.tensors.items():
+        if method != "svd":  # its factors are unique up to signs only
+            torch.testing.assert_close(ours.tensors[name], tensor, rtol=1e-5, atol=1e-6)
+        elif name.endswith("lora_A"):
+            b = name.replace("lora_A", "lora_B")
+            product = ours.tensors[b] @ ours.tensors[name]
+            torch.testing.assert_close(product, theirs.tensors[b] @ tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+def test_random_choice_is_pefts(method: str) -> None:
+    torch.manual_seed(0)
+    config = make_config("lora", r=2, lora_alpha=4.0)
+    adapters = [Adapter(config, {"m.q.lora_A": torch.randn(2, 9), "m.q.lora_B": torch.randn(7, 2)}) for _ in range(3)]
+    weights = (0.5, -0.25, 1.5)
+    ours = combine(adapters, weights, method, density=0.7, seed=9)
+    theirs = getattr(peft.utils.merge_utils, method)
+    torch.manual_seed(9)
+    for name, sign in (("m.q.lora_A", True), ("m.q.lora_B", False)):
+        roots = torch.tensor([abs(2 * w) ** 0.5 * (-1 if sign and w < 0 else 1) for w in weights])
+        expected = theirs([adapter.tensors[name] for adapter in adapters], roots, 0.7)
+        torch.testing.assert_close(ours.tensors[name], expected)
+
+
+def test_the_combined_adapter_merges(tmp_path: Path) -> None:
+    base, peft_model, paths = _adapters(tmp_path, ranks=(4, 2))
+    both = [read_adapter(path) for path in paths]
+    merge_checkpoint(combine(both, (0.7, -0.3), "cat"), base, tmp_path / "out")
+    merged = load(type(build("llama")), tmp_path / "out").state_dict()
+    plain = load(type(build("llama")), base).state_dict()
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"):
+        delta = sum(
+            weight * adapter.config.scale(name) * adapter.tensors[f"{name}.lora_B"] @ adapter.tensors[f"{name}.lora_A"]
+            for adapter, weight in zip(both, (0.7, -0.3), strict=True)
+        )
+        torch.testing.assert_close(merged[f"{name}.weight"], plain[f"{name}.weight"] + delta)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    weights=st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
+    experts=st.integers(1, 3),
+)
+def test_cat_and_full_rank_svd_are_exact(ranks, weights, experts) -> None:
+    adapters, total = [], 0
+    for r, weight in zip(ranks, weights, strict=True):
+        a, b = torch.randn(experts * r, 5), torch.randn(4, r * experts)
+        name = "m.experts.up_proj_lora_" if experts > 1 else "m.q.lora_"
+        config = make_config("lora", r=r, lora_alpha=3.0, target_modules=["q"])
+        adapters.append(Adapter(config, {f"{name}A": a, f"{name}B": b}))
+        total = total + weight * 3 / r * _delta(a, b, experts)
+    for method in ("cat", "svd"):
+        made = combine(adapters, weights, method, rank=4)
+        a, b = made.tensors.values()
+        torch.testing.assert_close(_delta(a, b, experts), total, rtol=1e-4, atol=1e-4)
+
+
+def _delta(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.einsum("eri,ore->eoi", a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    a = {"m.q.lora_A": torch.randn(2, 5), "m.q.lora_B": torch.randn(4, 2)}
+    plain = Adapter(make_config("lora", r=2), a)
+    wide = Adapter(make_config("lora", r=1), {"m.q.lora_A": torch.randn(1, 5), "m.q.lora_B": torch.randn(4, 1)})
+    dora = Adapter(make_config("lora", r=2, use_dora=True), a)
+    other = Adapter(make_config("bitfit"), {})
+    heads = [Adapter(plain.config, a | {"classifier.weight": torch.full((2, 2), float(i))}) for i in range(2)]
+    for adapters, weights, method, words in (
+        ([plain, wide], (1, 1), "linear", "ranks differ"),
+        ([plain, dora], (1, 1), "cat", "DoRA"),
+        ([plain, other], (1, 1), "cat", "only LoRA"),
+        (heads, (1, 1), "cat", "classifier.weight"),
+        ([plain, plain], (1,), "cat", "as many weights"),
+        ([plain, plain], (1, 1), "linera", "did you mean 'linear'"),
+    ):
+        with pytest.raises(PeftlabError, match=words):
+            combine(adapters, weights, method)
+    with pytest.raises(PeftlabError, match="density"):
+        combine([plain], (1,), "ties", density=0)
