@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from peftlab import __version__
+from peftlab.cli_draft import draft_app, generate
 from peftlab.errors import PeftlabError
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(draft_app, name="draft")
+app.command()(generate)
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 Overrides = Annotated[
@@ -31,15 +34,20 @@ Overrides = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"peftlab {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
 ) -> None:
     """Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out."""
-    if version:
-        print(f"peftlab {__version__}")
-        raise typer.Exit
 
 
 @app.command()

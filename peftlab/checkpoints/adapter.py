@@ -84,9 +84,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = 
     return directory
 
 
-def read_adapter(
-    source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False
-) -> Adapter:
+def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False) -> Adapter:
     """Read an adapter: a directory of ours, of peft's or of AdapterHub's, or a loralib state dict.
 
     Args:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ def _config(first: LoraConfig, pairs: dict[str, list[tuple[Tensor, Tensor, float
     matches = [found for name in pairs if (found := _A.fullmatch(name))]
     modules = [found[1] for found in matches if found[2] == "."]
     experts = [found[1] for found in matches if found[2] == "_"]
-    changes = {
+    changes: dict[str, Any] = {
         "r": rank,
         "lora_alpha": float(rank),
         "target_modules": modules or None,

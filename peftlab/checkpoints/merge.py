@@ -38,6 +38,8 @@ def merge_checkpoint(
     allow_nonfinite: bool = False,
     dequantize: bool = False,
     trust_remote_code: bool = False,
+    lora_alpha: float | None = None,
+    push_to_hub: str | None = None,
     recipe: str | None = None,
     card: str | None = None,
 ) -> MergeReport:
@@ -57,6 +59,8 @@ def merge_checkpoint(
         allow_nonfinite: write NaN and infinity where they arise.
         dequantize: accept a bitsandbytes, GPTQ or AWQ base; it becomes a plain one, several times as large.
         trust_remote_code: run the model code that the base directory brings along.
+        lora_alpha: α of a loralib file, which does not say it.
+        push_to_hub: id of a repository to upload ``out`` to when it is complete, private if it is new.
         recipe: text to embed in the model card. card: the whole README.md; None: a short one is written.
 
     Raises:
@@ -65,7 +69,11 @@ def merge_checkpoint(
     """
     started = time.perf_counter()
     name = str(adapter) if not isinstance(adapter, Adapter) else "combined"
-    held = adapter if isinstance(adapter, Adapter) else read_adapter(adapter, allow_nonfinite=allow_nonfinite)
+    held = (
+        adapter
+        if isinstance(adapter, Adapter)
+        else read_adapter(adapter, lora_alpha=lora_alpha, allow_nonfinite=allow_nonfinite)
+    )
     if not METHODS[held.config.name].folds:
         raise PeftlabError(
             f"{name}: method {held.config.name} has no linear fold; keep the adapter beside the base model and "
@@ -79,9 +87,7 @@ def merge_checkpoint(
         plan = plan_merge(held, directory, source=name, stored=dtype, trust_remote_code=trust_remote_code)
         plan.notes += notes
         kind = type(plan.model).__name__
-        report = MergeReport(
-            str(out), name, reference, kind, held.config.name, plan.dtype, dropped=plan.dropped
-        )
+        report = MergeReport(str(out), name, reference, kind, held.config.name, plan.dtype, dropped=plan.dropped)
         report.notes = plan.notes
         precision = torch.float64 if fp64 else torch.float32
         try:
@@ -96,12 +102,24 @@ def merge_checkpoint(
                 write_json(staging / "merge.json", report.to_dict())
         except OSError as error:
             reason = error.strerror or str(error)
-            raise PeftlabError(
-                f"{out}: cannot be written ({reason}); nothing of it was left behind"
-            ) from error
+            raise PeftlabError(f"{out}: cannot be written ({reason}); nothing of it was left behind") from error
         finally:
             plan.close()
+    if push_to_hub:
+        _push(Path(out), push_to_hub)
     return report
+
+
+def _push(directory: Path, repository: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=directory)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PeftlabError(f"{directory} is complete, but was not uploaded to {repository!r}: {reason}") from None
 
 
 def _write_weights(
@@ -136,6 +154,4 @@ def _write_weights(
             "metadata": {"total_parameters": count, "total_size": report.total_bytes},
             "weight_map": weight_map,
         }
-        write_text(
-            staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n"
-        )
+        write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ def plain_base(
     """
     place = _located(reference)
     if place.suffix == ".gguf":
-        note = f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
+        note = (
+            f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
+        )
     else:
         if not place.is_dir():
-            raise PeftlabError(
-                f"base model {reference!r}: {place} is a file; name the directory or a .gguf file"
-            )
+            raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
         config = load_config(reference, trust_remote_code=trust_remote_code)
         quantised = _quantisation(config)
         if not quantised:
@@ -50,7 +50,9 @@ def plain_base(
                 "whose weights are the quantised ones' values, and folds into that; merging into the model that "
                 "was quantised is better"
             )
-        note = f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
+        note = (
+            f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{STAGING_PREFIX}base-{out.name}-"
     for leftover in out.parent.glob(f"{prefix}*"):
@@ -94,14 +96,12 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_
     model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
     if getattr(model.config, "quantization_config", None) is not None:
         try:
-            model = model.dequantize()  # type: ignore[operator]
+            model = model.dequantize()
         except (NotImplementedError, ValueError, AttributeError) as error:
             raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
     model.save_pretrained(directory)
-    try:
+    with suppress(PeftlabError):  # a base without a tokenizer has none to hand on
         load_tokenizer(reference).save_pretrained(directory)
-    except PeftlabError:
-        pass  # a base without a tokenizer has none to hand on
 
 
 def _snapshot(hub_id: str) -> Path:

@@ -32,7 +32,8 @@ def verify_merge(
         medians of passes taken in turn.
     """
     config = load_config(str(merged))
-    architecture, dtype = config.architectures[0], config.dtype or torch.float32
+    architecture = (config.architectures or ["AutoModel"])[0]
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     models: dict[str, nn.Module] = {
         "base": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
         "merged": load_base(str(merged), architecture, dtype=dtype)[0],

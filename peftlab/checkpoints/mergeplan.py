@@ -79,7 +79,7 @@ def plan_merge(
         source: the adapter's path, for messages. stored: dtype of the merged weights, or None.
     """
     shards = open_shards(directory)
-    model = task_model(adapter, directory, trust_remote_code=trust_remote_code)
+    model = task_model(adapter, directory, source=source, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -156,12 +156,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
 
     Returns the targets that the base has no key for: heads, and the second of two untied parameters.
     """
-    holders = {
-        place.name: (shard, key)
-        for shard in plan.shards
-        for key in shard.entries
-        if (place := found.get(key))
-    }
+    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
     extra = []
     for twin, origin in tied.items():
         if origin not in holders and twin not in holders:
@@ -173,9 +168,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
                 del found[key]
             plan.given.pop(twin, None)
             continue
-        plan.notes.append(
-            f"{twin} and {origin} were tied and differ now: both are written, config.json says so"
-        )
+        plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
         for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
         for name, other in ((twin, origin), (origin, twin)):
@@ -191,9 +184,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
     return extra
 
 
-def _differ(
-    plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]
-) -> bool:
+def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]) -> bool:
     """Whether two tied parameters have different values after the merge."""
     if twin in plan.folded or origin in plan.folded:
         return True
@@ -240,7 +231,7 @@ def _refuse_missing(
         held |= set(place.names)
     twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
     held |= {name for name, other in twins if other in held}
-    missing = [name for name in known if name not in held]
+    missing = [name for name in known if name not in held and name not in tied]
     if missing:
         raise PeftlabError(
             f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, dot_natural_key
+from transformers.core_model_loading import dot_natural_key
 
 from peftlab.checkpoints.mergeplan import MergePlan, Target
 from peftlab.checkpoints.mergereport import MergeReport, Tally, replaced
@@ -164,11 +164,9 @@ class Steps:
         return make
 
 
-def _convert(
-    converter: WeightConverter, parts: list[tuple[tuple[str, str, str], Tensor]], model: Any
-) -> dict[str, Tensor]:
+def _convert(converter: Any, parts: list[tuple[tuple[str, str, str], Tensor]], model: Any) -> dict[str, Tensor]:
     """Run one of transformers' weight converters on tensors: (name after, key before, pattern) and values."""
-    fresh = deepcopy(converter)
+    fresh: Any = deepcopy(converter)
     for (name, key, pattern), tensor in parts:
         fresh.add_tensor(name, key, pattern, tensor)
     made = fresh.convert(parts[0][0][0], model=model, config=model.config)

@@ -14,7 +14,7 @@ from peftlab.checkpoints.mergereport import MergeReport
 
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
-    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "chat_template*", "additional_chat_templates", "source.spm", "target.spm", "normalizer.json",
+    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*", "additional_chat_templates",
 )  # fmt: skip
 OTHERS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",

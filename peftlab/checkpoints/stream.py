@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from peftlab.checkpoints.shards import PickleShard, Shard
-from peftlab.checkpoints.tensorfiles import Entry, layout
+from peftlab.checkpoints.tensorfiles import layout
 from peftlab.errors import PeftlabError
 
 CHUNK = 64 << 20  # bytes copied or written by one call
+FLUSH = 256 << 20  # bytes after which what was written is brought to the disk
 
 
 class OutputFile:
@@ -29,12 +30,14 @@ class OutputFile:
         self.size = len(head) + sum(entry.nbytes for entry in self.entries.values())
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._flush: Future[None] | None = None
+        self._written = self._unflushed = 0
+        self._lock = threading.Lock()
         self._write(memoryview(head), 0)
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write one tensor's bytes."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._write(memoryview(raw.numpy()), self.entries[key].offset)
+        self._write(raw.numpy().data, self.entries[key].offset)
 
     def copy(self, key: str, shard: Shard, source: str) -> None:
         """Copy one tensor's bytes from another file; they never enter this process."""
@@ -42,22 +45,24 @@ class OutputFile:
         done = 0
         while done < entry.nbytes:
             count = min(CHUNK, entry.nbytes - done)
+            begin, end = entry.offset + done, target.offset + done
             try:
-                count = os.copy_file_range(
-                    shard.descriptor, self._descriptor, count, entry.offset + done, target.offset + done
-                )
+                count = os.copy_file_range(shard.descriptor, self._descriptor, count, begin, end)
+                self._count(count)
             except OSError:
                 # Not between these two file systems.
-                part = os.pread(shard.descriptor, min(count, 1 << 20), entry.offset + done)
-                self._write(memoryview(part), target.offset + done)
+                part = os.pread(shard.descriptor, min(count, 1 << 20), begin)
+                self._write(memoryview(part), end)
                 count = len(part)
             if count == 0:
                 raise PeftlabError(f"{shard.path}: {source!r}: the file ended while it was read")
             done += count
 
     def flush_soon(self, flusher: ThreadPoolExecutor) -> None:
-        """Start bringing what was written so far to the disk, unless that is under way already."""
-        if self._flush is None or self._flush.done():
+        """Start bringing what was written so far to the disk, if it is much and that is not under way already."""
+        idle = self._flush is None or self._flush.done()
+        if idle and (self._unflushed >= FLUSH or (self._written == self.size and self._unflushed)):
+            self._unflushed = 0
             self._flush = flusher.submit(os.fdatasync, self._descriptor)
 
     def close(self) -> None:
@@ -70,6 +75,12 @@ class OutputFile:
         done = 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done : done + CHUNK], offset + done)
+        self._count(done)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._written += nbytes
+            self._unflushed += nbytes
 
 
 @dataclass(frozen=True)
@@ -103,9 +114,7 @@ class Copy:
 def copying(shard: Shard, source: str, output: OutputFile, key: str) -> Job | Copy:
     """Return the step that carries a tensor over unchanged."""
     if isinstance(shard, PickleShard):
-        return Job(
-            [(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes
-        )
+        return Job([(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes)
     return Copy(shard, source, output, key)
 
 

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_config
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, did_you_mean
 
 _ADDED = re.compile(r"\.base_layer|[._]lora_\w+$")
 
@@ -41,11 +41,14 @@ _AUTO = {
 }
 
 
-def task_model(adapter: Adapter, base: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model the adapter was trained in, on the meta device.
 
     An adapter of ours names its class and configuration. For a foreign one it is the class that its task type
     or the base's configuration names, with as many labels and tokens as its tensors say.
+
+    Args:
+        source: the adapter's path, for messages. trust_remote_code: run model code that lies in ``base``.
 
     Raises:
         PeftlabError: the adapter is for another architecture than ``base``.
@@ -53,9 +56,7 @@ def task_model(adapter: Adapter, base: Path, *, trust_remote_code: bool = False)
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config") or {}
     if trained.get("model_type", config.model_type) != config.model_type:
-        raise PeftlabError(
-            f"the adapter belongs to {trained['model_type']!r}, {base} is {config.model_type!r}"
-        )
+        raise PeftlabError(f"{source} belongs to {trained['model_type']!r}, {base} is {config.model_type!r}")
     if trained:
         if type(config).__module__.startswith("transformers."):
             config = type(config).from_dict(trained)
@@ -63,21 +64,20 @@ def task_model(adapter: Adapter, base: Path, *, trust_remote_code: bool = False)
     names = [config.architectures[0]] if config.architectures else []
     names = [_AUTO[adapter.task_type]] if adapter.task_type in _AUTO else names + list(_AUTO.values())
     wanted = {_ADDED.sub("", name) for name in adapter.tensors}
-    misfits = []
+    misfits: list[tuple[int, str]] = []
     for name in names:
         try:
             model = _empty(name, config, base, trust_remote_code)
         except PeftlabError as error:
-            misfits.append(str(error))
+            misfits.append((len(wanted), str(error)))
             continue
-        known = {
-            name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))
-        }
+        known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
         unknown = sorted(wanted - known)
         if not unknown:
             return _resized(model, adapter.tensors, name, base, trust_remote_code)
-        misfits.append(f"{type(model).__name__} has no {unknown[0]}")
-    raise PeftlabError(f"the adapter does not fit {base} ({config.model_type}): {'; '.join(misfits)}")
+        hint = did_you_mean(unknown[0], known)
+        misfits.append((len(unknown), f"{type(model).__name__} has no {unknown[0]}{hint}"))
+    raise PeftlabError(f"{source} does not fit {base}: {min(misfits)[1]}")
 
 
 def _empty(name: str, config: PretrainedConfig, base: Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -152,7 +152,7 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state: dict[str, Any] = dict.fromkeys(tied_names(model), True)
-    state |= {name: True for name in model.state_dict(keep_vars=True)}
+    state |= dict.fromkeys(model.state_dict(keep_vars=True), True)
     prefix = model.base_model_prefix
     found: dict[str, Place | None] = {}
     for key in keys:

@@ -29,9 +29,10 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # The order in which safetensors' own writer lays tensors out: widest first, then by name.
-_RANK = {name: rank for rank, name in enumerate(
-    ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64")
-)}  # fmt: skip
+_ORDER = (
+    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64",
+    "U64",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,10 @@ def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str,
             raise PeftlabError(f"{where}: data_offsets {offsets!r} are not a begin and an end")
         begin, end = offsets
         if data + end > size:
-            raise PeftlabError(
-                f"{where}: ends at byte {data + end}, the file has {size}: truncated or out of range"
-            )
+            raise PeftlabError(f"{where}: ends at byte {data + end}, the file has {size}: truncated or out of range")
         entry = Entry(dtype, tuple(shape), data + begin)
         if entry.nbytes != end - begin:
-            raise PeftlabError(
-                f"{where}: {dtype} {shape} takes {entry.nbytes} bytes, data_offsets span {end - begin}"
-            )
+            raise PeftlabError(f"{where}: {dtype} {shape} takes {entry.nbytes} bytes, data_offsets span {end - begin}")
         spans.append((begin, end, key, entry))
     spans.sort(key=lambda span: span[:3])
     position = 0
@@ -151,7 +148,7 @@ def layout(
     Order, spacing and metadata are those of safetensors' own writer for transformers, so that equal tensors
     make equal files.
     """
-    order = sorted(tensors, key=lambda key: (-_RANK[tensors[key][0]], key.encode()))
+    order = sorted(tensors, key=lambda key: (-_ORDER.index(tensors[key][0]), key.encode()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for key in order:
@@ -175,11 +172,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     with open(path, "wb") as file:
         file.write(head)
         for key in entries:
-            file.write(plain[key].flatten().view(torch.uint8).numpy())
+            file.write(plain[key].flatten().view(torch.uint8).numpy().data)
 
 
 def shard_names(directory: Path, index_name: str) -> list[str]:
-    """Return the names of the shards that an index file lists, in order of first mention.
+    """Return the names of the shards that an index file lists, sorted.
 
     Raises:
         PeftlabError: the index is malformed, points outside ``directory``, or names a shard that is not there.
@@ -190,15 +187,8 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise PeftlabError(f"{path}: has no weight_map")
     for key, name in weight_map.items():
-        if (
-            not isinstance(name, str)
-            or name != os.path.basename(name)
-            or name in ("", ".", "..")
-            or "\\" in name
-        ):
-            raise PeftlabError(
-                f"{path}: {key!r} points to {name!r}, which is no file name inside the directory"
-            )
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
+            raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is no file name inside the directory")
         if not (directory / name).is_file():
             raise PeftlabError(f"{path}: {key!r} lies in {name}, which is missing")
     return sorted(set(weight_map.values()))

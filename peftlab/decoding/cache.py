@@ -97,8 +97,9 @@ class Block:
         A token sees itself, its ancestors among the new tokens, and all earlier slots of its row; with a
         window w only those whose position is less than w behind its own.
         """
-        within = window is None or self.end <= window
-        if self.n == 1 and self.even and within:
+        if window is not None and self.end <= window:
+            window = None
+        if self.n == 1 and self.even and window is None:
             return None
         starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)[:, None, None]
         slot = torch.arange(self.end, device=device)[None, None, :]
@@ -114,7 +115,7 @@ class Block:
             seen = (offset < 0) | (below & (offset < self.n))
             position = torch.where(offset < 0, slot, starts + depth[offset.clamp(0, self.n - 1)])
             query_position = starts + depth[None, :, None]
-        if not within:
+        if window is not None:
             seen = seen & (query_position - position < window)
         return seen[:, None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -96,11 +96,6 @@ class TransformersEngine:
         self.device = model.device
         self._window = getattr(config, "sliding_window", None)
         self._types = set(getattr(config, "layer_types", None) or ())
-        self._hidden: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._capture)
-
-    def _capture(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._hidden = inputs[0]
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -108,7 +103,20 @@ class TransformersEngine:
         positions = block.positions(self.device).expand(len(tokens), -1)
         if self.limit is not None:
             positions = positions.clamp_max(self.limit - 1)  # of rows that are at the end, and draft nothing
-        logits = self.model(
+        head_inputs: list[Tensor] = []
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: head_inputs.append(inputs[0])
+        )
+        try:
+            logits = self._logits(cache, tokens, positions, block, keep)
+        finally:
+            hook.remove()
+        return Output(logits[..., : self.vocab_size], head_inputs[0])
+
+    def _logits(
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
+    ) -> Tensor:
+        return self.model(
             input_ids=tokens,
             attention_mask=self._mask(block),
             position_ids=positions,
@@ -116,8 +124,6 @@ class TransformersEngine:
             use_cache=True,
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
         ).logits
-        assert self._hidden is not None  # the LM head has run
-        return Output(logits[..., : self.vocab_size], self._hidden)
 
     def _mask(self, block: Block) -> Any:
         # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.

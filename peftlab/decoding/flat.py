@@ -26,14 +26,23 @@ Added = Callable[[Tensor, Tensor], Tensor]
 
 
 def flattens(model: PreTrainedModel) -> bool:
-    """Return whether the flattened step computes what ``model`` does: known class, plain linears, fixed RoPE."""
+    """Return whether the flattened step computes what ``model`` does: known class, plain linears, no hooks."""
     if type(model).__name__ not in _CLASSES or model.config.hidden_act != "silu":
         return False
     if model.config.rope_parameters.get("rope_type", "default") in ("dynamic", "longrope"):
         return False  # the table of angles would depend on the length
-    leaves = {type(m) for m in model.modules() if isinstance(m, nn.Linear) or not any(m.children())}
-    plain = {nn.Linear, nn.Embedding, type(model.model.norm), type(model.model.rotary_emb)}
-    return leaves - plain <= {type(model.model.layers[0].mlp.act_fn)}
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return False
+    body: Any = model.model
+    linears = [model.lm_head, *(linear for layer in body.layers for linear in _linears(layer))]
+    norms = [n for layer in body.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
+    return all(type(m) is nn.Linear for m in linears) and all(type(n) is type(body.norm) for n in norms)
+
+
+def _linears(layer: Any) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 @dataclass(frozen=True)
@@ -150,34 +159,48 @@ def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
     )
 
 
-def _stacked(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
+def _stacked(linears: list[nn.Linear], outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of linears that read the same input, one under the other."""
     weights = [linear.weight.detach() for linear in linears]
     weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]
     biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])[:outputs]
-    if pack:
-        with torch.no_grad():
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
-    return weight, bias
+    return weight, None if biases[0] is None else torch.cat([b.detach() for b in biases])[:outputs]
+
+
+def _packed(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
 
 
 def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> Product:
     """x -> x Wᵀ + bias, its first ``outputs`` numbers."""
-    weight, bias = _stacked(linears, pack, outputs)
-    if pack:
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: linear(x, weight, bias, "none", [], "")
-    return lambda x: F.linear(x, weight, bias)
+    weight, bias = _stacked(linears, outputs)
+    if not pack:
+        return lambda x: F.linear(x, weight, bias)
+    packed, linear = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
+
+    def product(x: Tensor) -> Tensor:
+        # One token is bound by memory, and there the plain layout is the faster one to stream.
+        return F.linear(x, weight, bias) if _one(x) else linear(x, packed, bias, "none", [], "")
+
+    return product
 
 
 def _added(linear: nn.Linear, pack: bool) -> Added:
     """(x, residual) -> residual + x Wᵀ + bias, one kernel where weights are packed."""
-    weight, bias = _stacked([linear], pack)
-    if pack:
-        fused = torch.ops.mkldnn._linear_pointwise.binary
-        return lambda x, residual: fused(x, residual, weight, bias, "add")
-    return lambda x, residual: residual + F.linear(x, weight, bias)
+    weight, bias = _stacked([linear])
+    if not pack:
+        return lambda x, residual: residual + F.linear(x, weight, bias)
+    packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
+
+    def added(x: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.linear(x, weight, bias) if _one(x) else fused(x, residual, packed, bias, "add")
+
+    return added
+
+
+def _one(x: Tensor) -> bool:
+    return x.shape[0] * x.shape[1] == 1
 
 
 def _half_turned(x: Tensor) -> Tensor:

@@ -59,5 +59,5 @@ def _renumber(draft: PreTrainedModel, layers: Sequence[int]) -> None:
             setattr(config, name, [value[i] for i in layers])
     for number, layer in enumerate(_stack(draft)):
         for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = number
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = number

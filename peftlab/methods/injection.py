@@ -216,13 +216,19 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; else this is for good.
 
     Raises:
-        PeftlabError: the method has no linear fold.
+        PeftlabError: the method has no linear fold, or a weight to fold into is quantised.
     """
     held = injection(model)
     if not METHODS[held.config.name].folds:
         raise PeftlabError(
             f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
         )
+    for name in held.replaced:
+        for key, weight in model.get_submodule(name).named_parameters(recurse=False):
+            if type(weight.data) is not Tensor:
+                raise PeftlabError(
+                    f"{name}.{key} is quantised ({type(weight.data).__name__}): dequantise the base first"
+                )
     plain: dict[str, nn.Module] = {}
     untied = False
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -261,7 +267,7 @@ def unmerge(model: ModelT) -> ModelT:
     _exchange(model, adapted)
     if tied is not None:
         _tie(model, tied)
-    train = {name for name in held.originals}
+    train = set(held.originals)
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added

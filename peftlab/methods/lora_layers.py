@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
-FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
+FOLD_BLOCK = 1 << 16  # weights summed in fp32 at a time: a block of this size stays in a core's cache
 WATCHED = 8  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
 
 
@@ -186,7 +186,7 @@ def fold_weight(
     if out.is_meta:
         return out
     if weight.ndim == 3 and a.ndim == 2:
-        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), out):
+        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), out, strict=True):
             fold_weight(w, x, y, scale, transposed=transposed, how=how, out=z)
         return out
     dtype = how.precision

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from peftlab.methods import bitfit, full, houlsby, lora
+from peftlab.methods import bitfit, full, houlsby, lora, medusa
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.plan import Plan
 
@@ -34,6 +34,7 @@ METHODS: dict[str, Method] = {
     "lora": Method(lora.LoraConfig, lora.plan, lr_ratio=lora.lr_ratio),
     "houlsby": Method(houlsby.HoulsbyConfig, houlsby.plan, folds=False),
     "bitfit": Method(bitfit.BitFitConfig, bitfit.plan),
+    "medusa": Method(medusa.MedusaConfig, medusa.plan, folds=False, lr_ratio=medusa.lr_ratio),
     "full": Method(full.FullConfig, full.plan_full),
     "head": Method(full.HeadConfig, full.plan_head),
 }

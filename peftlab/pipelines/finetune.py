@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,10 +108,11 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
     """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
 
     Raises:
-        PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1.
+        PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1
+            or DeepSpeed.
     """
-    if settings.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
+    AcceleratorState._reset_state()  # of an earlier run in this process, perhaps in another precision
     try:
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else processes without a GPU do not find each other
@@ -123,6 +125,8 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
         )
     except ValueError as error:
         raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise PeftlabError("accelerate's configuration asks for DeepSpeed; use FSDP with fsdp_version: 2 instead")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
     return accelerator

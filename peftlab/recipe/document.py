@@ -48,15 +48,20 @@ def json_schema() -> dict[str, Any]:
 def reference_markdown() -> str:
     """Return the reference page: the shipped recipes, and a table for every kind, section and method."""
     parts = [_INTRODUCTION, "## Shipped recipes\n", _table(("name", "what it does"), _shipped_rows())]
+    told: set[type[BaseModel]] = set()
     for kind, recipe in KINDS.items():
         parts += [f"## `kind: {kind}`\n", _first_line(recipe) + "\n", _fields(recipe, "")]
         for name, field in recipe.model_fields.items():
-            models = sections(field)
+            models = {tag: model for tag, model in sections(field).items() if model not in told}
+            if not models:  # described with an earlier kind
+                continue
+            told.update(models.values())
             if field.discriminator:
                 listing = ", ".join(f"`{tag}`" for tag in models)
                 parts.append(f"## `{name}`\n\nOne of {listing}, told apart by `{field.discriminator}`.\n")
             for tag, model in models.items():
-                title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`"
+                of = "" if recipe is next(iter(KINDS.values())) else f" of `kind: {kind}`"
+                title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`{of}"
                 parts += [f"{title}\n", _first_line(model) + "\n", _fields(model, str(field.discriminator))]
     return "\n".join(parts)
 

@@ -39,9 +39,7 @@ class DataConfig(Section):
         max_length=2,
         description="Own task: the text column, or the two columns of a pair.",
     )
-    label: str | None = Field(
-        default=None, description="Own task: the column with the label (class name or number)."
-    )
+    label: str | None = Field(default=None, description="Own task: the column with the label (class name or number).")
     bins: Bins = Field(
         default=None,
         min_length=2,
@@ -53,9 +51,7 @@ class DataConfig(Section):
         gt=0,
         description="Own task in one file: examples (integer) or share (below 1) held out for validation.",
     )
-    split_seed: int = Field(
-        default=0, ge=0, description="Seed of that held-out split; independent of train.seed."
-    )
+    split_seed: int = Field(default=0, ge=0, description="Seed of that held-out split; independent of train.seed.")
     max_train_examples: int | None = Field(
         default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
     )
@@ -109,20 +105,12 @@ class TrainConfig(Section):
     )
     max_length: int = Field(default=128, ge=2, description="Tokens an example is truncated to.")
     lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
-    scheduler: Literal["linear", "cosine", "constant"] = Field(
-        default="linear", description="Decay after warm-up."
-    )
-    warmup: float = Field(
-        default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps."
-    )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms."
-    )
+    scheduler: Literal["linear", "cosine", "constant"] = Field(default="linear", description="Decay after warm-up.")
+    warmup: float = Field(default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="Gradient norm clipping; null for none."
-    )
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         default="fp32",
         description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs.",
@@ -131,9 +119,7 @@ class TrainConfig(Section):
         default=False, description="Compile the model with torch.compile; go on without where that fails."
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
-    eval_every: int | None = Field(
-        default=None, ge=1, description="Steps between evaluations; null: every epoch."
-    )
+    eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
     early_stopping: int | None = Field(
         default=None, ge=1, description="Stop after this many evaluations without a better score."
     )
@@ -149,9 +135,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _longest_fits(self) -> TrainConfig:
         if self.max_tokens is not None and self.max_tokens < self.max_length:
-            raise ValueError(
-                f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}"
-            )
+            raise ValueError(f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}")
         return self
 
 
@@ -167,9 +151,7 @@ class FinetuneRecipe(Section):
     kind: Literal["finetune"] = Field(default="finetune", description="What the recipe makes.")
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that the model repository ships."
-    )
+    trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     task: str = Field(description="glue/NAME, text/classification or text/regression.")
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(
@@ -216,8 +198,172 @@ class FinetuneRecipe(Section):
         return self
 
 
-KINDS: dict[str, type[FinetuneRecipe]] = {"finetune": FinetuneRecipe}
-"""The kinds of recipe by ``kind:``; a recipe that does not say is the first."""
+class Layers(Section):
+    """Some of the target's own layers."""
 
-Recipe = FinetuneRecipe
+    layers: list[int] = Field(min_length=1, description="Their numbers from 0, rising.")
+
+
+class Truncation(Section):
+    """A draft made of the target's own layers, embeddings, final norm and LM head."""
+
+    truncate: Layers = Field(description="layers: which of the target's layers to keep, from 0, rising.")
+
+
+class DraftObjective(Section):
+    """What the draft minimises, over the tokens of the continuations."""
+
+    name: Literal["ce", "kl", "reverse_kl", "jsd", "tvd", "lk", "lk_hybrid", "topk_kl"] = Field(
+        default="kl",
+        description="ce: cross-entropy on the text; the others compare with the target's distribution: KL(p|q), "
+        "KL(q|p), Jensen-Shannon, total variation, -log of the acceptance, KL fading into total variation, KL on "
+        "the stored data.top_k.",
+    )
+    beta: float = Field(default=0.5, gt=0, lt=1, description="jsd: weight of KL(p|m); m = beta p + (1 - beta) q.")
+    eta: float = Field(default=3.0, gt=0, description="lk_hybrid: how fast KL fades as acceptance grows.")
+    selective: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="AdaSPEC: train only on this share of each example's tokens, those whose loss lies most above "
+        "the reference's; null: all.",
+    )
+    reference: str | None = Field(
+        default=None, description="AdaSPEC's reference: a draft distilled beforehand (directory or hub id)."
+    )
+
+
+class DraftData(Section):
+    """The text the draft learns from: prompts that the target continues, and requests it has served."""
+
+    prompts: str | list[str] | None = Field(
+        default=None,
+        description="A file (txt, a prompt a line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
+        "package:NAME/path), or the prompts themselves.",
+    )
+    field: str | None = Field(
+        default=None, description="Column with the prompts; null: prompt, text, question, instruction or messages."
+    )
+    chat: bool | None = Field(
+        default=None,
+        description="Put texts into the target's chat template as a user's turn; null: if it has one.",
+    )
+    max_prompts: int | None = Field(default=None, ge=1, description="Use only the first so many prompts.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Tokens the target writes after a prompt, at most.")
+    temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")
+    samples: int = Field(
+        default=1, ge=1, description="Continuations a prompt; needs a temperature above 0 if 2 or more."
+    )
+    batch_size: int = Field(default=32, ge=1, description="Prompts the target continues together.")
+    held_out: int = Field(
+        default=16, ge=1, description="Prompts (the last) or newest requests kept for measuring acceptance."
+    )
+    on_policy: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance that an example's continuation is written anew by the draft (GKD's lambda).",
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Store the target's k largest probabilities a token and the rest's mass, for topk_kl.",
+    )
+    replay: str | None = Field(
+        default=None,
+        description="Served requests to learn from: a file with prompt (or messages) and response.",
+    )
+    cache: str | None = Field(
+        default=None, description="Directory of written data sets; null: draft-data beside output_dir."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the target's sampling.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> DraftData:
+        if self.prompts is None and self.replay is None:
+            raise ValueError("names neither prompts nor replay; there is nothing to learn from")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples: greedy continuations are all the same; give a temperature above 0")
+        if self.top_p is not None and self.temperature == 0:
+            raise ValueError("top_p: temperature 0 is greedy and ignores it")
+        return self
+
+
+class DraftRecipe(Section):
+    """Train a draft model, or heads, that ``target`` accepts."""
+
+    kind: Literal["draft"] = Field(description="What the recipe makes.")
+    target: str = Field(description="The model to be served: hub id, local directory, GGUF file, or package:NAME/path.")
+    draft: str | Truncation | None = Field(
+        default=None,
+        description="The draft to start from, as target; or truncate: {layers: [...]}, the target's own layers; null "
+        "for method medusa, whose heads sit on the target.",
+    )
+    revision: str | None = Field(default=None, description="Git revision of a hub target.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that a model repository ships.")
+    method: AnyMethod = Field(
+        default_factory=METHODS["lora"].config,
+        discriminator="name",
+        description="What is put into the draft and trained.",
+    )
+    objective: DraftObjective = Field(default=DraftObjective(), description="What the draft minimises.")
+    data: DraftData = Field(description="The text the draft learns from.")
+    train: TrainConfig = Field(
+        default=TrainConfig(), description="How the loop runs; nothing is cut, so max_length must hold every example."
+    )
+    early_exit: bool = Field(
+        default=False,
+        description="Train the target itself so that its first layers, named by draft: {truncate: ...}, answer as "
+        "the whole does (LayerSkip); the merged model is target and draft at once.",
+    )
+    gamma: int = Field(default=4, ge=1, description="Drafted tokens a step when block efficiency is measured.")
+    merge: bool | None = Field(
+        default=None,
+        description="Write merged/: true, false, or null for wherever the method has a linear fold.",
+    )
+    output_dir: str = Field(description="The run directory.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DraftRecipe:
+        objective, data, medusa = self.objective, self.data, self.method.name == "medusa"
+        problems: list[tuple[tuple[str, ...], str]] = []
+
+        def refuse(where: str, reason: str) -> None:
+            problems.append((tuple(where.split(".")), f"{where}: {reason}"))
+
+        if medusa and self.draft is not None:
+            refuse("draft", "method medusa puts heads on the target; remove it")
+        if not medusa and self.draft is None:
+            refuse("draft", "missing; name a model, or truncate: {layers: [...]}")
+        if objective.name == "topk_kl" and data.top_k is None:
+            refuse("objective.name", "topk_kl needs the target's probabilities, and data.top_k stores none")
+        if data.top_k is not None and objective.name != "topk_kl":
+            refuse("data.top_k", f"objective {objective.name} does not use it; choose topk_kl or remove it")
+        if data.on_policy and objective.name in ("ce", "topk_kl"):
+            refuse(
+                "data.on_policy",
+                f"text of the draft's own needs the target's logits, which {objective.name} does without",
+            )
+        if (objective.selective is None) != (objective.reference is None):
+            refuse("objective.selective", "needs a reference, and a reference needs selective; give both or neither")
+        special = medusa or self.early_exit
+        if special and (objective.name == "topk_kl" or objective.selective is not None or data.on_policy):
+            refuse("objective", "heads and early exit know no topk_kl, no selective filter and no on_policy text")
+        if self.early_exit and not isinstance(self.draft, Truncation):
+            refuse("early_exit", "needs draft: {truncate: {layers: [0, 1, ...]}}, the layers before the exit")
+        elif self.early_exit and isinstance(self.draft, Truncation):
+            layers = self.draft.truncate.layers
+            if layers != list(range(len(layers))):
+                refuse("early_exit", f"layers {layers} are not the first ones; an exit leaves out the last layers")
+        if problems:
+            message = "; ".join(text for _, text in problems)
+            raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
+        return self
+
+
+Recipe = Union[FinetuneRecipe, DraftRecipe]  # noqa: UP007
 """Any kind of recipe."""
+
+KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe]] = {"finetune": FinetuneRecipe, "draft": DraftRecipe}
+"""The kinds of recipe by ``kind:``; a recipe that does not say is the first."""

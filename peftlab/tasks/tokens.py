@@ -46,9 +46,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     shortest = tokenizer.num_special_tokens_to_add(pair=pair) + (2 if pair else 1)
     # A tokenizer given less room than its special tokens may return the text untruncated.
     if max_length < shortest:
-        raise PeftlabError(
-            f"max_length {max_length} leaves no room for text; this task needs at least {shortest}"
-        )
+        raise PeftlabError(f"max_length {max_length} leaves no room for text; this task needs at least {shortest}")
 
     def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
         tokens = tokenizer(
@@ -132,9 +130,7 @@ class Collate:
     ) -> None:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if not isinstance(pad, int):
-            raise PeftlabError(
-                "the tokenizer has neither a pad token nor an end-of-sequence token to pad with"
-            )
+            raise PeftlabError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
         self.fill = {"input_ids": pad, "token_type_ids": tokenizer.pad_token_type_id}
         self.left = tokenizer.padding_side == "left"
         self.regression = regression
@@ -151,9 +147,7 @@ class Collate:
         lists = {name: [row[name] for row in rows] for name in self.fill if name in rows[0]}
         lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
         batch = {
-            name: torch.tensor(
-                [self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64
-            )
+            name: torch.tensor([self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64)
             for name, values in lists.items()
         }
         if "label" in rows[0]:

@@ -52,9 +52,7 @@ class Canary:
         ):
             if names:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise PeftlabError(
-                    f"after {STEPS} steps, trainable parameters {what}: {', '.join(names[:5])}{more}"
-                )
+                raise PeftlabError(f"after {STEPS} steps, trainable parameters {what}: {', '.join(names[:5])}{more}")
         return True
 
 

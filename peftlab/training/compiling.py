@@ -32,7 +32,8 @@ def compile_or_go_on(work: Work, accelerator: Accelerator) -> bool:
         return True
     except Exception as error:  # whatever the compiler's many parts may raise
         work.model._compiled_call_impl = None
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) or type(error).__name__
         accelerator.print(f"train.compile: going on without, as torch.compile failed: {reason}")
         return False
     finally:

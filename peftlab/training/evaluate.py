@@ -19,25 +19,19 @@ if TYPE_CHECKING:
     from peftlab.training.loop import Work
 
 
-def evaluate(
-    model: nn.Module, work: Work, accelerator: Accelerator, batch_size: int
-) -> dict[str, dict[str, float]]:
+def evaluate(model: nn.Module, work: Work, accelerator: Accelerator, batch_size: int) -> dict[str, dict[str, float]]:
     """Return the metrics and the mean loss of each evaluation split; the model is left in training mode."""
     model.eval()
     if work.score is not None:
         scores = work.score(model)
         model.train()
         return scores
-    scores = {
-        split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()
-    }
+    scores = {split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()}
     model.train()
     return scores
 
 
-def predict(
-    model: nn.Module, work: Work, data: Dataset, accelerator: Accelerator, batch_size: int
-) -> numpy.ndarray:
+def predict(model: nn.Module, work: Work, data: Dataset, accelerator: Accelerator, batch_size: int) -> numpy.ndarray:
     """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression.
 
     Each process takes every n-th batch; no example is counted twice however unevenly they divide. Where some
@@ -61,9 +55,7 @@ def predict(
     return result
 
 
-def _score(
-    model: nn.Module, work: Work, data: Dataset, accelerator: Accelerator, batch_size: int
-) -> dict[str, float]:
+def _score(model: nn.Module, work: Work, data: Dataset, accelerator: Accelerator, batch_size: int) -> dict[str, float]:
     predictions = predict(model, work, data, accelerator, batch_size)
     labels = numpy.asarray(data["label"])
     if work.regression:

@@ -25,8 +25,7 @@ class Interrupted(PeftlabError):
 
     def __init__(self, number: int, step: int, run_dir: Path) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}; "
-            f"go on with `peftlab resume {run_dir}`"
+            f"stopped by {signal.Signals(number).name} after step {step}; go on with `peftlab resume {run_dir}`"
         )
         self.status = 128 + number
 
@@ -82,9 +81,7 @@ def training_changes(settings: Any, examples: int, longest: int) -> list[str]:
     steps, length = settings.gradient_accumulation_steps, max(2, longest // 2)
     changes = []
     if examples > 1:
-        changes.append(
-            f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, same result)"
-        )
+        changes.append(f"train.gradient_accumulation_steps={2 * steps} (half the examples at once, same result)")
     if not settings.gradient_checkpointing:
         changes.append("train.gradient_checkpointing=true (slower, same result)")
     if settings.max_tokens:

@@ -26,17 +26,13 @@ class Log:
         step: steps done before.
     """
 
-    def __init__(
-        self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order
-    ) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
         self._accelerator, self._order = accelerator, order
         self._file = JsonlTracker(path, keep_bytes) if accelerator.is_main_process else None
         self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
         # None: no bar where standard error is no terminal (a log file, CI)
         hidden = None if accelerator.is_main_process else True
-        self._bar = tqdm(
-            total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False
-        )
+        self._bar = tqdm(total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
 
     def __enter__(self) -> Log:
         return self
@@ -80,9 +76,7 @@ class Log:
             for split, values in scores.items()
         )
         self._bar.clear()
-        self._accelerator.print(
-            f"step {step}/{self._order.total}: {shown}{' (best)' if best else ''}", flush=True
-        )
+        self._accelerator.print(f"step {step}/{self._order.total}: {shown}{' (best)' if best else ''}", flush=True)
 
     def position(self) -> int:
         """Write the pending steps and return the length of the metrics file, which is on the disk."""

@@ -69,14 +69,12 @@ class Work:
         return example_losses(model, inputs, self.regression).sum()
 
 
-def train(
-    work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *, resume: bool = False
-) -> Progress:
+def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *, resume: bool = False) -> Progress:
     """Train ``work.model`` and leave in its place the model with the best evaluation's adapter.
 
     Each step takes one global batch, dealt over processes and accumulation steps; the loss is the mean over
-    its examples (or by ``work.mass``), however they are dealt. The order of examples depends on the seed and the epoch alone.
-    Checkpoints are written at evaluations, every ``settings.save_every`` steps and when asked to stop.
+    its examples (or by ``work.mass``), however they are dealt. The order of examples depends on the seed and
+    the epoch alone. Checkpoints are written at evaluations, every ``settings.save_every`` steps and when asked to stop.
 
     ``work.model`` is the same object as before, but under FSDP2: there it is a plain copy whose frozen
     parameters lie on the meta device.
@@ -110,11 +108,13 @@ def train(
         Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order) as log,
         StopSignals(accelerator) as signals,
     ):
+        clock = time.perf_counter()
         for fed in feed(work, order.batches(progress.step), parts, accelerator):
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
             lr = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
             loss, norm = _step(work, fed, lr, settings, accelerator, model, optimiser, progress, canary)
+            progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             log.step(progress.step, settings.lr * lr, loss, norm, fed.batch)
             if canary is not None and canary.done():
                 canary = None
@@ -129,11 +129,10 @@ def train(
                 log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
             if evaluating or signal or _due(progress.step, settings.save_every, []):
                 progress.metrics_bytes = log.position()
-                save_checkpoint(
-                    checkpoints, accelerator, work.model, optimiser, progress, settings.keep_checkpoints
-                )
+                save_checkpoint(checkpoints, accelerator, work.model, optimiser, progress, settings.keep_checkpoints)
             if signal and progress.step < order.total:
                 raise Interrupted(signal, progress.step, run_dir)
+            clock = time.perf_counter()
     work.model = final
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
     return progress
@@ -151,7 +150,6 @@ def _step(
     canary: Canary | None,
 ) -> tuple[Tensor, Tensor]:
     """Take one optimiser step on one global batch; return its mean loss and the gradient's norm."""
-    started = time.perf_counter()
     parts = settings.gradient_accumulation_steps * accelerator.num_processes
     loss_sum = torch.zeros((), device=accelerator.device)
     norm = torch.zeros(())
@@ -182,7 +180,6 @@ def _step(
     progress.examples += len(fed.batch)
     progress.tokens += fed.tokens
     progress.padded_tokens += fed.padded_tokens
-    progress.seconds += time.perf_counter() - started
     return accelerator.reduce(loss_sum, "sum") / work.mass(fed.batch), norm
 
 

@@ -52,6 +52,4 @@ def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
     if kind == "constant":
         return 1.0
     progress = (step - ramp) / max(1, total - ramp)
-    return (
-        max(0.0, 1.0 - progress) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    )
+    return max(0.0, 1.0 - progress) if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

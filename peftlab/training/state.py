@@ -80,9 +80,7 @@ def save_checkpoint(
                 torch.save(state, temporary)
         except (OSError, RuntimeError) as error:
             kept = f"{before[-1].name} is whole" if before else "there is none before it"
-            raise PeftlabError(
-                f"{path}: cannot be written ({_reason(error)}); {kept}. Is the disk full?"
-            ) from None
+            raise PeftlabError(f"{path}: cannot be written ({_reason(error)}); {kept}. Is the disk full?") from None
         for old in sorted({*before, path})[:-keep]:
             if old not in (path, checkpoint_path(directory, progress.best_step)):
                 old.unlink()

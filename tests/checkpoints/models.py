@@ -27,34 +27,22 @@ def build(family: str, **changes: object) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     T = transformers
     makers = {
-        "bert": lambda: T.BertForSequenceClassification(
-            T.BertConfig(**(SMALL | {"num_labels": 3} | changes))
-        ),
+        "bert": lambda: T.BertForSequenceClassification(T.BertConfig(**(SMALL | {"num_labels": 3} | changes))),
         "roberta": lambda: T.RobertaForSequenceClassification(
             T.RobertaConfig(**(SMALL | {"num_labels": 3, "max_position_embeddings": 40} | changes))
         ),
         "gpt2": lambda: T.GPT2LMHeadModel(
-            T.GPT2Config(
-                **({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 40} | changes)
-            )
+            T.GPT2Config(**({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 40} | changes))
         ),
         "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(**(LLAMA | changes))),
         "phi3": lambda: T.Phi3ForCausalLM(
             T.Phi3Config(
-                **(
-                    SMALL
-                    | {"num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-                    | changes
-                )
+                **(SMALL | {"num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False} | changes)
             )
         ),
         "mixtral": lambda: T.MixtralForCausalLM(
             T.MixtralConfig(
-                **(
-                    SMALL
-                    | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-                    | changes
-                )
+                **(SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2} | changes)
             )
         ),
     }
@@ -86,9 +74,7 @@ def stir(model: nn.Module, std: float = 0.02) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=std)
 
 
-def adapt(
-    model: transformers.PreTrainedModel, directory: Path, method: str = "lora", **fields: object
-) -> Path:
+def adapt(model: transformers.PreTrainedModel, directory: Path, method: str = "lora", **fields: object) -> Path:
     """Inject a method, stir it, save the adapter, and return its directory; the model stays injected."""
     inject(model, make_config(method, **fields))
     stir(model)

@@ -32,7 +32,7 @@ def _adapters(tmp_path: Path, ranks: tuple[int, int] = (4, 4), targets: tuple[st
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1.0, -0.5)])
 @pytest.mark.parametrize("method", ["linear", "cat", "svd", "ties"])
 def test_equal_to_peft(tmp_path: Path, method: str, weights: tuple[float, float]) -> None:
-    base, peft_model, paths = _adapters(tmp_path)
+    _, peft_model, paths = _adapters(tmp_path)
     rank = 3 if method == "svd" else None
     peft_model.add_weighted_adapter(["a", "b"], list(weights), "c", method, svd_rank=rank, density=0.5)
     peft_model.save_pretrained(tmp_path / "combined", selected_adapters=["c"])
@@ -65,7 +65,7 @@ def test_random_choice_is_pefts(method: str) -> None:
 
 
 def test_the_combined_adapter_merges(tmp_path: Path) -> None:
-    base, peft_model, paths = _adapters(tmp_path, ranks=(4, 2))
+    base, _, paths = _adapters(tmp_path, ranks=(4, 2))
     both = [read_adapter(path) for path in paths]
     merge_checkpoint(combine(both, (0.7, -0.3), "cat"), base, tmp_path / "out")
     merged = load(type(build("llama")), tmp_path / "out").state_dict()

@@ -114,12 +114,12 @@ def test_mutated_headers_never_get_through(tmp_path: Path, data: st.DataObject) 
     raw = bytearray(save(TENSORS, metadata={"format": "pt"}))
     length = int.from_bytes(raw[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, 8 + length - 1))
+        at = data.draw(st.integers(0, min(len(raw), 8 + length) - 1))
         kind = data.draw(st.sampled_from(["set", "insert", "delete", "cut", "digit"]))
         if kind == "set":
             raw[at] = data.draw(st.integers(0, 255))
         elif kind == "digit":
-            raw[at] = ord(data.draw(st.sampled_from("0123456789-.,[]{}\"")))
+            raw[at] = ord(data.draw(st.sampled_from('0123456789-.,[]{}"')))
         elif kind == "insert":
             raw[at:at] = data.draw(st.binary(min_size=1, max_size=3))
         elif kind == "delete":
@@ -138,7 +138,9 @@ def test_mutated_headers_never_get_through(tmp_path: Path, data: st.DataObject) 
     else:
         theirs = load_file(path)
         assert entries.keys() == theirs.keys()
-        assert all(entries[k].shape == tuple(t.shape) and DTYPES[entries[k].dtype] == t.dtype for k, t in theirs.items())
+        assert all(
+            entries[k].shape == tuple(t.shape) and DTYPES[entries[k].dtype] == t.dtype for k, t in theirs.items()
+        )
     assert sorted(tmp_path.iterdir()) == before and path.read_bytes() == bytes(raw)
 
 

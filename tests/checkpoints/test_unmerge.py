@@ -63,5 +63,5 @@ def test_on_disk(tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="was not made of"):
         unmerge_checkpoint(tmp_path / "merged", tmp_path / "no", base=other)
     assert not (tmp_path / "no").exists()
-    with pytest.raises(PeftlabError, match="merge.json"):
+    with pytest.raises(PeftlabError, match=r"merge\.json"):
         unmerge_checkpoint(base, tmp_path / "no")

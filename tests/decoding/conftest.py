@@ -111,3 +111,52 @@ def assert_follows():
         assert distance(completed(law, target, length), target.sequences(length)) < 1e-12
 
     return check
+
+
+@pytest.fixture(scope="session")
+def stories_model(stories):
+    from peftlab.checkpoints.base import load_base
+
+    return load_base(str(stories), "AutoModelForCausalLM")[0]
+
+
+@pytest.fixture(scope="session")
+def stories_tokenizer(stories):
+    from peftlab.checkpoints.base import load_tokenizer
+
+    return load_tokenizer(str(stories))
+
+
+@pytest.fixture(scope="session")
+def uneven_prompts(stories_tokenizer) -> list[list[int]]:
+    """Eight prompts of 1 to some 40 tokens."""
+    texts = [
+        "",
+        "Once upon a time",
+        "Lily and Tom went to the park. They saw a big dog. Lily said",
+        "The",
+        "One day, a little boy named Tim found a red ball in the garden",
+        "Mom",
+        "There was a bird. The bird was sad because it could not fly. It wanted to fly to the",
+        "It was dark and",
+    ]
+    return [stories_tokenizer(text).input_ids for text in texts]
+
+
+def hf_greedy(model, prompt: list[int], new: int, eos: int | None = None) -> list[int]:
+    """What ``transformers`` generates for one prompt on its own."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0 if eos is None else eos,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def generate_greedy():
+    return hf_greedy

@@ -32,9 +32,7 @@ def chain_step(target, draft, gamma, chance):
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
-@pytest.mark.parametrize(
-    "vocab, gamma, seeds", [(2, 1, 20), (5, 1, 20), (2, 3, 6), (4, 2, 6), (3, 3, 2), (5, 3, 1)]
-)
+@pytest.mark.parametrize("vocab, gamma, seeds", [(2, 1, 20), (5, 1, 20), (2, 3, 6), (4, 2, 6), (3, 3, 2), (5, 3, 1)])
 def test_a_chain_follows_the_target_exactly(enumerate_law, model, assert_follows, vocab, gamma, seeds, zeros):
     for seed in range(seeds):
         target, draft = model(vocab, 2 * seed, zeros), model(vocab, 2 * seed + 1, zeros)
@@ -118,9 +116,7 @@ def test_a_row_of_zeros_ends_a_shorter_draft(enumerate_law, model):
 def test_no_draft_at_all_is_a_plain_draw(enumerate_law, model):
     p = model(4, 0)()
     law = enumerate_law(
-        lambda c: tuple(
-            int(x) for x in verify_chain(p[None], p.new_zeros(0, 4), torch.zeros(0, dtype=torch.long), c)
-        )
+        lambda c: tuple(int(x) for x in verify_chain(p[None], p.new_zeros(0, 4), torch.zeros(0, dtype=torch.long), c))
     )
     assert law == pytest.approx({(0, x): float(p[x]) for x in range(4)}, abs=1e-15)
 
@@ -134,9 +130,7 @@ def test_rows_of_a_batch_are_independent(enumerate_law, model):
         return tuple(zip(result[0].flatten().tolist(), result[1].flatten().tolist(), strict=True))
 
     joint = enumerate_law(lambda c: outcome(verify_chain(p, q, tokens, c)))
-    first, second = (
-        enumerate_law(lambda c, b=b: outcome(verify_chain(p[b], q[b], tokens[b], c))[0]) for b in range(2)
-    )
+    first, second = (enumerate_law(lambda c, b=b: outcome(verify_chain(p[b], q[b], tokens[b], c))[0]) for b in range(2))
     assert joint == pytest.approx({(a, b): first[a] * second[b] for a in first for b in second}, abs=1e-14)
 
 
@@ -198,9 +192,7 @@ def test_typical_acceptance_always_takes_the_greedy_token():
 
 
 def test_every_scheme_says_whether_it_is_lossless():
-    schemes = {
-        n.removeprefix("verify_") for m in (verify, multidraft) for n in dir(m) if n.startswith("verify_")
-    }
+    schemes = {n.removeprefix("verify_") for m in (verify, multidraft) for n in dir(m) if n.startswith("verify_")}
     assert schemes == LOSSLESS.keys()
     assert [name for name, exact in LOSSLESS.items() if not exact] == ["typical"]
     assert "LOSSY" in verify_typical.__doc__

@@ -1,6 +1,6 @@
 """Run as a program by ``accelerate launch``: run the recipes named by the arguments, one after the other.
 
-With ``ACCELERATE_USE_FSDP`` in the environment the model is sharded by FSDP2. accelerate does that on
+``resume:FILE`` goes on with what an earlier recipe of the same run directory left. With ``ACCELERATE_USE_FSDP`` in the environment the model is sharded by FSDP2. accelerate does that on
 accelerators only; here CPUs are taken for such.
 """
 
@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
+from peftlab.training import loop
+from peftlab.training.evaluate import evaluate
 
 _start = AcceleratorState.__init__
 
@@ -28,9 +31,18 @@ def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
         self.fsdp_plugin = options["fsdp_plugin"]
 
 
+def _looking(model: torch.nn.Module, *arguments: Any) -> Any:
+    frozen = {parameter.requires_grad for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert frozen and not whole, f"not sharded: {whole}"
+    return evaluate(model, *arguments)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = _sharding
-    for file in sys.argv[1:]:
-        run_recipe(load_recipe(file, []))
+        loop.evaluate = _looking
+    for argument in sys.argv[1:]:
+        file = argument.removeprefix("resume:")
+        run_recipe(load_recipe(file, []), resume=file != argument)

@@ -69,5 +69,5 @@ def test_gradients_that_are_not_finite():
     canary = Canary(net)
     net[0].weight.grad = torch.full((3, 3), float("nan"))
     steps(net, canary, 2)
-    with pytest.raises(PeftlabError, match="not finite: 0.bias, 0.weight, 1.bias, 1.weight"):
+    with pytest.raises(PeftlabError, match=r"not finite: 0.bias, 0.weight, 1.bias, 1.weight"):
         canary.done()

@@ -9,6 +9,7 @@ import tiny
 import torch
 from torch.nn import functional as F
 
+from peftlab.errors import PeftlabError
 from peftlab.methods import trainable_parameters
 from peftlab.tasks.batches import epoch_batches
 from peftlab.training.feed import ahead
@@ -65,9 +66,7 @@ def test_any_accumulation_equals_the_plain_loop(method, accumulation, still, row
     """Batches of 7 in 3 parts, a last one of 3 examples, and (in 9 parts) parts with no example at all."""
     monkeypatch.setitem(tiny.METHODS, "lora", {**tiny.METHODS["lora"], "lora_dropout": 0.0})
     options = {**CALM, "batch_size": 7, "max_grad_norm": 0.05, "warmup": 2}
-    values = tiny.recipe(
-        still, rows, tmp_path / "run", method, gradient_accumulation_steps=accumulation, **options
-    )
+    values = tiny.recipe(still, rows, tmp_path / "run", method, gradient_accumulation_steps=accumulation, **options)
     expected, losses = plain_loop(values, epochs=2)
     tiny.fit(values, tmp_path / "run")
     assert_close(last_adapter(tmp_path / "run"), expected)
@@ -87,7 +86,7 @@ def test_what_is_counted(still, rows, tmp_path):
 
 def test_a_budget_of_tokens(still, rows, tmp_path):
     values = tiny.recipe(still, rows, tmp_path, max_tokens=48, epochs=2)
-    progress, work = tiny.fit(values, tmp_path)
+    progress, _ = tiny.fit(values, tmp_path)
     assert progress.examples == 62
     assert progress.padded_tokens <= 48 * progress.step
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -104,9 +103,7 @@ def test_evaluations_and_steps(still, rows, tmp_path):
 
 def test_early_stopping_and_the_best_adapter(still, rows, tmp_path):
     """With a learning rate of nearly nothing no evaluation is better than the first."""
-    values = tiny.recipe(
-        still, rows, tmp_path, lr=1e-9, epochs=9, eval_every=2, early_stopping=2, keep_checkpoints=1
-    )
+    values = tiny.recipe(still, rows, tmp_path, lr=1e-9, epochs=9, eval_every=2, early_stopping=2, keep_checkpoints=1)
     progress, work = tiny.fit(values, tmp_path)
     assert (progress.step, progress.best_step, progress.stale) == (6, 2, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -132,10 +129,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(still, rows, tmp_path):
         work.collate = poisoned
 
     values = tiny.recipe(still, rows, tmp_path, save_every=5, eval_every=100)
-    settings, work = tiny.prepare(values)
+    _, work = tiny.prepare(values)
     batches = epoch_batches(work.train["length"], 8, seed=3, epoch=1)
     named = ", ".join(map(str, sorted(batches[1])))
-    with pytest.raises(tiny.PeftlabError, match=rf"the loss is nan at step 6, on training examples {named} "):
+    with pytest.raises(PeftlabError, match=rf"the loss is nan at step 6, on training examples {named} "):
         tiny.fit(values, tmp_path, poison)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
 

@@ -13,6 +13,8 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from peftlab.training.trackers import flat
+
 LAUNCHED = Path(__file__).with_name("launched.py")
 # 31 examples in batches of 6: the last one has one example, and three of its four parts have none. Nine
 # examples in evaluation batches of 4: the second process has one batch less.
@@ -68,25 +70,24 @@ def assert_equals_one_process(still, rows, tmp_path, methods):
             assert found[name] == results[name], (method, name)
         tensors = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, two)]
         assert tensors[0].keys() == tensors[1].keys()
-        last = [torch.load(max((run / "checkpoints").glob("*.pt")), weights_only=True) for run in (one, two)]
-        for left, right in (tensors, [state["adapter"] for state in last]):
-            for name in left:
-                torch.testing.assert_close(left[name], right[name], rtol=0, atol=1e-5, msg=f"{method} {name}")
-        lines = [
-            [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            for run in (one, two)
-        ]
+        for name in tensors[0]:
+            torch.testing.assert_close(tensors[0][name], tensors[1][name], rtol=0, atol=1e-5, msg=name)
+        assert_same_end(one, two)
+        lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two)]
         assert len(lines[0]) == len(lines[1])
         for line, other in zip(*lines, strict=True):
-            assert tiny_flat(line) == pytest.approx(tiny_flat(other), abs=1e-5)
+            assert flat(line) == pytest.approx(flat(other), abs=1e-5)
         configs = [json.loads((run / "adapter" / "adapter_config.json").read_text()) for run in (one, two)]
         assert configs[0] == configs[1]
 
 
-def tiny_flat(line):
-    from peftlab.training.trackers import flat
-
-    return flat(line)
+def assert_same_end(one, two):
+    files = [max((run / "checkpoints").glob("*.pt")) for run in (one, two)]
+    assert files[0].name == files[1].name
+    left, right = (torch.load(file, weights_only=True)["adapter"] for file in files)
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
@@ -106,8 +107,14 @@ def test_the_command_line_in_two_processes(still, rows, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_sharded_parameters(still, rows, tmp_path, monkeypatch):
+    """The last run is one of five steps that goes on to nine."""
     files = recipes(still, rows, tmp_path, ("lora", "houlsby", "full"), monkeypatch)
-    launch(LAUNCHED, *files.values(), **SHARDED)
+    parts = []
+    for steps in (5, 9):
+        options = {**UNEVEN, "scheduler": "constant", "max_steps": steps}
+        values = tiny.recipe(still, rows, tmp_path / "two-parts", "lora", **options)
+        parts.append(tiny.write_recipe(values, tmp_path / f"{steps}.yaml"))
+    launch(LAUNCHED, *files.values(), parts[0], f"resume:{parts[1]}", **SHARDED)
     assert_equals_one_process(still, rows, tmp_path, files)
-
-
+    tiny.run({**values, "output_dir": str(tmp_path / "one-parts")})
+    assert_same_end(tmp_path / "one-parts", tmp_path / "two-parts")

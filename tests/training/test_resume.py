@@ -44,7 +44,7 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < until:
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
@@ -65,8 +65,7 @@ def test_a_finished_run_resumes_to_itself(model, rows, tmp_path):
     values = tiny.recipe(model, rows, tmp_path / "run")
     first = tiny.run(values)
     before = {
-        name: (tmp_path / "run" / name).read_bytes()
-        for name in ("metrics.jsonl", "adapter/adapter_model.safetensors")
+        name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "adapter/adapter_model.safetensors")
     }
     again = tiny.run(values, resume=True)
     assert again["metrics"] == first["metrics"] and again["steps"] == first["steps"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peftlab.errors import PeftlabError
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 WORDS = ["good", "bad", "film", "plot", "dull", "fine", "the", "a", "was", "very", "and", "not"]
@@ -23,8 +22,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_model(directory: Path, dropout: float = 0.1) -> Path:
-    """Write a random BERT of two layers, with its tokenizer, and return its directory."""
+def save_model(directory: Path, dropout: float = 0.1, layers: int = 2) -> Path:
+    """Write a random BERT of ``layers`` layers, with its tokenizer, and return its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (directory / "vocab.txt").write_text("\n".join(vocabulary))
@@ -33,7 +32,7 @@ def save_model(directory: Path, dropout: float = 0.1) -> Path:
     config = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=24,
         max_position_embeddings=32,

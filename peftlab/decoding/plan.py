@@ -1,0 +1,139 @@
+"""Can a draft pay on this device? Measured step times, and the arithmetic of what they allow."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.theory import goodput
+from peftlab.errors import PeftlabError
+
+ALPHAS = tuple(i / 20 for i in range(1, 21))
+
+
+def step_seconds(
+    engines: dict[str, tuple[Engine, int]], *, context: int = 128, repeats: int = 9
+) -> dict[tuple[str, int], float]:
+    """Measure one forward pass over 1..k tokens after ``context`` cached ones.
+
+    Args:
+        engines: name -> engine and its largest k.
+        context: tokens in the cache.
+        repeats: passes of each kind, in turn; the median counts. One more of each warms up.
+
+    Returns:
+        (name, k) -> seconds.
+    """
+    generator = torch.Generator().manual_seed(0)
+    runs: dict[tuple[str, int], Callable[[], Any]] = {}
+    for name, (engine, most) in engines.items():
+        if engine.limit is not None and context + most > engine.limit:
+            raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
+        cache = KVCache(engine.layers, 1, context + most)
+        ids = torch.randint(engine.vocab_size, (1, context + most), generator=generator).to(engine.device)
+        engine.forward(cache, ids[:, :context], Block((0,), context), [context - 1])
+        for k in range(1, most + 1):
+            runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,), k))
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            began = time.perf_counter()
+            float(run().logits[0, -1, 0])  # reading a number waits for the device
+            seconds[key].append(time.perf_counter() - began)
+    return {key: statistics.median(values[1:]) for key, values in seconds.items()}
+
+
+def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
+    """Return what step times allow.
+
+    With t(k) the time of a target step over k tokens and d that of a draft step, γ drafted tokens at
+    acceptance α gain τ(α, γ)·t(1) / (t(γ+1) + γ·d) over plain decoding; where t is flat this is τ/(γc+1).
+
+    Args:
+        target: t(1), t(2), ..., t(γ_max + 1) in seconds.
+        draft: d in seconds.
+
+    Returns:
+        ``c`` = d/t(1); ``verification`` [t(k)/t(1)]; ``gammas``, a list of gamma, ``cap`` (gain at α = 1) and
+        ``break_even`` (α at gain 1, or None); ``alphas``, a list of alpha, its best gamma (0: do not draft) and
+        gain; ``pays``; ``verdict``.
+    """
+    longest = len(target) - 1
+    if longest < 1:
+        raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
+
+    def gain(alpha: float, gamma: int) -> float:
+        per_second = goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft)
+        return per_second * target[0]
+
+    gammas: list[dict[str, Any]] = [
+        {"gamma": g, "cap": gain(1.0, g), "break_even": _break_even(partial(gain, gamma=g))}
+        for g in range(1, longest + 1)
+    ]
+    alphas = []
+    for alpha in ALPHAS:
+        best = max(range(longest + 1), key=lambda g: gain(alpha, g))
+        alphas.append({"alpha": alpha, "gamma": best, "gain": gain(alpha, best)})
+    pays = any(row["break_even"] is not None for row in gammas)
+    return {
+        "c": draft / target[0],
+        "target_seconds": target,
+        "draft_seconds": draft,
+        "verification": [t / target[0] for t in target],
+        "gammas": gammas,
+        "alphas": alphas,
+        "pays": pays,
+        "verdict": _verdict(gammas, pays),
+    }
+
+
+def _verdict(gammas: list[dict[str, Any]], pays: bool) -> str:
+    best = max(gammas, key=lambda row: row["cap"])
+    most = f"a perfect draft reaches {best['cap']:.2f}x (gamma {best['gamma']})"
+    if not pays:
+        return f"cannot pay here: even {most}"
+    first = min((row for row in gammas if row["break_even"] is not None), key=lambda row: row["break_even"])
+    return f"pays from an acceptance of {first['break_even']:.2f} (gamma {first['gamma']}); {most}"
+
+
+def _break_even(gain: Callable[[float], float]) -> float | None:
+    """The least α at which the gain is 1; None where no draft gains anything."""
+    if gain(1.0) <= 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain(middle) < 1 else (low, middle)
+    return high
+
+
+def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> dict[str, Any]:
+    """Measure target and draft on this device; see ``plan_from_times`` for the result.
+
+    Raises:
+        PeftlabError: ``max_gamma < 1``, or a context that does not fit.
+    """
+    if max_gamma < 1:
+        raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
+    both = {"target": (target, max_gamma + 1), "draft": (draft, 1)}
+    seconds = step_seconds(both, context=context, repeats=repeats)
+    times = [seconds["target", k] for k in range(1, max_gamma + 2)]
+    return plan_from_times(times, seconds["draft", 1]) | {
+        "context": context,
+        "kernels": {"target": target.kind, "draft": draft.kind},
+        "threads": torch.get_num_threads(),
+        "device": str(target.device),
+    }
+
+
+def finite(value: float | None) -> str:
+    """Return a gain or an acceptance for a table; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"

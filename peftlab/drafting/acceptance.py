@@ -1,0 +1,145 @@
+"""How often a target would accept a draft's tokens, measured on text without decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftlab.drafting.examples import Collate
+from peftlab.drafting.hidden import forward_hidden, frozen_hidden, head_weight
+from peftlab.methods import disabled
+from peftlab.tasks.batches import eval_batches
+
+_CHUNK = 256  # tokens whose two distributions live at a time
+
+
+class Acceptance(NamedTuple):
+    """Sums over each example's predictions, all [n] in float64.
+
+    Attributes:
+        tokens: how many predictions. overlap: Σ α, α = Σ_x min(p, q) = 1 - TV(p, q): the acceptance of sampling at
+            temperature 1. agreement: predictions where both have the same largest token: the acceptance of
+            greedy decoding. sure: Σ p(argmax q): sampling from p, drafting greedily.
+    """
+
+    tokens: Tensor
+    overlap: Tensor
+    agreement: Tensor
+    sure: Tensor
+
+    def rates(self) -> dict[str, float]:
+        """Return the pooled rates: sums over all examples, divided by all predictions."""
+        total = max(1.0, float(self.tokens.sum()))
+        return {
+            "acceptance": float(self.overlap.sum()) / total,
+            "agreement": float(self.agreement.sum()) / total,
+            "target_probability": float(self.sure.sum()) / total,
+        }
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Return α = Σ min(p, q) of two distributions [..., V] as 1 - ½·Σ|p - q|: exactly 1 where they are the same."""
+    return 1 - (p - q).abs().sum(-1) / 2
+
+
+@torch.no_grad()
+def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
+    """Return the acceptance of ``draft`` by ``target`` on the continuations of ``data``, both reading the text.
+
+    Args:
+        target, draft: causal language models over the same vocabulary, on one device.
+        data: rows as ``examples.make_dataset`` makes them.
+    """
+    sums = torch.zeros(4, len(data), dtype=torch.float64)
+    heads = head_weight(target), head_weight(draft)
+    for rows, places, ids, mask in _batches(data, batch_size, heads[0].device):
+        own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
+        _add(sums, rows[places.nonzero()[:, 0].cpu()], own, other, *heads)
+    return Acceptance(*sums)
+
+
+@torch.no_grad()
+def measure_exit(model: Any, layers: int, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
+    """Return the acceptance of an exit after the first ``layers`` layers, and of the whole model as trained.
+
+    Both by the base model, which is what ``model`` computes with its injection switched off.
+    """
+    sums = torch.zeros(2, 4, len(data), dtype=torch.float64)
+    head = head_weight(model)
+    for rows, places, ids, mask in _batches(data, batch_size, head.device):
+        states = forward_hidden(model, ids, mask)
+        with disabled(model):
+            base = frozen_hidden(model, ids, mask)[places]
+        early = model.base_model.norm(states[layers][places])
+        for total, mine in zip(sums, (early, states[-1][places]), strict=True):
+            _add(total, rows[places.nonzero()[:, 0].cpu()], base, mine, head, head)
+    return Acceptance(*sums[0]), Acceptance(*sums[1])
+
+
+@torch.no_grad()
+def measure_heads(model: Any, data: Any, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
+    """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
+
+    Head i's guess at place t, of token t+2+i, is compared with what the base model says at t+1+i; examples too
+    short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
+    trained one it says how much of the model is left: heads are easily right about a trunk that has collapsed.
+    """
+    head = model.get_output_embeddings()
+    medusa = list(zip(head.medusa_heads.blocks, head.medusa_heads.lm_heads, strict=True))
+    sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)
+    for rows, places, ids, mask in _batches(data, batch_size, head.weight.device):
+        hidden = frozen_hidden(model, ids, mask)
+        with disabled(model):
+            base = frozen_hidden(model, ids, mask)
+        for i, (block, out) in enumerate(medusa):
+            both = places[:, : -(i + 1)] & places[:, i + 1 :]
+            late, early = base[:, i + 1 :][both], block(hidden[:, : -(i + 1)][both])
+            _add(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head.weight, out.weight)
+        kept = rows[places.nonzero()[:, 0].cpu()]
+        _add(sums[-1], kept, base[places], hidden[places], head.weight, head.weight)
+    *heads, trunk = (Acceptance(*part) for part in sums)
+    return heads, trunk
+
+
+def bootstrap(
+    values: Tensor, weights: Tensor, *, other: Tensor | None = None, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of Σ values / Σ weights, resampling examples.
+
+    Args:
+        values, weights: [n], sums of each example.
+        other: [n] of a second draft on the same examples: the interval is of the paired difference.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    difference = values if other is None else values - other
+    rates = []
+    for size in [min(1000, draws - i) for i in range(0, draws, 1000)]:
+        picked = torch.randint(n, (size, n), generator=generator)
+        rates.append(difference[picked].sum(1) / weights[picked].sum(1))
+    low, high = torch.cat(rates).quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    return low, high
+
+
+def _batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    collate = Collate()
+    keys = ("input_ids", "prompt", "length")
+    for batch in eval_batches(data["length"], batch_size):
+        inputs = collate([{key: row[key] for key in keys} for row in data.__getitems__(batch)])
+        inputs = {key: value.to(device) for key, value in inputs.items()}
+        yield torch.tensor(batch), inputs["weights"] > 0, inputs["input_ids"], inputs["attention_mask"]
+
+
+def _add(sums: Tensor, rows: Tensor, target: Tensor, draft: Tensor, target_head: Tensor, draft_head: Tensor) -> None:
+    """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time."""
+    for part in torch.arange(len(rows)).split(_CHUNK):
+        p = F.linear(target[part], target_head).float().softmax(-1)
+        q = F.linear(draft[part], draft_head).float().softmax(-1)
+        best = q.argmax(-1)
+        sure = p.gather(-1, best[:, None]).squeeze(-1)
+        for total, rate in zip(sums, (torch.ones_like(sure), overlap(p, q), p.argmax(-1) == best, sure), strict=True):
+            total.index_add_(0, rows[part], rate.double().cpu())

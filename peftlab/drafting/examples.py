@@ -1,0 +1,61 @@
+"""Training examples of a draft: prompt and continuation as one row, and which predictions count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from peftlab.drafting.objectives import TopK
+from peftlab.drafting.prompts import Request
+
+
+def make_dataset(requests: Sequence[Request], stored: Sequence[TopK] | None = None) -> Dataset:
+    """Return requests as rows ``input_ids``, ``prompt`` (its length), ``length`` and ``kept`` (predictions).
+
+    Args:
+        stored: the target's top-k distributions for each response, added as columns ``top_values``,
+            ``top_indices`` and ``top_rest``.
+    """
+    rows = []
+    for i, request in enumerate(requests):
+        ids = [*request.prompt, *request.response]
+        sizes = {"prompt": len(request.prompt), "length": len(ids), "kept": len(request.response)}
+        row: dict[str, Any] = {"input_ids": ids, **sizes}
+        if stored is not None:
+            values, indices, rest = (part.tolist() for part in stored[i])
+            row |= {"top_values": values, "top_indices": indices, "top_rest": rest}
+        rows.append(row)
+    return Dataset.from_list(rows)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Rows to a batch, padded on the right.
+
+    The mask comes from lengths, never from token ids, so that padding may be the end-of-sequence token.
+    ``weights`` [b, n] is 1 where the prediction made at that place is of a token of the continuation: from the
+    prompt's last token to the last token but one.
+    """
+
+    pad: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(row["length"] for row in rows)
+        batch = {
+            "input_ids": torch.full((len(rows), longest), self.pad),
+            "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
+            "weights": torch.zeros(len(rows), longest),
+        }
+        for i, row in enumerate(rows):
+            batch["input_ids"][i, : row["length"]] = torch.tensor(row["input_ids"])
+            batch["attention_mask"][i, : row["length"]] = 1
+            batch["weights"][i, row["prompt"] - 1 : row["length"] - 1] = 1
+        for key in ("top_values", "top_indices", "top_rest"):
+            if key in rows[0]:  # [predictions of the batch, ...]: in the order of weights' nonzero places
+                batch[key] = torch.cat([torch.tensor(row[key]) for row in rows])
+        return batch

@@ -1,0 +1,84 @@
+"""Medusa heads on a language model (Cai et al. 2024, arXiv 2401.10774): frozen trunk, or with LoRA on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from peftlab.drafting.medusa import MedusaHeads
+from peftlab.errors import PeftlabError
+from peftlab.methods import lora
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.lora import LoraConfig
+from peftlab.methods.plan import FOLDING, Adapted, Folding, Plan, adopt, trainable_dtype
+from peftlab.methods.targets import model_type
+
+
+class MedusaConfig(MethodConfig):
+    """K heads on the last hidden state, each guessing one token further ahead."""
+
+    name: Literal["medusa"] = "medusa"
+    heads: int = Field(4, ge=1, description="K: head i (from 0) predicts the token i + 2 places on.")
+    bias: bool = Field(False, description="Whether each head's inner map W1 has a bias.")
+    decay: float = Field(0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
+    trunk: LoraConfig | None = Field(
+        None, description="Medusa-2: LoRA on the model itself, trained along (a method lora section); null: frozen."
+    )
+    preserve: float = Field(
+        5.0,
+        ge=0,
+        description="Medusa-2: weight of KL(base | trained model), which keeps the model what it was (5 is the "
+        "paper's 1 : 0.2).",
+    )
+
+
+class MedusaHead(Adapted, nn.Linear):
+    """An LM head that computes what it did before, and carries the Medusa heads."""
+
+    base_class = nn.Linear
+    added = ("medusa_heads",)
+    medusa_heads: MedusaHeads
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        """Return nothing: the heads are beside the LM head, not in it."""
+        return {}
+
+
+def plan(model: nn.Module, config: MedusaConfig) -> Plan:
+    """Put the heads on the LM head; with ``trunk`` also LoRA into the body.
+
+    Raises:
+        PeftlabError: the model has no plain linear LM head, or ``modules_to_save`` names something.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((n for n, module in model.named_modules() if module is head), None)
+    if name is None or type(head) is not nn.Linear:
+        raise PeftlabError(
+            f"method medusa: {model_type(model)} ({type(model).__name__}) has no linear LM head; the heads sit on a "
+            "causal language model's"
+        )
+    if config.modules_to_save:
+        raise PeftlabError("method medusa: modules_to_save belongs to trunk, the LoRA on the model itself")
+    trunk = lora.plan(model, config.trunk) if config.trunk is not None else Plan()
+    if name in trunk.replace:
+        raise PeftlabError(f"method medusa: trunk adapts {name}, which carries the heads; exclude it")
+    replace: dict[str, Callable[[nn.Module], nn.Module]] = {**trunk.replace, name: partial(_adapt, config=config)}
+    return Plan(replace, trunk.train)
+
+
+def lr_ratio(config: MedusaConfig) -> dict[str, float]:
+    """Return the trunk's learning-rate multiples."""
+    return lora.lr_ratio(config.trunk) if config.trunk is not None else {}
+
+
+def _adapt(leaf: nn.Module, config: MedusaConfig) -> nn.Module:
+    weight: Any = leaf.weight
+    new = adopt(MedusaHead, leaf)
+    new.medusa_heads = MedusaHeads(weight.to(trainable_dtype(weight)), config.heads, config.bias)
+    if weight.is_meta:
+        new.medusa_heads.to("meta")
+    return new.train(leaf.training)

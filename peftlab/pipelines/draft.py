@@ -1,0 +1,303 @@
+"""A draft recipe's whole way: preflight, text by the target, training, merge, acceptance before and after."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
+from peftlab.checkpoints.base import load_base
+from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import Drafter, ModelDrafter
+from peftlab.decoding.engine import Engine, build_engine
+from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import acceptance_statistics
+from peftlab.decoding.medusa import MedusaDrafter
+from peftlab.drafting.examples import Collate
+from peftlab.drafting.export import write_medusa
+from peftlab.drafting.truncate import truncate
+from peftlab.errors import PeftlabError
+from peftlab.files import write_json, write_text
+from peftlab.methods import METHODS, count_parameters, inject
+from peftlab.methods.medusa import MedusaConfig
+from peftlab.pipelines.draftparts import (
+    Models,
+    Sets,
+    load_models,
+    make_losses,
+    make_objective,
+    make_score,
+    make_sets,
+    read_text,
+)
+from peftlab.pipelines.finetune import make_accelerator
+from peftlab.pipelines.provenance import provenance
+from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.schema import DraftRecipe
+from peftlab.reporting.console import print_results, trainable_line
+from peftlab.reporting.html import write_report
+from peftlab.training.loop import Work, train
+from peftlab.training.state import Progress
+from peftlab.training.trackers import check_trackers
+
+_DECODED = 8  # held-out prompts that are decoded, one at a time
+
+
+def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
+    """Run ``recipe`` and return what ``results.json`` holds.
+
+    Raises:
+        PeftlabError: anything the user can mend; the run directory is only made once target, draft and data fit.
+    """
+    run_dir, settings = Path(recipe.output_dir), recipe.train
+    if run_dir.exists() and not (overwrite or resume):
+        raise PeftlabError(
+            f"output_dir: {run_dir} exists already; choose another, go on with `peftlab resume {run_dir}`, "
+            "or pass --overwrite to lose it"
+        )
+    folds = METHODS[recipe.method.name].folds
+    if recipe.merge and not folds:
+        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
+    check_trackers(list(settings.trackers))
+    text = read_text(recipe)
+    accelerator = make_accelerator(settings, run_dir)
+    set_seed(settings.seed)
+    models = load_models(recipe, text, run_dir, accelerator.device)
+    cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
+    sets = make_sets(recipe, text, models, cache, accelerator.main_process_first())
+    if accelerator.is_main_process:
+        _start(recipe, run_dir, models, text.tokenizer, sets, accelerator, overwrite)
+    accelerator.wait_for_everyone()
+    clock = _Clock(recipe, models, sets)
+    before_speed = clock.measure() if recipe.method.name != "medusa" else {}
+    inject(models.student, recipe.method)
+    trainable, total = count_parameters(models.student)
+    accelerator.print(trainable_line(trainable, total))
+    work = _work(recipe, models, sets)
+    assert work.score is not None
+    before = work.score(models.student)
+    accelerator.print(f"before: {_line(before)}")
+    if settings.gradient_checkpointing:
+        models.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.trackers:
+        accelerator.init_trackers("peftlab")
+    try:
+        progress = train(work, settings, accelerator, run_dir, resume=resume)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+    models.student = work.model
+    results = _results(recipe, progress, sets, before, (trainable, total), accelerator)
+    if accelerator.is_main_process:
+        _write_out(recipe, models, work, sets, run_dir, results, clock, before_speed)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _start(
+    recipe: DraftRecipe,
+    run_dir: Path,
+    models: Models,
+    tokenizer: Any,
+    sets: Sets,
+    accelerator: Accelerator,
+    overwrite: bool,
+) -> None:
+    """Make the run directory; a draft cut from the target becomes a plain model in it, the adapter's base."""
+    if overwrite and run_dir.exists():
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
+    write_json(run_dir / "provenance.json", provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes))
+    if models.base == str(run_dir / "base") and not (run_dir / "base" / "config.json").exists():
+        models.student.save_pretrained(run_dir / "base")
+        tokenizer.save_pretrained(run_dir / "base")
+
+
+def _work(recipe: DraftRecipe, models: Models, sets: Sets) -> Work:
+    objective = make_objective(recipe)
+    kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
+    return Work(
+        models.student,
+        sets.train,
+        sets.held_out,
+        Collate(),
+        None,
+        "acceptance",
+        False,
+        METHODS[recipe.method.name].lr_ratio(recipe.method),
+        losses=make_losses(recipe, models),
+        mass=lambda batch: sum(kept[i] for i in batch),
+        score=make_score(recipe, models, sets),
+    )
+
+
+def _results(
+    recipe: DraftRecipe,
+    progress: Progress,
+    sets: Sets,
+    before: dict[str, dict[str, float]],
+    parameters: tuple[int, int],
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    split = next(iter(sets.held_out))
+    objective = make_objective(recipe)
+    counts = sets.train["kept"]
+    seconds = max(progress.seconds, 1e-9)
+    gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
+    return {
+        "task": f"draft of {recipe.target}",
+        "method": recipe.method.name,
+        "model": str(recipe.draft) if isinstance(recipe.draft, str) else recipe.target,
+        "objective": recipe.objective.name,
+        "metric": "acceptance",
+        "score": progress.best_score,
+        "metrics": progress.best_metrics,
+        "last_metrics": progress.last_metrics,
+        "best_step": progress.best_step,
+        "steps": progress.step,
+        "baseline_score": before[split]["acceptance"],
+        "baseline_metrics": before,
+        "trainable_parameters": parameters[0],
+        "total_parameters": parameters[1],
+        "train_seconds": round(progress.seconds, 3),
+        "examples_per_second": round(progress.examples / seconds, 2),
+        "tokens_per_second": round(progress.tokens / seconds, 2),
+        "train_examples": len(sets.train),
+        "learnt_tokens": sum(counts),
+        "kept_share": sum(objective.kept(n) for n in counts) / sum(counts),
+        "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
+        "seed": recipe.train.seed,
+    }
+
+
+def _write_out(
+    recipe: DraftRecipe,
+    models: Models,
+    work: Work,
+    sets: Sets,
+    run_dir: Path,
+    results: dict[str, Any],
+    clock: _Clock,
+    before_speed: dict[str, Any],
+) -> None:
+    """Save the adapter, merge it, measure what is on disk, and write the results."""
+    assert work.score is not None
+    save_adapter(models.student, run_dir / "adapter", base=models.base)
+    merged: Any = None
+    if METHODS[recipe.method.name].folds and recipe.merge is not False:
+        batches = _samples(sets)
+        text = dump_recipe(recipe)
+        merge_checkpoint(run_dir / "adapter", models.base, run_dir / "merged", recipe=text, overwrite=True)
+        results["merge"] = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", batches)
+        merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
+        merged.to(models.target.device)
+        if not recipe.early_exit:
+            results["merged_metrics"] = work.score(merged)
+    if recipe.method.name == "medusa":
+        write_medusa(models.student, run_dir / "heads", overwrite=True)
+        _merge_trunk(recipe, models, run_dir)
+    after_speed = clock.measure(merged)
+    results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
+    write_json(run_dir / "results.json", results)
+    try:
+        write_report(run_dir)
+    except PeftlabError as error:
+        print(f"no report.html: {error}")
+    print_results(results, run_dir)
+    print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
+    print(_verdict(before_speed, after_speed))
+
+
+def _merge_trunk(recipe: DraftRecipe, models: Models, run_dir: Path) -> None:
+    """Medusa-2: write the target with the trunk's LoRA folded in; the heads belong to that model."""
+    assert isinstance(recipe.method, MedusaConfig)
+    if recipe.method.trunk is None or recipe.merge is False:
+        return
+    whole = read_adapter(run_dir / "adapter")
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if ".medusa_heads." not in name}
+    trunk = Adapter(recipe.method.trunk, tensors, whole.base, whole.base_reference)
+    merge_checkpoint(trunk, models.base, run_dir / "merged", recipe=dump_recipe(recipe), overwrite=True)
+
+
+def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
+    """Return up to 16 held-out examples as model inputs."""
+    data = next(iter(sets.held_out.values()))
+    batch = Collate()([data[i] for i in range(min(16, len(data)))])
+    return [{key: batch[key] for key in ("input_ids", "attention_mask")}]
+
+
+class _Clock:
+    """Greedy decoding of a few held-out prompts, one at a time, plain and with the draft."""
+
+    def __init__(self, recipe: DraftRecipe, models: Models, sets: Sets) -> None:
+        self._recipe, self._models = recipe, models
+        self._prompts: Sequence[list[int]] = sets.prompts[:_DECODED]
+        self._ending = Ending(recipe.data.max_new_tokens, models.eos)
+
+    def measure(self, merged: Any = None) -> dict[str, Any]:
+        """Return block efficiency (tokens a target step) and tokens per second, without and with the draft.
+
+        Args:
+            merged: the trained model as read from disk; None: the one in memory, before or after training.
+        """
+        target, drafter = self._engines(merged)
+        plain, seconds = self._decode(target, None)
+        drafted, draft_seconds = self._decode(target, drafter)
+        tokens = sum(len(output.tokens) for output in plain)
+        produced = sum(len(output.tokens) for output in drafted)
+        statistics = acceptance_statistics(drafted)
+        return {
+            "block_efficiency": statistics["tau"],
+            "accepted": statistics["acceptance"],
+            "plain_tokens_per_second": round(tokens / seconds, 2),
+            "tokens_per_second": round(produced / draft_seconds, 2),
+            "speed_up": round(produced / draft_seconds / (tokens / seconds), 3),
+        }
+
+    def _engines(self, merged: Any) -> tuple[Engine, Drafter]:
+        recipe, models = self._recipe, self._models
+        if recipe.method.name == "medusa":
+            heads = models.student.get_output_embeddings().medusa_heads
+            return build_engine(models.student), MedusaDrafter(heads)
+        if recipe.early_exit:
+            whole = merged if merged is not None else models.student
+            layers = recipe.draft.truncate.layers  # type: ignore[union-attr]
+            return build_engine(whole), ModelDrafter(build_engine(truncate(whole, layers)))
+        draft = merged if merged is not None else models.student
+        return build_engine(models.target), ModelDrafter(build_engine(draft))
+
+    def _decode(self, target: Engine, drafter: Drafter | None) -> tuple[list[Any], float]:
+        decode(target, self._prompts[:1], Ending(4), drafter)  # not timed: what a first pass sets up
+        outputs = []
+        started = time.perf_counter()
+        for prompt in self._prompts:
+            outputs += decode(target, [prompt], self._ending, drafter, policy=lambda: Fixed(self._recipe.gamma))
+        return outputs, time.perf_counter() - started
+
+
+def _line(scores: dict[str, dict[str, float]]) -> str:
+    return "; ".join(
+        f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in rates.items())
+        for split, rates in scores.items()
+    )
+
+
+def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the measured speed in a sentence; a slow-down is called one."""
+    gain = after["speed_up"]
+    word = "faster" if gain > 1.02 else "slower" if gain < 0.98 else "no faster"
+    earlier = f", {before['block_efficiency']:.2f} before training" if before else ""
+    return (
+        f"greedy decoding with the draft is {word} than without: {gain:.2f} times plain "
+        f"({after['tokens_per_second']:.1f} against {after['plain_tokens_per_second']:.1f} tokens/s), "
+        f"{after['block_efficiency']:.2f} tokens a target step{earlier}"
+    )

@@ -1,0 +1,72 @@
+"""Going on with a draft from the requests it has served since (Online Speculative Decoding)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peftlab.checkpoints.base import load_tokenizer
+from peftlab.drafting.prompts import Request, read_requests
+from peftlab.errors import PeftlabError
+from peftlab.files import write_text
+from peftlab.pipelines.draft import run_draft
+from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.schema import DraftRecipe
+
+
+def run_update(
+    run: str | Path, logs: str | Path, *, size: int = 1024, overrides: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Train a run's newest merged draft further on the requests in ``logs``; return the update's results.
+
+    Liu et al. 2023 (arXiv 2310.07177). The update is a run of its own, ``RUN/updates/0001`` and so on, whose
+    recipe is the run's with the newest draft as its start. ``updates/replay-0001.jsonl`` holds the newest
+    ``size`` requests, this log's and earlier ones': the newest of them are held out, and acceptance on them, before and
+    after, is what the update is judged by. The text the target wrote for the run is learnt from along with it.
+
+    Args:
+        run: directory of a draft recipe's run.
+        logs: served requests, a prompt and a response a row.
+        size: requests the buffer holds.
+        overrides: as for ``peftlab run``: fewer steps, another learning rate.
+
+    Raises:
+        PeftlabError: no such run, no merged draft in it, or no request in ``logs``.
+    """
+    run = Path(run)
+    if not (run / "recipe.yaml").exists():
+        raise PeftlabError(f"{run}: no run here (there is no recipe.yaml)")
+    first = load_recipe(run / "recipe.yaml")
+    if not isinstance(first, DraftRecipe):
+        raise PeftlabError(f"{run}: a run of kind {first.kind}; only drafts are updated")
+    if first.method.name == "medusa" or first.early_exit:
+        raise PeftlabError(f"{run}: heads and exits live in the target; train them anew with data.replay={logs}")
+    done = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
+    newest = done[-1] if done else run
+    if not (newest / "merged" / "config.json").exists():
+        raise PeftlabError(f"{newest}: holds no merged draft to go on from; was it run to its end, with a fold?")
+    tokenizer = load_tokenizer(first.target)
+    before = run / "updates" / f"replay-{len(done):04d}.jsonl"
+    buffer = read_requests(before, tokenizer) if before.exists() else []
+    buffer = [*buffer, *read_requests(logs, tokenizer, chat=first.data.chat)][-size:]
+    place = run / "updates" / f"{len(done) + 1:04d}"
+    staged = run / "updates" / f"replay-{len(done) + 1:04d}.jsonl"
+    write_text(staged, _lines(buffer))
+    recipe = load_recipe(
+        run / "recipe.yaml",
+        [
+            f"draft={json.dumps(str(newest / 'merged'))}",
+            f"data.replay={json.dumps(str(staged))}",
+            f"data.cache={json.dumps(first.data.cache or str(run.parent / 'draft-data'))}",
+            *overrides,
+            f"output_dir={json.dumps(str(place))}",
+        ],
+    )
+    assert isinstance(recipe, DraftRecipe)
+    return run_draft(recipe)
+
+
+def _lines(requests: list[Request]) -> str:
+    rows = ({"prompt_ids": r.prompt, "response_ids": r.response} for r in requests)
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,208 @@
+"""A merge that is killed, or meets a full disk or bad input, leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from models import adapt, build, load, save_base, weight_files
+from safetensors.torch import load_file, save_file
+
+from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.errors import PeftlabError
+from peftlab.files import STAGING_PREFIX
+
+KILLS = 30
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[Path, Path]:
+    """A small base in shards, and an adapter of it."""
+    base = save_base(build("llama"), tmp_path / "base", max_shard_size="20KB")
+    return base, adapt(load(type(build("llama")), base), tmp_path / "adapter", target_modules="all-linear")
+
+
+def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    """SIGKILL at random moments: OUT is absent or complete, the base untouched, and the next run succeeds."""
+    base, adapter = parts
+    expected = tmp_path / "expected"
+    merge_checkpoint(adapter, base, expected)
+    before = weight_files(base)
+    out = tmp_path / "work" / "out"
+    chance = random.Random(0)
+    left_behind = 0
+    # Forks of one process that has imported everything: a kill costs milliseconds instead of seconds.
+    for _ in range(KILLS):
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)
+                while True:
+                    merge_checkpoint(adapter, base, out, overwrite=True)
+            finally:
+                os._exit(1)
+        time.sleep(0.02 + chance.random() * 0.25)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the child ended by itself"
+        left_behind += any(out.parent.glob(f"{STAGING_PREFIX}*"))
+        if out.exists():
+            assert weight_files(out) == weight_files(expected)
+            assert {p.name for p in out.iterdir()} == {p.name for p in expected.iterdir()}
+    assert left_behind, "no kill fell into a merge"
+    assert weight_files(base) == before
+    merge_checkpoint(adapter, base, out, overwrite=True)
+    assert weight_files(out) == weight_files(expected)
+    assert not list(out.parent.glob(f"{STAGING_PREFIX}*"))
+
+
+def test_full_disk(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = parts
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))
+    try:
+        with pytest.raises(PeftlabError, match=r"out: cannot be written \(File too large\); nothing"):
+            merge_checkpoint(adapter, base, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_no_space_left(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    """The real thing, where a file system can be mounted."""
+    base, adapter = parts
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        with pytest.raises(PeftlabError, match="No space left"):
+            merge_checkpoint(adapter, base, small / "out")
+        assert not list(small.iterdir())
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_read_only_base(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    """The base's files are opened for reading alone, and neither bytes nor times change."""
+    base, adapter = parts
+    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in base.iterdir()}
+    opened: list[tuple[str, int]] = []
+    watching = True
+
+    def hook(event: str, args: tuple) -> None:
+        if watching and event == "open" and str(args[0]).startswith(str(base)):
+            opened.append((str(args[0]), args[2] or 0))
+
+    sys.addaudithook(hook)
+    merge_checkpoint(adapter, base, tmp_path / "out")
+    watching = False
+    assert len(opened) > len(weight_files(base))
+    assert not [name for name, flags in opened if flags & (os.O_WRONLY | os.O_RDWR)]
+    assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in base.iterdir()} == before
+
+
+def _refused(adapter: Path, base: Path, out: Path, words: str) -> None:
+    there = sorted(out.parent.iterdir())
+    with pytest.raises(PeftlabError, match=words):
+        merge_checkpoint(adapter, base, out)
+    assert sorted(out.parent.iterdir()) == there
+
+
+def test_outputs_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = parts
+    (tmp_path / "there").mkdir()
+    _refused(adapter, base, tmp_path / "there", "exists already")
+    for out in (base, base / "inside", tmp_path):
+        with pytest.raises(PeftlabError, match="is, lies in or holds the base"):
+            merge_checkpoint(adapter, base, out, overwrite=True)
+    (tmp_path / "link").symlink_to(base)
+    with pytest.raises(PeftlabError, match="is, lies in or holds the base"):
+        merge_checkpoint(adapter, base, tmp_path / "link" / "x")
+    assert weight_files(base)
+
+
+def test_adapters_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = parts
+    file = adapter / "adapter_model.safetensors"
+    good = load_file(file)
+    first = next(iter(good))
+    for change, words in (
+        ({first: None}, "not in the file"),
+        (
+            {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)},
+            "has no model.layers.9.self_attn.q_proj .did you mean",
+        ),
+        ({first: torch.ones(8, 31)}, "has shape"),
+        ({first: torch.full_like(good[first], float("nan"))}, "NaN or infinity"),
+        ({"other.lora_A.weight": torch.ones(1)}, "other.lora_A.weight"),
+    ):
+        tensors = {key: tensor for key, tensor in (good | change).items() if tensor is not None}
+        save_file(tensors, file, metadata={"format": "pt"})
+        _refused(adapter, base, tmp_path / "out", words)
+    save_file(good, file, metadata={"format": "pt"})
+    merge_checkpoint(adapter, base, tmp_path / "out")
+
+
+def test_bases_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = parts
+    other = save_base(build("gpt2"), tmp_path / "gpt2")
+    _refused(adapter, other, tmp_path / "out", "belongs to 'llama'")
+    config = json.loads((base / "config.json").read_text())
+    for method in ("bitsandbytes", "gptq", "awq"):
+        quantised = config | {"quantization_config": {"quant_method": method, "bits": 4}}
+        (base / "config.json").write_text(json.dumps(quantised))
+        _refused(adapter, base, tmp_path / "out", f"quantised .{method}.*--dequantize")
+    (base / "config.json").write_text(json.dumps(config))
+    shard = next(p for p in sorted(base.iterdir()) if p.suffix == ".safetensors")
+    whole = load_file(shard)
+    gone = next(iter(whole))
+    shard.rename(tmp_path / "moved")
+    _refused(adapter, base, tmp_path / "out", "missing")
+    raw = (tmp_path / "moved").read_bytes()
+    shard.write_bytes(raw[:-4])
+    _refused(adapter, base, tmp_path / "out", "truncated")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    del index["weight_map"][gone]
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({key: tensor for key, tensor in whole.items() if key != gone}, shard)
+    _refused(adapter, base, tmp_path / "out", f"lack 1 tensors.*{gone}")
+
+
+def test_nonfinite_base(tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("inf")
+    base = save_base(model, tmp_path / "base")
+    adapter = adapt(load(type(model), base), tmp_path / "adapter")
+    _refused(adapter, base, tmp_path / "out", "q_proj.weight: 1 merged weights are NaN or infinite")
+    report = merge_checkpoint(adapter, base, tmp_path / "out", allow_nonfinite=True)
+    assert sum(row.nonfinite for row in report.tensors) == 1
+
+
+def test_overflow_in_the_stored_dtype(tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = 1e5
+    base = save_base(model, tmp_path / "base")
+    adapter = adapt(load(type(model), base), tmp_path / "adapter")
+    with pytest.raises(PeftlabError, match="1 merged weights are NaN or infinite"):
+        merge_checkpoint(adapter, base, tmp_path / "out", dtype=torch.float16)
+
+
+def test_houlsby_has_no_fold(tmp_path: Path) -> None:
+    base = save_base(build("bert"), tmp_path / "base")
+    adapter = adapt(load(type(build("bert")), base), tmp_path / "adapter", "houlsby", bottleneck=4)
+    _refused(adapter, base, tmp_path / "out", "no linear fold.*load_adapter")

@@ -1,0 +1,268 @@
+"""The benchmark and the verbs: numbers that agree with each other, and nothing counted that was not output."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from peftlab.cli import app
+from peftlab.decoding import bench as benches
+from peftlab.decoding.decoder import Generation, Step, decode
+from peftlab.decoding.drafters import ModelDrafter, Sampling
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.free import Recycling
+from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import Overlap, acceptance_statistics, rate_intervals
+from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
+from peftlab.drafting.truncate import truncate
+from peftlab.errors import PeftlabError
+
+
+@pytest.fixture(scope="module")
+def draft_dir(stories_model, stories_tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("draft")
+    truncate(stories_model, range(4)).save_pretrained(path)
+    stories_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Once upon a time", "And then?"]},
+        {"prompt": "Tom and Lily", "category": "roleplay"},
+        {"text": "The dog", "id": "x", "category": "writing"},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_statistics_by_hand():
+    steps = [Step(3, 3, 4), Step(3, 0, 1), Step(3, 1, 2), Step(0, 0, 1), Step(2, 2, 2)]
+    result = acceptance_statistics([Generation([0] * 6, "eos", steps[:3]), Generation([0] * 4, "eos", steps[3:])])
+    assert result["tau"] == 10 / 5
+    # Tried: 4, then 3 of which 1 falls, then 1: position by position 3/4, 2/3, 1/1.
+    assert result["acceptance_by_position"] == [3 / 4, 2 / 3, 1.0]
+    assert result["acceptance"] == 6 / 8
+    assert (result["drafted"], result["accepted"], result["steps"]) == (11, 6, 5)
+    assert result["histogram"] == {"1": 2, "2": 2, "4": 1}
+    assert acceptance_statistics([Generation()])["tau"] is None
+
+
+def test_intervals_and_verdicts():
+    same = rate_intervals([10] * 20, [1.0] * 20, [10] * 20, [2.0] * 20)
+    assert same == {"rate": (10.0, 10.0), "baseline": (5.0, 5.0), "speedup": (2.0, 2.0)}
+    uneven = rate_intervals([10] * 20, [0.5, 3.0] * 10, [10] * 20, [1.0, 1.0] * 10)
+    assert uneven["speedup"][0] < 2 / 3.5 < uneven["speedup"][1]
+    assert benches.verdict(2.0, (1.5, 2.5)).startswith("faster than plain")
+    assert benches.verdict(0.8, (0.7, 0.9)).startswith("slower than plain")
+    assert benches.verdict(1.1, (0.9, 1.2)).startswith("no clear difference")
+
+
+def test_overlap_is_that_of_the_models(stories_model):
+    """Against both models run over the finished text."""
+    draft = truncate(stories_model, range(3))
+    overlap = Overlap(Sampling())
+    drafter = ModelDrafter(build_engine(draft, pack=False))
+    target = build_engine(stories_model, pack=False)
+    from peftlab.decoding.decoder import Ending
+
+    (output,) = decode(target, [[1]], Ending(40), drafter, policy=partial(Fixed, 1), observe=overlap)
+    ids = torch.tensor([[1, *output.tokens]])
+    with torch.inference_mode():
+        p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (stories_model, draft))
+    # With one drafted token a step, the positions looked at are those where a step began.
+    began = [sum(s.emitted for s in output.steps[:i]) for i, s in enumerate(output.steps) if s.drafted]
+    p, q = p[began], q[began]
+    result = overlap.result()
+    assert overlap.positions == len(began)
+    assert result["overlap"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
+    assert result["argmax"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    assert result["p_of_argmax"] == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
+    assert result["argmax"] == acceptance_statistics([output])["acceptance"]  # greedy: the same thing
+
+
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (1, 0.8)])
+def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperature):
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    shown = invoke(
+        "draft", "bench", "--target", stories, "--draft", draft_dir, "--prompts", prompt_file, "--max-new-tokens", 24,
+        "--gamma", 3, "--batch-size", batch, "--temperature", temperature, "--repeats", 1, "--json", out, "--html", page,
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    assert shown.exit_code == 0 and result["verdict"] in shown.stdout.replace("\n", " ")
+    assert result["gamma"] == 3 and result["lossless"] is True and result["divergences"] == []
+    assert result["lossless_by"] == ("construction" if temperature else "comparison")
+    assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
+    assert len(result["acceptance_by_position"]) == 3 and 0 < result["acceptance"] < 1
+    assert result["tau"] == pytest.approx(
+        sum(int(n) * steps for n, steps in result["histogram"].items()) / sum(result["histogram"].values())
+    )
+    assert list(result["drafters"]) == ["draft", "lookup", "recycling"]
+    assert all(of["lossless"] for of in result["drafters"].values())
+    assert 0 < result["alpha"]["overlap"] < 1 and 0 < result["overhead"] < 1
+    assert result["drafters"]["lookup"]["alpha"] is None
+    assert [(p["id"], p["category"]) for p in result["prompts"]] == [
+        ("81", "writing"), ("2", "roleplay"), ("x", "writing"),
+    ]  # fmt: skip
+    assert all(len(p["ids"]) == 24 for p in result["prompts"])
+    if not temperature:
+        assert all(p["ids"] == p["baseline_ids"] for p in result["prompts"])
+    assert result["categories"]["writing"]["prompts"] == 2
+    assert (result["categories"]["writing"]["speedup"] is None) == (batch == 2)  # a batch of two categories
+    assert page.read_text().count("<svg") == 2
+
+
+def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
+    prompts, out = tmp_path / "p.txt", tmp_path / "out.json"
+    prompts.write_text("The dog\n\n" + "long " * 600 + "\n")
+    shown = invoke("draft", "bench", "--target", stories, "--prompts", prompts, "--repeats", 1, "--json", out)
+    result = json.loads(out.read_text())
+    assert result["drafter"] == "lookup" and result["skipped"] == ["3"] and len(result["prompts"]) == 1
+    assert "1 prompts left out" in shown.stdout
+
+
+def test_free_drafters_forget_between_passes(stories_model):
+    """Else the second pass over the same prompts would find its own answers."""
+    made = []
+
+    def make():
+        made.append(Recycling())
+        return made[-1]
+
+    settings = benches.Settings(8, repeats=3)
+    questions = [benches.Question("1", "all", [1, 5])]
+    benches.bench(build_engine(stories_model), {"recycling": make}, questions, settings)
+    assert len(made) == 1 + 3 + 1  # warm-up, passes, overlap
+
+
+def test_bench_refuses(stories_model):
+    target, question = build_engine(stories_model), benches.Question("1", "all", [1])
+    with pytest.raises(PeftlabError, match="batch_size: 0 is less than 1"):
+        benches.bench(target, {"d": None}, [question], benches.Settings(3, batch_size=0))
+    with pytest.raises(PeftlabError, match="none fits the model's context"):
+        benches.bench(target, {"d": None}, [benches.Question("1", "all", [1] * 512)], benches.Settings(3))
+    with pytest.raises(PeftlabError, match="drafters: none given"):
+        benches.bench(target, {}, [question], benches.Settings(3))
+
+
+def test_plan_verb(stories, draft_dir, tmp_path):
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    shown = invoke(
+        "draft", "plan", "--target", stories, "--draft", draft_dir, "--max-gamma", 2, "--repeats", 1, "--context", 8,
+        "--json", out, "--html", page,
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    assert result["verdict"] in shown.stdout and result["warnings"] == [] and page.exists()
+    shown = invoke(
+        "draft", "plan", "--target", draft_dir, "--draft", stories, "--max-gamma", 1, "--repeats", 1, "--context", 8
+    )
+    assert "parameters) is no smaller than the target (214,592)" in shown.stdout
+
+
+@pytest.mark.parametrize("how", ["plain", "lookup", "draft"])
+def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, generate_greedy, how):
+    extra = {"plain": [], "lookup": ["--drafter", "lookup"], "draft": ["--draft", draft_dir]}[how]
+    shown = invoke(
+        "generate", "--target", stories, "--prompt", "Once upon a time", "--max-new-tokens", 30, "--no-pack", *extra
+    )
+    ids = generate_greedy(stories_model, stories_tokenizer("Once upon a time").input_ids, 30)
+    assert shown.stdout == stories_tokenizer.decode(ids) + "\n"
+    assert "30 tokens in" in shown.stderr and "tokens/s" in shown.stderr and "ended by length" in shown.stderr
+    assert ("acceptance" in shown.stderr) == (how != "plain")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--gamma", "0"], "gamma: 0 drafts nothing"),
+        (["--policy", "fixd"], r"did you mean 'fixed'\?"),
+        (["--top-k", "3"], "temperature: 0 is greedy"),
+        (["--drafter", "lokup"], r"did you mean 'lookup'\?"),
+        (["--drafter", "draft"], "no draft model given"),
+        (["--draft", "nowhere/else/is"], "no such file"),
+        (["--draft", "x", "--drafter", "lookup"], "give one of them"),
+        (["--dtype", "int4"], "float32 or bfloat16"),
+        (["--chat"], "no chat template"),
+    ],
+)
+def test_generate_refuses(stories, arguments, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        invoke("generate", "--target", stories, "--prompt", "x", *arguments)
+
+
+def test_prompts_through_a_chat_template(stories_tokenizer):
+    prompt = Prompt("1", "all", "hello", [{"role": "user", "content": "hello"}])
+    literal = encode(stories_tokenizer, prompt)
+    assert literal == stories_tokenizer("hello").input_ids
+    import copy
+
+    chatty = copy.deepcopy(stories_tokenizer)
+    chatty.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    assert encode(chatty, prompt) == chatty("<user>hello!", add_special_tokens=False).input_ids
+    assert encode(chatty, Prompt("1", "all", "hello")) == literal
+
+
+def test_an_empty_prompt_begins_with_bos_or_not_at_all(stories_tokenizer):
+    assert encode(stories_tokenizer, Prompt("1", "all", "")) == [1]
+
+    class Bare:
+        bos_token_id = None
+
+        def __call__(self, text):
+            from types import SimpleNamespace
+
+            return SimpleNamespace(input_ids=[])
+
+    with pytest.raises(PeftlabError, match="prompt 7: empty"):
+        encode(Bare(), Prompt("7", "all", ""))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "p.jsonl:2: not valid JSON"),
+        ("[]", "p.jsonl:2: no prompt; an object needs one of turns"),
+        ('{"promt": "x"}', "p.jsonl:2: no prompt"),
+        ('{"turns": []}', "p.jsonl:2: turns is not what it should be"),
+        ('{"messages": [{"role": "user"}]}', "p.jsonl:2: messages is not"),
+        ('{"prompt": 3}', "p.jsonl:2: prompt is not"),
+    ],
+)
+def test_prompt_files_that_are_wrong(tmp_path, line, reason):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(PeftlabError, match=reason):
+        read_prompts(path)
+
+
+def test_prompt_files_that_hold_nothing(tmp_path):
+    (tmp_path / "p.txt").write_text("\n\n")
+    with pytest.raises(PeftlabError, match="no prompt in it"):
+        read_prompts(tmp_path / "p.txt")
+    with pytest.raises(PeftlabError, match="no such file"):
+        read_prompts(tmp_path / "q.txt")
+
+
+def test_spec_bench(shared):
+    prompts = read_prompts(shared / "data" / "lm" / "spec_bench_question.jsonl")
+    assert len(prompts) == 480 and len({p.category for p in prompts}) == 13
+    few = spread(prompts, 26)
+    assert len(few) == 26 and {p.category for p in few} == {p.category for p in prompts}
+    assert [prompts.index(p) for p in few] == sorted(prompts.index(p) for p in few)
+    with pytest.raises(PeftlabError, match="max_prompts: 0"):
+        spread(prompts, 0)

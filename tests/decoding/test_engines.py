@@ -1,0 +1,193 @@
+"""The forward pass: every engine computes the model's own logits, at every slot, ragged, in trees, in windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.trees import best_tree, shape_of
+from peftlab.errors import PeftlabError
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "llama, biases, scaled rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
+    ),
+    "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=6)),
+    "qwen2, some windows": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "gemma2, windows and caps": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, head_dim=8, sliding_window=6, query_pre_attn_scalar=8)
+    ),
+    "gpt2, learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
+    ),
+}
+WAYS = {"packed": {}, "flat": {"pack": False}, "transformers": {"flat": False}}
+CASES = [(m, w) for m in MODELS for w in WAYS if w == "transformers" or not m.startswith(("gemma", "gpt2"))]
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):  # biases start at zero, where leaving one out is not seen
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
+def built(request):
+    name, way = request.param
+    model = build(name)
+    engine = build_engine(model, **WAYS[way])
+    assert engine.kind.startswith("transformers" if way == "transformers" else "flat")
+    return model, engine
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_ragged_blocks_and_overwritten_slots(built):
+    model, engine = built
+    ids = torch.randint(96, (3, 30))
+    want = model(ids).logits
+    cache = KVCache(engine.layers, 3, 40)
+    # All rows read 12 tokens, of which row 0 is to forget 7 and row 2 forgets 3.
+    first = engine.forward(cache, ids[:, :12], Block((0, 0, 0), 12), keep=[4, 11])
+    close(first.logits, want[:, [4, 11]])
+    starts = (5, 12, 9)
+    more = torch.stack([ids[i, s : s + 6] for i, s in enumerate(starts)])
+    second = engine.forward(cache, more, Block(starts, 6))
+    for i, s in enumerate(starts):
+        close(second.logits[i], want[i, s : s + 6])
+    # A step of some rows only, then of all, one token each.
+    third = engine.forward(cache, ids[[2, 0]][:, [15, 11]].diagonal()[:, None], Block((15, 11), 1, rows=(2, 0)))
+    close(third.logits[:, 0], torch.stack([want[2, 15], want[0, 11]]))
+    cache.select([2, 0])
+    last = engine.forward(cache, torch.stack([ids[2, 16:18], ids[0, 12:14]]), Block((16, 12), 2))
+    close(last.logits, torch.stack([want[2, 16:18], want[0, 12:14]]))
+
+
+@torch.inference_mode()
+def test_tree_sees_its_ancestors_only(built):
+    model, engine = built
+    tree = best_tree(9, 4, 3)
+    shape = shape_of(tree)
+    assert max(shape.parents) >= 0 and len({len(path) for path in tree}) > 1
+    ids = torch.randint(96, (2, 20))
+    drafted = torch.randint(96, (2, len(tree)))
+    starts = (19, 11)  # past the window, with 20 and 12 tokens known
+    cache = KVCache(engine.layers, 2, 40)
+    engine.forward(cache, ids, Block((0, 0), 20))
+    inputs = torch.cat((torch.stack([ids[0, 19:20], ids[1, 11:12]]), drafted), 1)
+    out = engine.forward(cache, inputs, Block(starts, 10, tree=(shape.depths, shape.below)))
+    for row, start in enumerate(starts):
+        for node in range(len(tree)):
+            path, above = [], node
+            while above >= 0:
+                path.insert(0, above)
+                above = shape.parents[above]
+            line = torch.cat((ids[row, : start + 1], drafted[row, path]))
+            close(out.logits[row, node + 1], model(line[None]).logits[0, -1])
+    # Node by node the accepted path moves up, and decoding goes on after it.
+    deepest = max(range(len(tree)), key=lambda i: len(tree[i]))
+    path, above = [], deepest
+    while above >= 0:
+        path.insert(0, above)
+        above = shape.parents[above]
+    cache.move(1, starts[1] + 1, path)
+    line = torch.cat((ids[1, : starts[1] + 1], drafted[1, path], ids[1, :1]))
+    after = engine.forward(cache, ids[1:, :1], Block((len(line) - 1,), 1, rows=(1,)))
+    close(after.logits[0, 0], model(line[None]).logits[0, -1])
+
+
+@torch.inference_mode()
+def test_hidden_is_what_the_head_reads(built):
+    model, engine = built
+    ids = torch.randint(96, (1, 7))
+    out = engine.forward(KVCache(engine.layers, 1, 8), ids, Block((0,), 7), keep=[2, 6])
+    close(out.hidden, model.base_model(ids).last_hidden_state[:, [2, 6]])
+
+
+def test_vocabulary_cuts_the_padding():
+    model = build("llama")
+    ids = torch.randint(90, (1, 5))
+    want = model(ids).logits[..., :90]
+    for way in WAYS.values():
+        engine = build_engine(model, vocabulary=90, **way)
+        assert engine.vocab_size == 90
+        close(engine.forward(KVCache(engine.layers, 1, 5), ids, Block((0,), 5)).logits, want.detach())
+
+
+def wrap(model):
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj, torch.nn.Tanh())
+
+
+def hook(model):
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize("change", [wrap, hook])
+def test_a_changed_model_is_not_flattened(change):
+    model = build("llama")
+    change(model)
+    engine = build_engine(model)
+    assert engine.kind == "transformers"
+    ids = torch.randint(90, (1, 5))
+    out = engine.forward(KVCache(engine.layers, 1, 5), ids, Block((0,), 5))
+    close(out.logits, model(ids).logits.detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)),
+            "cannot be cropped",
+        ),
+        (
+            lambda: BartForConditionalGeneration(
+                BartConfig(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8)
+            ),
+            "not a decoder-only",
+        ),
+    ],
+    ids=["mamba", "bart"],
+)
+def test_models_that_cannot_be_decoded_here(model, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        build_engine(model().eval())

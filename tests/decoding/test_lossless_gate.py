@@ -1,0 +1,202 @@
+"""Greedy output is the target's own, token for token: every drafter, draft length, batch and kernel (fp32, CPU)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import ModelDrafter
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.measures import acceptance_statistics, divergence
+from peftlab.decoding.medusa import MedusaDrafter
+from peftlab.drafting.medusa import MedusaHeads
+from peftlab.drafting.truncate import truncate
+
+NEW = 32
+DRAFTERS = {
+    "itself": lambda m, way: ModelDrafter(build_engine(m, **way)),
+    "first layers": lambda m, way: ModelDrafter(build_engine(truncate(m, range(4)), **way)),
+    "early exit": lambda m, way: ModelDrafter(
+        build_engine(truncate(m, range(4), share=True), **way), shares_cache=True
+    ),
+    "lookup": lambda m, way: PromptLookup(),
+    "n-gram": lambda m, way: NGram(),
+    "recycling": lambda m, way: Recycling(),
+    "recycling chain": lambda m, way: Recycling(width=1),
+    "medusa": lambda m, way: MedusaDrafter(heads(m)),
+    "medusa tree": lambda m, way: MedusaDrafter(heads(m), width=4),
+}
+WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
+
+
+def heads(model):
+    """Untrained heads repeat the next token's distribution: right where the text repeats itself."""
+    return MedusaHeads(model.get_output_embeddings().weight, 4)
+
+
+@pytest.fixture(scope="module")
+def expected(stories_model, uneven_prompts, generate_greedy):
+    return [generate_greedy(stories_model, prompt, NEW) for prompt in uneven_prompts]
+
+
+@pytest.fixture(scope="module")
+def engines(stories_model):
+    return {name: build_engine(stories_model, **way) for name, way in WAYS.items()}
+
+
+def run(target, prompts, batch, drafter=None, gamma=1, new=NEW, **settings):
+    outputs = []
+    settings.setdefault("policy", partial(Fixed, gamma))
+    for i in range(0, len(prompts), batch):
+        outputs += decode(target, prompts[i : i + batch], Ending(new), drafter, **settings)
+    return outputs
+
+
+def tokens(outputs):
+    return [output.tokens for output in outputs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_plain_decoding_is_transformers_generate(engines, uneven_prompts, expected, way, batch):
+    assert tokens(run(engines[way], uneven_prompts, batch)) == expected
+
+
+@pytest.mark.parametrize(("gamma", "batch"), [(1, 1), (4, 3), (8, 8)])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter(stories_model, engines, uneven_prompts, expected, name, gamma, batch):
+    drafter = DRAFTERS[name](stories_model, WAYS["flat"])
+    assert tokens(run(engines["flat"], uneven_prompts, batch, drafter, gamma)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_draft_length(stories_model, engines, uneven_prompts, expected, name, batch):
+    for gamma in range(1, 9):
+        drafter = DRAFTERS[name](stories_model, WAYS["flat"])
+        assert tokens(run(engines["flat"], uneven_prompts, batch, drafter, gamma)) == expected, gamma
+
+
+@pytest.mark.parametrize("way", ["packed", "transformers"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_kernel(stories_model, engines, uneven_prompts, expected, name, way):
+    drafter = DRAFTERS[name](stories_model, WAYS[way])
+    assert tokens(run(engines[way], uneven_prompts, 3, drafter, 5)) == expected
+
+
+@pytest.mark.parametrize("name", ["first layers", "early exit", "lookup", "recycling", "medusa tree"])
+def test_groups_of_equal_length(stories_model, engines, uneven_prompts, expected, name):
+    drafter = DRAFTERS[name](stories_model, WAYS["flat"])
+    assert tokens(run(engines["flat"], uneven_prompts, 8, drafter, 3, group=True)) == expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        partial(Confidence, 8, 0.5),
+        partial(Heuristic, 3),
+        partial(AcceptanceHead, 6, head=lambda hidden: torch.sigmoid(hidden.mean())),
+    ],
+    ids=["confidence", "heuristic", "head"],
+)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_every_policy(stories_model, engines, uneven_prompts, expected, policy, batch):
+    drafter = DRAFTERS["first layers"](stories_model, WAYS["flat"])
+    outputs = run(engines["flat"], uneven_prompts, batch, drafter, policy=policy)
+    assert tokens(outputs) == expected
+    assert len({step.drafted for output in outputs for step in output.steps}) > 2
+
+
+def test_drafts_do_stand_and_do_fall(stories_model, engines, uneven_prompts):
+    """The gate would be empty if nothing were accepted, or nothing rejected."""
+    for name in ("first layers", "lookup", "recycling", "medusa tree"):
+        drafter = DRAFTERS[name](stories_model, WAYS["flat"])
+        statistics = acceptance_statistics(run(engines["flat"], uneven_prompts, 3, drafter, 4))
+        assert 0 < statistics["accepted"] < statistics["drafted"], name
+        assert statistics["tau"] > 1, name
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_draft_equal_to_the_target_is_always_right(stories_model, engines, uneven_prompts, batch):
+    drafter = DRAFTERS["itself"](stories_model, WAYS["flat"])
+    outputs = run(engines["flat"], uneven_prompts, batch, drafter, 4, new=40)
+    statistics = acceptance_statistics(outputs)
+    assert statistics["acceptance"] == 1.0
+    assert statistics["acceptance_by_position"] == [1.0] * 4
+    assert all([step.emitted for step in output.steps] == [5] * 8 for output in outputs)
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    torch.manual_seed(1)
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=10,
+        max_position_embeddings=256,
+        initializer_range=0.25,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("way", ["flat", "transformers"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_past_a_sliding_window(windowed, generate_greedy, name, way):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(64, (n,), generator=generator).tolist() for n in (3, 25, 9)]
+    want = [generate_greedy(windowed, prompt, 30) for prompt in prompts]
+    assert len({token for output in want for token in output}) > 5
+    target = build_engine(windowed, **WAYS[way])
+    for batch, gamma in ((1, 6), (3, 4)):
+        drafter = DRAFTERS[name](windowed, WAYS[way])
+        assert tokens(run(target, prompts, batch, drafter, gamma, new=30)) == want
+
+
+@pytest.mark.parametrize("name", [None, *DRAFTERS])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, expected, generate_greedy, name, batch):
+    """A full stop ends the output, and pads it elsewhere: no mask may come from it, nothing may follow it."""
+    eos = max({t for output in expected for t in output[2:12]}, key=[t for o in expected for t in o].count)
+    want = [generate_greedy(stories_model, prompt, NEW, eos) for prompt in uneven_prompts]
+    assert len({len(output) for output in want}) > 2
+    drafter = DRAFTERS[name](stories_model, WAYS["flat"]) if name else None
+    for i in range(0, 8, batch):
+        ending = Ending(NEW, frozenset({eos}))
+        outputs = decode(engines["flat"], uneven_prompts[i : i + batch], ending, drafter, policy=partial(Fixed, 6))
+        assert tokens(outputs) == want[i : i + batch]
+        for output in outputs:
+            assert output.reason == ("eos" if output.tokens[-1] == eos else "length")
+            assert sum(step.emitted for step in output.steps) == len(output.tokens)
+            assert all(0 <= step.accepted <= min(step.drafted, step.emitted) for step in output.steps)
+
+
+def test_in_bfloat16_outputs_part_only_at_near_ties(stories, uneven_prompts):
+    from peftlab.checkpoints.base import load_base
+
+    model = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]
+    target = build_engine(model)
+    plain = run(target, uneven_prompts, 1, new=80)
+    drafted = run(target, uneven_prompts, 3, DRAFTERS["first layers"](model, {}), 4, new=80)
+    apart = [
+        divergence(target, prompt, one.tokens, other.tokens)
+        for prompt, one, other in zip(uneven_prompts, plain, drafted, strict=True)
+    ]
+    assert all(d is None or d.near_tie for d in apart), apart
+
+
+def test_a_real_divergence_is_no_tie(engines, uneven_prompts, expected):
+    wrong = [*expected[1][:7], (expected[1][7] + 1) % 512, *expected[1][8:]]
+    found = divergence(engines["flat"], uneven_prompts[1], expected[1], wrong)
+    assert found.position == 7 and found.margin > 0.01 and not found.near_tie
+    assert divergence(engines["flat"], uneven_prompts[1], expected[1], expected[1]) is None

@@ -1,0 +1,144 @@
+"""Sampled output follows the target's distribution whatever drafts it, and seeds reproduce."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import ModelDrafter, Sampling
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.lengths import Confidence, Fixed
+from peftlab.decoding.measures import acceptance_statistics
+from peftlab.decoding.medusa import MedusaDrafter
+from peftlab.drafting.truncate import truncate
+from peftlab.errors import PeftlabError
+
+SAMPLES = 1500
+SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
+
+
+@pytest.fixture(scope="module")
+def target(stories_model):
+    return build_engine(stories_model, pack=False)
+
+
+@pytest.fixture(scope="module")
+def prompt(stories_tokenizer):
+    # It repeats itself, so that looking back finds something to draft.
+    return stories_tokenizer("Tom saw a big dog. Tom saw a").input_ids
+
+
+@pytest.fixture(scope="module")
+def law(stories_model, prompt):
+    """Exact probability of every output of three tokens."""
+
+    @torch.inference_mode()
+    def follow(prefix, left):
+        if left == 0:
+            return {(): 1.0}
+        p = SAMPLING.probabilities(stories_model(torch.tensor([[*prompt, *prefix]])).logits[0, -1].double())
+        return {
+            (x, *rest): float(p[x]) * weight
+            for x in p.nonzero()[:, 0].tolist()
+            for rest, weight in follow((*prefix, x), left - 1).items()
+        }
+
+    return follow((), 3)
+
+
+def p_value(law, outputs):
+    """Chi-square of the outputs against the law, rare outcomes pooled."""
+    counts = Counter(tuple(output.tokens) for output in outputs)
+    assert counts.keys() <= law.keys()
+    common = [outcome for outcome, weight in law.items() if weight * len(outputs) >= 5]
+    observed = [counts[outcome] for outcome in common]
+    expected = [law[outcome] * len(outputs) for outcome in common]
+    observed.append(len(outputs) - sum(observed))
+    expected.append(len(outputs) - sum(expected))
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return chi2.sf(statistic, len(observed) - 1)
+
+
+def warmed(model):
+    """Recycling that has read the model's own text, so that it has something to draft."""
+    drafter, target = Recycling(), build_engine(model, pack=False)
+    decode(target, [[1]], Ending(150), drafter)
+    return drafter
+
+
+DRAFTERS = {
+    "plain": (None, Fixed),
+    "first layers": (lambda m: ModelDrafter(build_engine(truncate(m, range(3)), pack=False)), Fixed),
+    "confidence": (
+        lambda m: ModelDrafter(build_engine(truncate(m, range(3)), pack=False)),
+        partial(Confidence, threshold=0.5),
+    ),
+    "lookup": (lambda m: PromptLookup(), Fixed),
+    "n-gram": (lambda m: NGram(), Fixed),
+    "medusa": (lambda m: MedusaDrafter(Frequent(m)), Fixed),
+    "medusa tree": (lambda m: MedusaDrafter(Frequent(m), width=3), Fixed),
+    "recycling": (warmed, Fixed),
+}
+
+
+class Frequent(torch.nn.Module):
+    """Heads that always hope for the same few tokens, common in second and third place here."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.scores = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        for score, token in enumerate((432, 352, 388, 414, 259, 268), start=1):
+            self.scores.data[token] = score
+
+    def forward(self, hidden):
+        return self.scores.expand(3, len(hidden), -1)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_follows_the_target(stories_model, target, prompt, law, name):
+    make, policy = DRAFTERS[name]
+    drafter = make(stories_model) if make else None
+    outputs = decode(target, [prompt] * SAMPLES, Ending(3), drafter, policy=partial(policy, 4), sampling=SAMPLING)
+    if drafter:
+        statistics = acceptance_statistics(outputs)
+        assert statistics["accepted"] > 50 and statistics["acceptance"] < 1
+    assert p_value(law, outputs) > 1e-3
+
+
+def test_the_check_would_see_a_slight_error(target, prompt, law):
+    warmer = Sampling(temperature=1.6, top_k=5, seed=7)
+    assert p_value(law, decode(target, [prompt] * SAMPLES, Ending(3), sampling=warmer)) < 1e-4
+
+
+def test_seeds_reproduce_and_differ(stories_model, target, prompt):
+    def outputs(seed, batch, gamma=3):
+        drafter = ModelDrafter(build_engine(truncate(stories_model, range(3)), pack=False))
+        sampling = Sampling(temperature=1.0, seed=seed)
+        result = decode(target, [prompt] * batch, Ending(20), drafter, policy=partial(Fixed, gamma), sampling=sampling)
+        return [output.tokens for output in result]
+
+    assert outputs(1, 3) == outputs(1, 3)
+    assert outputs(1, 3) != outputs(2, 3)
+    first, second, third = outputs(1, 3)
+    assert first != second != third
+    # A row's luck is its own: the second prompt of seed 1 is the only prompt of seed 2.
+    assert outputs(1, 1) == [first] and outputs(2, 1) == [second]
+
+
+def test_a_sampled_draft_equal_to_the_target_is_always_right(stories_model, target, prompt):
+    drafter = ModelDrafter(build_engine(stories_model, pack=False))
+    outputs = decode(target, [prompt] * 4, Ending(30), drafter, sampling=Sampling(temperature=1.0, top_p=0.9))
+    assert acceptance_statistics(outputs)["acceptance"] == 1.0
+
+
+@pytest.mark.parametrize("flags", [{"top_k": 5}, {"top_p": 0.9}])
+def test_greedy_refuses_sampling_flags(flags):
+    with pytest.raises(PeftlabError, match="temperature: 0 is greedy"):
+        Sampling(temperature=0.0, **flags)
+    Sampling(temperature=0.7, **flags)

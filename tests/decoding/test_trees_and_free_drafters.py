@@ -1,0 +1,143 @@
+"""Trees, drafters without a model, and draft length policies, each on its own."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peftlab.decoding.cache import Block
+from peftlab.decoding.drafters import Draft, Row, Sampling, Start, Verified
+from peftlab.decoding.engine import Output
+from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.trees import best_tree, rank_probability, shape_of, walk_greedy
+
+
+def row(tokens, place=0):
+    return Row(place, place, list(tokens), len(tokens), Fixed(4), torch.Generator())
+
+
+def started(drafter, *rows, vocab=50):
+    drafter.start(list(rows), Start(None, [None] * len(rows), vocab, Sampling()))
+    return drafter
+
+
+@given(size=st.integers(1, 12), depth=st.integers(1, 4), width=st.integers(1, 3))
+def test_best_tree_is_the_best(size, depth, width):
+    tree = best_tree(size, depth, width)
+    paths = [p for d in range(1, depth + 1) for p in product(range(width), repeat=d)]
+
+    def score(path):
+        return torch.tensor([rank_probability(d, r) for d, r in enumerate(path)], dtype=torch.float64).prod()
+
+    assert len(tree) == len(set(tree)) == min(size, len(paths))
+    best = sorted((score(path) for path in paths), reverse=True)[: len(tree)]
+    torch.testing.assert_close(torch.stack([score(path) for path in tree]), torch.stack(best))
+    assert all(len(path) == 1 or path[:-1] in tree[:i] for i, path in enumerate(tree))
+    assert best_tree(size + 1, depth, width)[: len(tree)] == tree
+
+
+def test_shape_of_a_tree():
+    shape = shape_of(((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
+    assert shape.parents == (-1, 0, -1, 1, 2)
+    assert shape.depths == (0, 1, 2, 1, 3, 2)
+    assert shape.below.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 0, 0, 1, 0, 1],
+    ]
+
+
+def test_a_tree_that_is_a_chain_sees_what_a_chain_sees():
+    shape = shape_of(best_tree(5, 5, 1))
+    cpu = torch.device("cpu")
+    for starts in ((7, 7), (7, 3)):
+        for window in (None, 4, 100):
+            as_tree = Block(starts, 6, tree=(shape.depths, shape.below)).visible(window, cpu)
+            as_chain = Block(starts, 6).visible(window, cpu)
+            assert torch.equal(*torch.broadcast_tensors(as_tree, as_chain))
+
+
+def test_greedy_walk():
+    parents = (-1, -1, 1, 1, 3)
+    tokens = (5, 6, 7, 8, 9)
+    assert walk_greedy([6, 0, 8, 0, 9, 4], tokens, parents) == ([1, 3, 4], 4)
+    assert walk_greedy([6, 0, 1, 0, 9, 4], tokens, parents) == ([1], 1)
+    assert walk_greedy([3, 0, 1, 0, 9, 4], tokens, parents) == ([], 3)
+    assert walk_greedy([6, 0, 8, 0, 9, 4], (5, 6, 7, -1, -1), parents) == ([1], 8)
+
+
+def test_lookup_takes_the_longest_and_latest_match():
+    one = row([1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3])
+    drafter = started(PromptLookup(), one)
+    assert drafter.propose([one], [3]).tokens.tolist() == [[4, 9, 2]]  # 1 2 3 beats the later 2 3
+    one.tokens = [*one.tokens, 6, 2, 3]
+    assert drafter.propose([one], [2]).tokens.tolist() == [[6, 2]]  # of equals the latest
+    two = row([4, 4], place=1)
+    started(drafter, one, two)
+    assert drafter.propose([one, two], [2, 1]).tokens.tolist() == [[6, 2], [4, -1]]
+
+
+def test_lookup_finds_nothing_in_what_is_new():
+    one = row([1, 2, 3])
+    assert started(PromptLookup(), one).propose([one], [4]).tokens.shape == (1, 0)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6))
+def test_lookup_against_a_plain_search(tokens, budget):
+    def search():
+        for n in range(min(3, len(tokens)), 0, -1):
+            for end in range(len(tokens) - 1, n - 1, -1):
+                if tokens[end - n : end] == tokens[-n:]:
+                    return tokens[end : end + budget]
+        return []
+
+    one = row(tokens)
+    assert started(PromptLookup(), one).propose([one], [budget]).tokens.tolist() == [search()]
+
+
+def test_ngrams_count_and_back_off():
+    one = row([1, 2, 3, 1, 2, 3, 1, 2, 4, 7])
+    drafter = started(NGram(order=3), one)
+    # 7 was never followed: the most frequent token begins (1 and 2 tie, 2 was met first as a follower), then 3.
+    assert drafter.propose([one], [2]).tokens.tolist() == [[2, 3]]
+    two = row([9, 1, 2], place=0)
+    started(drafter, two)
+    assert drafter.propose([two], [3]).tokens.tolist() == [[3, 1, 2]]  # what it learnt before, it knows
+
+
+def test_recycling_drafts_what_the_target_thought():
+    one = row([3])
+    drafter = started(Recycling(width=2), one, vocab=6)
+    assert drafter.propose([one], [3]).tokens.tolist() == [[-1, -1, -1]]
+    logits = torch.zeros(1, 3, 6)
+    logits[0, 0, [4, 5]] = torch.tensor([2.0, 1.0])  # after 3: 4, then 5
+    logits[0, 1, [1, 2]] = torch.tensor([2.0, 1.0])  # after 4: 1, then 2
+    read = Draft(torch.tensor([[4, -1]]))
+    drafter.accept([one], Verified(torch.tensor([[3, 4, 0]]), read, Output(logits, logits), [[0]], [1]))
+    tree = best_tree(4, 4, 2)
+    assert tree == ((0,), (0, 0), (1,), (0, 0, 0))
+    assert drafter.propose([one], [4]).tokens.tolist() == [[4, 1, 5, -1]]  # nothing was read after 1
+
+
+def test_policies():
+    hidden = torch.zeros(3)
+    confidence = Confidence(6, 0.5)
+    assert (confidence.budget(), confidence.go_on(0.5, hidden), confidence.go_on(0.49, hidden)) == (6, True, False)
+    heuristic = Heuristic(5)
+    for drafted, accepted, then in ((5, 5, 7), (7, 6, 6), (0, 0, 6), (6, 0, 5)):
+        heuristic.update(drafted, accepted)
+        assert heuristic.budget() == then
+    for _ in range(9):
+        heuristic.update(1, 0)
+    assert heuristic.budget() == 1
+    head = AcceptanceHead(8, head=lambda h: 0.8, h=0.45)
+    for _ in range(2):  # a step begins afresh
+        assert head.budget() == 8
+        assert [head.go_on(1.0, hidden) for _ in range(3)] == [True, True, False]  # 1-.8, 1-.64, 1-.512

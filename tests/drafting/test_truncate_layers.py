@@ -1,0 +1,136 @@
+"""A draft from the target's own layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from peftlab.checkpoints.base import load_base
+from peftlab.drafting.medusa import MedusaHeads
+from peftlab.drafting.truncate import truncate
+from peftlab.errors import PeftlabError
+
+
+@pytest.fixture(scope="module")
+def model(stories):
+    return load_base(str(stories), "AutoModelForCausalLM")[0]
+
+
+def by_hand(model, layers, ids):
+    """The model run with only some of its layers, by making the others hand on what they get."""
+    handles = [
+        layer.register_forward_hook(lambda module, inputs, output: inputs[0])
+        for i, layer in enumerate(model.model.layers)
+        if i not in layers
+    ]
+    logits = model(ids).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 1, 2], [0, 2, 4], [3], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("share", [False, True])
+@torch.inference_mode()
+def test_computes_the_layers_named(model, layers, share, tmp_path):
+    ids = torch.randint(512, (2, 9))
+    draft = truncate(model, layers, share=share)
+    assert isinstance(draft, LlamaForCausalLM) and not draft.training
+    assert draft.config.num_hidden_layers == len(layers) and model.config.num_hidden_layers == 5
+    torch.testing.assert_close(draft(ids).logits, by_hand(model, layers, ids))
+    # With a cache: each layer has its own place in it.
+    generated = draft.generate(ids[:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert generated[0, -1] == draft(generated[:, :-1]).logits[0, -1].argmax()
+    if not share:
+        draft.save_pretrained(tmp_path)
+        again, fresh = load_base(str(tmp_path), "AutoModelForCausalLM")
+        assert fresh == []
+        torch.testing.assert_close(again(ids).logits, draft(ids).logits, rtol=0, atol=0)
+
+
+def test_copies_or_shares(model):
+    copied, shared = truncate(model, [1, 2]), truncate(model, [1, 2], share=True)
+    ours = {p.data_ptr() for p in model.parameters()}
+    assert not ours & {p.data_ptr() for p in copied.parameters()}
+    assert {p.data_ptr() for p in shared.parameters()} <= ours
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight  # still tied
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert model.lm_head.weight.abs().sum() > 0
+
+
+def test_another_architecture():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=2, n_positions=32)).eval()
+    draft = truncate(model, [0, 2])
+    assert len(draft.transformer.h) == 2
+    ids = torch.randint(40, (1, 6))
+    out = draft.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out[0, -1] == draft(out[:, :-1]).logits[0, -1].argmax()
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([], "layers: none named"),
+        ([0, 5], "no layer 5; LlamaForCausalLM has 0 to 4"),
+        ([-1], "no layer -1"),
+        ([2, 1], "not a rising list"),
+        ([1, 1], "not a rising list"),
+    ],
+)
+def test_layers_that_are_not_there(model, layers, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        truncate(model, layers)
+
+
+def test_windows_go_with_their_layers():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=kinds,
+    )
+    draft = truncate(Qwen2ForCausalLM(config).eval(), [1, 2])
+    assert draft.config.layer_types == ["sliding_attention", "full_attention"]
+
+
+def test_needs_one_stack_of_layers():
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    assert truncate(BertForMaskedLM(config).eval(), [1]).config.num_hidden_layers == 1
+    model = BertForMaskedLM(config)
+    model.second = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+    with pytest.raises(PeftlabError, match="found 2 stacks of 2 layers"):
+        truncate(model, [0])
+
+
+def test_untrained_medusa_heads_repeat_the_target():
+    head = torch.randn(11, 6)
+    heads = MedusaHeads(head, 3, bias=True)
+    hidden = torch.randn(2, 5, 6)
+    torch.testing.assert_close(heads(hidden), (hidden @ head.T).expand(3, -1, -1, -1))
+
+
+def test_medusa_heads_compute_their_formula():
+    heads = MedusaHeads(torch.randn(11, 6), 2, bias=True)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    state = heads.state_dict()
+    assert set(state) == {
+        f"{name}" for i in range(2) for name in
+        (f"blocks.{i}.layers.0.weight", f"blocks.{i}.layers.0.bias", f"lm_heads.{i}.weight")
+    }  # fmt: skip
+    hidden = torch.randn(4, 6)
+    for i in range(2):
+        w1, b1 = state[f"blocks.{i}.layers.0.weight"], state[f"blocks.{i}.layers.0.bias"]
+        inner = torch.nn.functional.silu(hidden @ w1.T + b1) + hidden
+        torch.testing.assert_close(heads(hidden)[i], inner @ state[f"lm_heads.{i}.weight"].T)
