@@ -131,30 +131,86 @@ def evaluate(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A run directory, or an adapter of peftlab's or peft's.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    source: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="A run, an adapter of peftlab's, peft's or AdapterHub's, or a loralib file."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("merged"),
     base: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--base", help="Base model; default: the one the adapter names."),
     ] = None,
+    adapter: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--adapter", help="DIR:WEIGHT, several times, instead of one source.", metavar="DIR:WEIGHT"),
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "linear",
+    rank: Annotated[Optional[int], typer.Option("--rank", help="Rank of --method svd.")] = None,  # noqa: UP045
+    density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--dtype", help="Store fp32, bf16 or fp16; default: as each weight is stored."),
+    ] = None,
+    fp64: Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs.")
-    ] = True,
+        Optional[bool],  # noqa: UP045
+        typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
+    ] = None,
+    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Write NaN and infinity.")] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="Accept a quantised base; it grows.")] = False,
+    lora_alpha: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not say it."),
+    ] = None,
+    push_to_hub: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID"),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Fold an adapter into its base model: a plain checkpoint, streamed, verified."""
+    """Fold an adapter into its base model: a plain checkpoint, streamed."""
     from rich.console import Console
 
-    from peftlab.pipelines.merge import run_merge
+    from peftlab.pipelines.merge import combined, run_merge, torch_dtype
     from peftlab.reporting.console import merge_table
 
-    report, checked = run_merge(adapter, base, out, overwrite=overwrite, verify=verify)
+    if (source is None) == (not adapter):
+        raise PeftlabError("merge: name one source, or several with --adapter DIR:WEIGHT")
+    report, checked = run_merge(
+        source or combined(adapter or [], method, rank, density),
+        base,
+        out,
+        verify=verify,
+        dtype=torch_dtype(dtype),
+        fp64=fp64,
+        allow_nonfinite=allow_nonfinite,
+        dequantize=dequantize,
+        lora_alpha=lora_alpha,
+        push_to_hub=push_to_hub,
+        overwrite=overwrite,
+    )
     Console().print(merge_table(report))
     for line in (*report["notes"], *(f"warning: {text}" for text in report["warnings"])):
         print(line)
     for name, value in checked.items():
         print(f"{name.replace('_', ' ')}: {value:.3g}")
     print(f"merged: {out}")
+
+
+@app.command()
+def unmerge(
+    merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    base: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--base", help="Base model; default: the one merge.json names."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the base model back, bit for bit, after checking that it is the one."""
+    from peftlab.checkpoints.unmerge import unmerge_checkpoint
+
+    print(unmerge_checkpoint(merged, out, base=base, overwrite=overwrite))
 
 
 @app.command("inspect")

@@ -27,7 +27,11 @@ Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy."
 TopK = Annotated[Optional[int], typer.Option("--top-k", help="Keep the k likeliest tokens.")]  # noqa: UP045
 TopP = Annotated[Optional[float], typer.Option("--top-p", help="Keep the likeliest up to this mass.")]  # noqa: UP045
 Seed = Annotated[int, typer.Option("--seed", help="Of sampling.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of the target: float32 or bfloat16.")]
+DraftDtype = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--draft-dtype", help="Of the draft, default the target's; bfloat16 stays lossless."),
+]
 Json = Annotated[Optional[Path], typer.Option("--json", help="Write the result here.")]  # noqa: UP045
 Html = Annotated[Optional[Path], typer.Option("--html", help="Write a page here.")]  # noqa: UP045
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Let oneDNN lay out the weights (CPU).")]
@@ -41,6 +45,7 @@ def plan(
     context: Annotated[int, typer.Option("--context", help="Tokens in the cache while measuring.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", help="Passes of each kind.")] = 9,
     dtype: Dtype = "float32",
+    draft_dtype: DraftDtype = None,
     pack: Pack = True,
     json: Json = None,
     html: Html = None,
@@ -50,9 +55,10 @@ def plan(
     from peftlab.decoding.pairs import load_pair
     from peftlab.decoding.plan import plan as measure
 
-    pair = load_pair(target, draft, pack=pack, dtype=_dtype(dtype))
+    pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     assert pair.draft is not None
-    result: dict[str, Any] = {"target": target, "draft": draft, "warnings": list(pair.warnings)}
+    result: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "draft_dtype": draft_dtype or dtype}
+    result["warnings"] = list(pair.warnings)
     result |= measure(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats)
     tables, facts = pages.plan_tables(result), pages.plan_facts(result)
     pages.show(tables, facts)
@@ -78,6 +84,7 @@ def bench(
         typer.Option("--max-prompts", help="At most so many, taken evenly from the categories."),
     ] = None,
     dtype: Dtype = "float32",
+    draft_dtype: DraftDtype = None,
     pack: Pack = True,
     json: Json = None,
     html: Html = None,
@@ -102,7 +109,7 @@ def bench(
     listed = read_prompts(prompts)
     if max_prompts is not None:
         listed = spread(listed, max_prompts)
-    pair = load_pair(target, draft, pack=pack, dtype=_dtype(dtype))
+    pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     settings.eos = pair.eos
     watches = [benches.Stopwatch(pair.target)]
     drafters: dict[str, Any] = {}
@@ -111,7 +118,14 @@ def bench(
         drafters["draft"] = partial(ModelDrafter, watches[1])
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     questions = [benches.Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
-    result: dict[str, Any] = {"target": target, "draft": draft, "gamma": gamma, "policy": policy, "dtype": dtype}
+    result: dict[str, Any] = {
+        "target": target,
+        "draft": draft,
+        "gamma": gamma,
+        "policy": policy,
+        "dtype": dtype,
+        "draft_dtype": draft_dtype or dtype,
+    }
     result |= benches.bench(watches[0], drafters, questions, settings, models=watches)
     tables, facts = pages.bench_tables(result), pages.bench_facts(result)
     pages.show(tables, [*(f"warning: {w}" for w in pair.warnings), *facts])
@@ -170,6 +184,7 @@ def generate(
     stop: Annotated[Optional[list[str]], typer.Option("--stop", help="End before this text.")] = None,  # noqa: UP045
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
     dtype: Dtype = "float32",
+    draft_dtype: DraftDtype = None,
     pack: Pack = True,
 ) -> None:
     """Generate text to the terminal, with a draft if one is named; then say how fast it was."""
@@ -186,7 +201,7 @@ def generate(
     if draft is not None and drafter not in (None, "draft"):
         raise PeftlabError(f"--draft and --drafter {drafter}: give one of them")
     sampling, make_policy = Sampling(temperature, top_k, top_p, seed), _policy(policy, gamma)
-    pair = load_pair(target, draft, pack=pack, dtype=_dtype(dtype))
+    pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     name = "draft" if draft is not None else drafter
     messages = [{"role": "user", "content": prompt}] if chat else None
     if chat and not getattr(pair.tokenizer, "chat_template", None):

@@ -124,26 +124,27 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     return Adapter(config, tensors, ours.get("base", {}), reference, raw.get("task_type"))
 
 
-def load_adapter(model: ModelT, source: str | Path, *, lora_alpha: float | None = None) -> ModelT:
+def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: float | None = None) -> ModelT:
     """Inject the adapter at ``source`` into a base model, or swap it into a model injected alike.
 
     Each tensor of the file is used exactly once and each adapter parameter is filled exactly once.
 
     Args:
-        source, lora_alpha: as for ``read_adapter``.
+        source, lora_alpha: as for ``read_adapter``; or an adapter that was read or combined already.
 
     Raises:
         PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one; the
             model is as it was.
     """
-    adapter = read_adapter(source, lora_alpha=lora_alpha)
+    adapter = source if isinstance(source, Adapter) else read_adapter(source, lora_alpha=lora_alpha)
+    name = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
-        _same_base(model, adapter.base, source)
+        _same_base(model, adapter.base, name)
     fresh = not is_injected(model)
     if fresh:
         inject(model, adapter.config)
     try:
-        fill(model, adapter.tensors, source=str(source))
+        fill(model, adapter.tensors, source=name)
     except PeftlabError:
         if fresh:
             remove(model)

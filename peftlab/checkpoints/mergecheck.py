@@ -11,19 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import load_adapter
+from peftlab.checkpoints.adapter import Adapter, load_adapter
 from peftlab.checkpoints.base import load_base, load_config
 
 ROUNDS = 5  # timed passes over the inputs, for each model
 
 
 def verify_merge(
-    adapter: str | Path, base: str, merged: str | Path, batches: Sequence[dict[str, Tensor]]
+    adapter: str | Path | Adapter,
+    base: str,
+    merged: str | Path,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    lora_alpha: float | None = None,
 ) -> dict[str, float]:
     """Compare what base + adapter and the merged model answer to real inputs, and how fast.
 
     Args:
-        adapter: adapter or run directory. base: reference of the base model. merged: the merged directory.
+        adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
 
     Returns:
@@ -39,7 +44,7 @@ def verify_merge(
         "merged": load_base(str(merged), architecture, dtype=dtype)[0],
         "unmerged": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
     }
-    load_adapter(models["unmerged"], adapter)
+    load_adapter(models["unmerged"], adapter, lora_alpha=lora_alpha)
     worst, agreed, answers, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
         for batch in batches:

@@ -147,13 +147,16 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     Renaming is transformers' own, so that what is found here is what ``from_pretrained`` would find. The
     merged key is the base's, with the name of the body put before it or taken off.
     """
+    state: dict[str, Any] = dict.fromkeys(tied_names(model), True)
+    state |= dict.fromkeys(model.state_dict(keep_vars=True), True)
+    prefix = model.base_model_prefix
+    keys = list(keys)
+    if all(key in state for key in keys):
+        return {key: Place(key, key) for key in keys}
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state: dict[str, Any] = dict.fromkeys(tied_names(model), True)
-    state |= dict.fromkeys(model.state_dict(keep_vars=True), True)
-    prefix = model.base_model_prefix
     found: dict[str, Place | None] = {}
     for key in keys:
         bare, pattern = rename_source_key(key, renamings, converters)

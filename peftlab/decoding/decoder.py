@@ -123,13 +123,7 @@ def decode(
     sampling = sampling or Sampling()
     _check(target, prompts, ending)
     results = [Generation() for _ in prompts]
-    rows = [_row(target, i, prompt, policy(), sampling) for i, prompt in enumerate(prompts)]
-    full = [row for row in rows if _room(target, row, ending) <= 0]
-    for row in full:
-        results[row.place].reason = "context" if ending.max_new_tokens else "length"
-    rows = [row for row in rows if row not in full]
-    for slot, row in enumerate(rows):
-        row.slot = slot
+    rows = _begin(target, prompts, ending, policy, sampling, results)
     if not rows:
         return results
     cache = KVCache(target.layers, len(rows), _capacity(target, rows, ending))
@@ -138,7 +132,7 @@ def decode(
         drafter.start(rows, Start(cache, hidden, target.vocab_size, sampling))
     while rows:
         turn = _equal_lengths(rows) if group else rows
-        budgets = [_budget(target, row, ending, cache) if drafter else 0 for row in turn]
+        budgets = [_budget(target, row, ending) if drafter else 0 for row in turn]
         draft = _nothing(len(turn), target)
         if drafter is not None and any(budgets):
             draft = drafter.propose(turn, budgets)
@@ -169,9 +163,24 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: Ending) -> 
             raise PeftlabError(f"prompt {i}: token {wrong} lies outside the vocabulary of {target.vocab_size}")
 
 
-def _row(target: Engine, place: int, prompt: Sequence[int], policy: Policy, sampling: Sampling) -> Row:
-    generator = torch.Generator(target.device).manual_seed(sampling.seed + place)
-    return Row(place, place, list(prompt), len(prompt), policy, generator)
+def _begin(
+    target: Engine,
+    prompts: Sequence[Sequence[int]],
+    ending: Ending,
+    policy: Callable[[], Policy],
+    sampling: Sampling,
+    results: list[Generation],
+) -> list[Row]:
+    """Make a row of every prompt that may emit at least one token."""
+    rows: list[Row] = []
+    for place, prompt in enumerate(prompts):
+        generator = torch.Generator(target.device).manual_seed(sampling.seed + place)
+        row = Row(place, len(rows), list(prompt), len(prompt), policy(), generator)
+        if _room(target, row, ending) > 0:
+            rows.append(row)
+        elif ending.max_new_tokens:
+            results[place].reason = "context"
+    return rows
 
 
 def _room(target: Engine, row: Row, ending: Ending) -> int:
@@ -187,7 +196,7 @@ def _capacity(target: Engine, rows: list[Row], ending: Ending) -> int:
     return max(len(row.tokens) + _room(target, row, ending) for row in rows) + _SLACK
 
 
-def _budget(target: Engine, row: Row, ending: Ending, cache: KVCache) -> int:
+def _budget(target: Engine, row: Row, ending: Ending) -> int:
     """How many tokens to draft: no more than could be emitted before the one that follows them."""
     return max(0, min(row.policy.budget(), _room(target, row, ending) - 1, _SLACK))
 

@@ -178,12 +178,10 @@ def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -
     if not pack:
         return lambda x: F.linear(x, weight, bias)
     packed, linear = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
-
-    def product(x: Tensor) -> Tensor:
-        # One token is bound by memory, and there the plain layout is the faster one to stream.
-        return F.linear(x, weight, bias) if _one(x) else linear(x, packed, bias, "none", [], "")
-
-    return product
+    if weight.dtype != torch.float32:
+        return lambda x: linear(x, packed, bias, "none", [], "")
+    # One token in float32 is bound by memory, and there the plain layout is the faster one to stream.
+    return lambda x: F.linear(x, weight, bias) if _one(x) else linear(x, packed, bias, "none", [], "")
 
 
 def _added(linear: nn.Linear, pack: bool) -> Added:
@@ -192,6 +190,8 @@ def _added(linear: nn.Linear, pack: bool) -> Added:
     if not pack:
         return lambda x, residual: residual + F.linear(x, weight, bias)
     packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
+    if weight.dtype != torch.float32:
+        return lambda x, residual: fused(x, residual, packed, bias, "add")
 
     def added(x: Tensor, residual: Tensor) -> Tensor:
         return residual + F.linear(x, weight, bias) if _one(x) else fused(x, residual, packed, bias, "add")

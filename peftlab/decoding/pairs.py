@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.base import load_base, load_tokenizer
@@ -35,24 +35,33 @@ class Pair:
     warnings: tuple[str, ...] = ()
 
 
-def load_pair(target: str, draft: str | None = None, *, pack: bool = True, **options: Any) -> Pair:
+def load_pair(
+    target: str,
+    draft: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    draft_dtype: torch.dtype | None = None,
+    pack: bool = True,
+) -> Pair:
     """Load a target and, if named, its draft.
 
     Args:
         target, draft: references as ``checkpoints.base.load_base`` takes them.
+        dtype: of the target.
+        draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,
+            never exactness.
         pack: see ``engine.build_engine``.
-        options: to ``load_base``, such as ``dtype``.
 
     Raises:
         PeftlabError: something cannot be loaded, or the two do not speak the same tokens.
     """
-    model, _ = load_base(target, "AutoModelForCausalLM", **options)
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     tokenizer = load_tokenizer(target)
     eos = eos_ids(model)
     size = model.num_parameters()
     if draft is None:
         return Pair(build_engine(model, pack=pack), tokenizer, eos, target_parameters=size)
-    small, _ = load_base(draft, "AutoModelForCausalLM", **options)
+    small, _ = load_base(draft, "AutoModelForCausalLM", dtype=draft_dtype or dtype)
     vocabulary = common_vocabulary(model, small, tokenizer, _tokenizer_of(draft))
     return Pair(
         target=build_engine(model, vocabulary=vocabulary, pack=pack),

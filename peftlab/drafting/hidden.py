@@ -39,7 +39,7 @@ def head_weight(model: nn.Module) -> Tensor:
     """Return the LM head's weight [V, H].
 
     Raises:
-        PeftlabError: the head has a bias, is adapted itself, or there is none.
+        PeftlabError: the head has a bias, or there is none.
     """
     bare: Any = getattr(model, "module", model)
     head = bare.get_output_embeddings()
@@ -48,11 +48,6 @@ def head_weight(model: nn.Module) -> Tensor:
         raise PeftlabError(f"{name} has no LM head; load a causal language model")
     if getattr(head, "bias", None) is not None:
         raise PeftlabError(f"{name}: its LM head has a bias, which draft training does not know")
-    if hasattr(head, "lora_A"):
-        raise PeftlabError(
-            f"{name}: a low-rank addition on the LM head cannot be trained as part of a draft; take it out of "
-            "target_modules, or train the head whole (modules_to_save: [lm_head])"
-        )
     return head.weight
 
 

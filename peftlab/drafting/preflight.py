@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.drafting.hidden import head_weight, last_hidden
 from peftlab.errors import PeftlabError
+from peftlab.methods import METHODS
+from peftlab.methods.config import MethodConfig
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
@@ -79,6 +81,21 @@ def check_dtypes(target: Any, draft: Any) -> None:
             f"draft: stored in {other}, the target in {own}; servers load both in one of them, which rounds the "
             f"draft a second time: load it with dtype={own} and save it again"
         )
+
+
+def check_method(model: Any, config: MethodConfig) -> None:
+    """Refuse a method that does not fit the model, or that exchanges its LM head; nothing is changed.
+
+    Raises:
+        PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
+    """
+    head = model.get_output_embeddings()
+    for name in METHODS[config.name].plan(model, config).replace:
+        if model.get_submodule(name) is head and config.name != "medusa":
+            raise PeftlabError(
+                f"method {config.name}: an addition on {name}, the LM head, cannot be trained as part of a draft; take "
+                f"it out of target_modules, or train the head whole (modules_to_save: [{name}])"
+            )
 
 
 @torch.no_grad()

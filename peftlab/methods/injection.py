@@ -309,7 +309,8 @@ def _tie(model: nn.Module, tied: bool) -> None:
 
 
 def _forget(model: ModelT, held: Injection) -> ModelT:
+    trainable = set(held.was_trainable)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in held.was_trainable)
+        parameter.requires_grad_(name in trainable)
     delattr(model, _ATTRIBUTE)
     return model

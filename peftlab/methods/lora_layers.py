@@ -6,6 +6,8 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
 FOLD_BLOCK = 1 << 16  # weights summed in fp32 at a time: a block of this size stays in a core's cache
-WATCHED = 8  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
+WATCHED = 4  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
 
 
 class LowRank(Adapted):
@@ -164,54 +166,82 @@ def fold_weight(
     transposed: bool = False,
     magnitude: Tensor | None = None,
     how: Folding = FOLDING,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Return W + scale·B·A: product and sum in fp32, rounded once to W's dtype (``how`` may say otherwise).
 
     With ``magnitude`` (DoRA) each output row of that sum is scaled to the norm it gives. Computed over blocks
-    of rows so that the intermediates stay in the cache. The same function folds in memory and on disk.
+    of rows so that the intermediates stay in the cache, and with one thread: threads that meet after every
+    block lose more than they gain, and the bits would depend on their number. The same function folds in memory
+    and on disk.
 
     Args:
         weight: (out, in); (in, out) with ``transposed``; (out, in, ...) for a convolution; for experts
             (experts, out, in), or (experts, in, out) with ``transposed``.
         a: (r, in) or (r, in, ...); for experts (experts·r, in). b: (out, r, ...); for experts (out, r·experts).
-        magnitude: (out), in any shape. out: where to put the result; default: memory of its own.
+        magnitude: (out), in any shape.
     """
-    if out is None:
-        out = (
-            weight.detach()
-            if how.in_place
-            else torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
-        )
+    if how.in_place:
+        out = weight.detach()
+    else:
+        out = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
     if out.is_meta:
         return out
-    if weight.ndim == 3 and a.ndim == 2:
-        for w, x, y, z in zip(weight, *expert_factors(a, b, weight.shape[0]), out, strict=True):
-            fold_weight(w, x, y, scale, transposed=transposed, how=how, out=z)
-        return out
+    with _one_thread():
+        if weight.ndim == 3 and a.ndim == 2:
+            for matrix in zip(weight.detach(), *expert_factors(a, b, weight.shape[0]), out, strict=True):
+                _fold_matrix(*matrix, scale, transposed, None, how)
+        else:
+            flat = [tensor.detach().flatten(1) for tensor in (weight, a, b)]
+            _fold_matrix(*flat, out.flatten(1), scale, transposed, magnitude, how)
+    return out
+
+
+def _fold_matrix(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    scale: float,
+    transposed: bool,
+    magnitude: Tensor | None,
+    how: Folding,
+) -> None:
+    """Fold one matrix into ``out``, block by block."""
     dtype = how.precision
-    flat, stored = weight.detach().flatten(1), out.flatten(1)
-    a, b = a.detach().flatten(1).to(dtype), b.detach().flatten(1).to(dtype)
+    a, b = a.detach().to(dtype), b.detach().to(dtype)
+    left, right = (a.t(), b.t()) if transposed else (b, a)
+    right = right.contiguous()
     gain = None
     if magnitude is not None:
-        gain = magnitude.detach().flatten().to(dtype) / _norms_by_block(flat.t() if transposed else flat, a, b, scale)
-    # The scale goes to one factor beforehand: with alpha in the product its last bit would depend on the threads.
-    left, right = (a.t() * scale, b.t()) if transposed else (b * scale, a)
-    right = right.contiguous()
-    step = max(1, FOLD_BLOCK // flat.shape[1])
-    count = -(-flat.shape[0] // step)
+        gain = magnitude.detach().flatten().to(dtype) / _norms_by_block(
+            weight.t() if transposed else weight, a, b, scale
+        )
+    step = max(1, FOLD_BLOCK // weight.shape[1])
+    count = -(-weight.shape[0] // step)
     for index in range(count):
         rows = slice(index * step, (index + 1) * step)
-        total = flat[rows].to(dtype, copy=True)
+        total = weight[rows].to(dtype, copy=True)
         watched = how.watch is not None and index % max(1, count // WATCHED) == 0
         before = total.clone() if watched else None
-        total.addmm_(left[rows], right)
+        total.addmm_(left[rows], right, alpha=scale)
         if gain is not None:
             total *= gain if transposed else gain[rows, None]
-        stored[rows] = total
+        out[rows] = total
         if how.watch is not None:
-            how.watch(before, total, stored[rows])
-    return out
+            how.watch(before, total, out[rows])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread of the CPU for the while."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
 
 
 def _norms_by_block(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -246,7 +276,7 @@ def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A as (experts, r, in) and B as (experts, out, r) from peft's layout (experts·r, in) and (out, r·experts)."""
+    """Return A (experts, r, in) and B (experts, out, r) from peft's layout: (experts·r, in), (out, r·experts)."""
     return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 

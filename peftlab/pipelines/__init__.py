@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from peftlab.pipelines.draft import run_draft
-from peftlab.pipelines.finetune import run_finetune
-
-RUNNERS: dict[str, Callable[..., dict[str, Any]]] = {"finetune": run_finetune, "draft": run_draft}
+# kind -> module and function; imported when a recipe of the kind is run
+RUNNERS = {
+    "finetune": ("peftlab.pipelines.finetune", "run_finetune"),
+    "draft": ("peftlab.pipelines.draft", "run_draft"),
+    "table": ("peftlab.pipelines.table", "run_table"),
+}
 
 
 def run_recipe(recipe: Any, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
     """Run a recipe of any kind and return its results."""
-    return RUNNERS[recipe.kind](recipe, overwrite=overwrite, resume=resume)
+    module, function = RUNNERS[recipe.kind]
+    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume)

@@ -20,7 +20,7 @@ from peftlab.decoding.pairs import eos_ids
 from peftlab.drafting.acceptance import measure, measure_exit, measure_heads
 from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.onpolicy import OnPolicy
-from peftlab.drafting.preflight import check_dtypes, check_head, check_models, check_tokenizers
+from peftlab.drafting.preflight import check_dtypes, check_head, check_method, check_models, check_tokenizers
 from peftlab.drafting.prompts import Request, read_prompts, read_requests
 from peftlab.drafting.stored import stored_topk
 from peftlab.drafting.teaching import EarlyExitLoss, HeadsLoss, Objective, PairLoss
@@ -132,6 +132,7 @@ def load_models(recipe: DraftRecipe, text: Text, run_dir: Path, device: torch.de
             check_head(model, "draft")
             check_models(target, model, text.longest)
             model.to(device)
+    check_method(student, recipe.method)
     held.target.to(device).requires_grad_(False)
     return held
 

@@ -23,6 +23,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.targets import inside, task_head
+from peftlab.pipelines.initial import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
@@ -74,6 +75,8 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
     if "train" not in task.data.splits:
         raise PeftlabError(f"task {recipe.task}: there is no training split")
     model = inject(task.model, _method_for(recipe, task))
+    if recipe.init_from and not resume:
+        start_from(model, recipe.init_from)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from peftlab.checkpoints.adapter import read_adapter
+from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.base import load_tokenizer
+from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_work, sample_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
@@ -23,8 +27,17 @@ SAMPLES = (
 )
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def run_merge(
-    adapter: Path, base: str | None, out: Path, *, verify: bool = True, **options: Any
+    adapter: Path | Adapter,
+    base: str | None,
+    out: Path,
+    *,
+    verify: bool | None = None,
+    lora_alpha: float | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Merge ``adapter`` into ``base`` and compare; return the merge's report and the comparison.
 
@@ -32,18 +45,41 @@ def run_merge(
     four sentences.
 
     Args:
-        options: passed to ``merge_checkpoint``.
+        verify: compare, for which both models are loaded; None: where a recipe lies beside the adapter.
+        lora_alpha, options: passed to ``merge_checkpoint``.
     """
-    recipe = next(
-        (place / "recipe.yaml" for place in (adapter, adapter.parent) if (place / "recipe.yaml").exists()),
-        None,
-    )
+    recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
     text = recipe.read_text(encoding="utf-8") if recipe else None
-    report = merge_checkpoint(adapter, base, out, recipe=text, **options)
-    if not verify:
+    report = merge_checkpoint(adapter, base, out, recipe=text, lora_alpha=lora_alpha, **options)
+    if not (verify if verify is not None else recipe is not None):
         return report.to_dict(), {}
-    reference = base or read_adapter(adapter).base_reference or ""
-    return report.to_dict(), verify_merge(adapter, reference, out, _inputs(recipe, reference))
+    checked = verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=lora_alpha)
+    return report.to_dict(), checked
+
+
+def combined(texts: Sequence[str], method: str, rank: int | None, density: float) -> Adapter:
+    """Return the adapter that ``DIR:WEIGHT`` texts name, combined by ``method``; a weight left out is 1."""
+    adapters, weights = [], []
+    for text in texts:
+        place, colon, weight = text.rpartition(":")
+        try:
+            weights.append(float(weight) if colon else 1.0)
+        except ValueError:
+            raise PeftlabError(f"--adapter {text!r}: write DIR:WEIGHT; {weight!r} is not a number") from None
+        adapters.append(read_adapter(place if colon else text))
+    return combine(adapters, weights, method, rank=rank, density=density)  # type: ignore[arg-type]
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype that ``fp32``, ``bf16`` or ``fp16`` names."""
+    if name is not None and name not in DTYPES:
+        raise PeftlabError(f"--dtype {name!r}{did_you_mean(name, DTYPES)}: one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def _recipe_near(adapter: Path) -> Path | None:
+    places = (adapter / "recipe.yaml", adapter.parent / "recipe.yaml")
+    return next((place for place in places if place.exists()), None)
 
 
 def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
 from ruamel.yaml.nodes import ScalarNode
@@ -18,9 +16,11 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.recipe import library
-from peftlab.recipe.problems import explain
-from peftlab.recipe.schema import KINDS, Recipe
+from peftlab.recipe.cells import expand
+from peftlab.recipe.problems import validated
+from peftlab.recipe.schema import KINDS, Recipe, TableRecipe
 from peftlab.recipe.source import Source, override, read_source
+from peftlab.recipe.sweep import SWEEP, sweep
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
 
@@ -31,7 +31,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Args:
         name: a file, or the short name of a shipped recipe (``glue/cola-lora``); a file wins.
         overrides: ``train.lr=1e-4`` (the value is YAML 1.2), ``~data.path`` to remove a key,
-            ``method=lora`` for ``method={name: lora}``.
+            ``method=lora`` for ``method={name: lora}``; ``sweep.lr=[1e-4,5e-4]`` makes a table of it.
 
     Raises:
         PeftlabError: with every problem found, a line each, beginning with ``FILE:LINE:`` or
@@ -39,19 +39,24 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = recipe_file(name)
     source = read_source(path, _shown(path))
+    sweeps = []
     for turn, text in enumerate(overrides, start=1):
-        override(source, text, turn)
+        if text.startswith(SWEEP):
+            sweeps.append((turn, text))
+        else:
+            override(source, text, turn)
     kind = source.data.get("kind", next(iter(KINDS)))
-    recipe = None
+    recipe: Recipe | None = None
     if isinstance(kind, str) and kind in KINDS:
-        try:
-            # Strict in JSON's sense: lists become tuples, but no text becomes a number.
-            recipe = KINDS[kind].model_validate_json(json.dumps(source.data), strict=True)
-        except ValidationError as error:
-            explain(KINDS[kind], source, error)
+        recipe = validated(KINDS[kind], source)
     else:
         hint = did_you_mean(str(kind), KINDS)
         source.complain(("kind",), f"kind: unknown kind {kind!r}{hint}; one of {', '.join(KINDS)}")
+    if recipe is not None and sweeps:
+        source = sweep(recipe, source, sweeps)
+        recipe = None if source.problems else validated(TableRecipe, source)
+    if isinstance(recipe, TableRecipe):
+        expand(recipe, source)
     if recipe is None or source.problems:
         raise PeftlabError("\n".join(map(str, sorted(source.problems))))
     return recipe

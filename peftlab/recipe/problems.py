@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -14,7 +14,19 @@ from peftlab.recipe.source import Keys, Source, dotted
 from peftlab.recipe.suggestions import meant, suggest
 from peftlab.recipe.wording import alternatives, describe, literals, sections
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
 _OLD_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def validated(recipe: type[ModelT], source: Source) -> ModelT | None:
+    """Return ``source.data`` as a ``recipe``; None if it is none, with every complaint noted on ``source``."""
+    try:
+        # Strict in JSON's sense: lists become tuples, but no text becomes a number.
+        return recipe.model_validate_json(json.dumps(source.data), strict=True)
+    except ValidationError as error:
+        explain(recipe, source, error)
+        return None
 
 
 def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> None:
@@ -82,7 +94,7 @@ def _value_hint(field: FieldInfo, value: Any) -> str:
 
 def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     *above, key = map(str, keys)
-    valid = dict(_all_sections(recipe, source.data))
+    valid = dict(all_sections(recipe, source.data))
     here = valid.get(".".join(above), {})
     method = (source.data.get("method") or {}) if above == ["method"] else {}
     if method and source.place(("method", "name")).rank and not source.place(keys).rank:
@@ -105,7 +117,7 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     return f"unknown key{suggest(key, here) or '; keys here: ' + ', '.join(here)}"
 
 
-def _all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str, FieldInfo]]]:
+def all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str, FieldInfo]]]:
     """Every section's dotted name and fields, the top level (``""``) first, as ``data`` has chosen them."""
     found: list[tuple[str, dict[str, FieldInfo]]] = [("", recipe.model_fields)]
     for name, field in recipe.model_fields.items():

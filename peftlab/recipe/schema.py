@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -160,6 +160,11 @@ class FinetuneRecipe(Section):
         description="What is put into the model and trained.",
     )
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
+    init_from: str | None = Field(
+        default=None,
+        description="A run or adapter of the same method whose trained tensors, but for the task head, this run "
+        "starts from; null: a fresh start.",
+    )
     merge: bool | None = Field(
         default=None,
         description="Write merged/: true, false, or null for wherever the method has a linear fold.",
@@ -362,8 +367,45 @@ class DraftRecipe(Section):
         return self
 
 
-Recipe = Union[FinetuneRecipe, DraftRecipe]  # noqa: UP007
+Changes = dict[str, dict[str, Any]]
+"""By task or row, the keys of a finetune recipe that are others there."""
+
+
+class TableRecipe(Section):
+    """Finetune on every task in every way (row) with every seed, and put the scores into one table."""
+
+    kind: Literal["table"] = Field(description="What the recipe makes.")
+    model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
+    revision: str | None = Field(default=None, description="Git revision of a hub model.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
+    tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
+    rows: Changes = Field(
+        min_length=1,
+        description="The rows: name to what is particular to it, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
+    )
+    seeds: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
+    )
+    data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
+    train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
+    per_task: Changes = Field(
+        default={},
+        description="Task to what is particular to it, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
+    )
+    init: dict[str, str] = Field(
+        default={},
+        description="Task to the task of this table whose result, same row and seed, it starts from.",
+    )
+    merge: bool = Field(default=False, description="Write merged/ in every cell whose method has a linear fold.")
+    output_dir: str = Field(description="Directory of the table; its cells lie below it.")
+
+
+Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe]  # noqa: UP007
 """Any kind of recipe."""
 
-KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe]] = {"finetune": FinetuneRecipe, "draft": DraftRecipe}
+KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe] | type[TableRecipe]] = {
+    "finetune": FinetuneRecipe,
+    "draft": DraftRecipe,
+    "table": TableRecipe,
+}
 """The kinds of recipe by ``kind:``; a recipe that does not say is the first."""

@@ -16,6 +16,7 @@ _WORDS: dict[Any, str] = {
     float: "number",
     bool: "true or false",
     NoneType: "null",
+    Any: "value",
 }
 
 

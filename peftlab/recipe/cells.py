@@ -1,0 +1,141 @@
+"""A table's cells: every task in every row with every seed, each a complete finetune recipe."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.recipe.problems import validated
+from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
+from peftlab.recipe.source import Keys, Place, Source
+from peftlab.tasks.table import TASKS
+
+SHARED = ("model", "revision", "trust_remote_code", "data", "train", "merge")
+"""The keys that a table and its cells have in common."""
+_OF_THE_TABLE = ("kind", "task", "output_dir")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of a table.
+
+    Attributes:
+        task, row, seed: where it stands.
+        recipe: what is run; its ``output_dir`` is the cell's directory.
+    """
+
+    task: str
+    row: str
+    seed: int
+    recipe: FinetuneRecipe
+
+    @property
+    def directory(self) -> Path:
+        """The cell's run directory, ``cells/TASK-ROW-seedN`` below the table's."""
+        return Path(self.recipe.output_dir)
+
+
+def table_cells(recipe: TableRecipe) -> list[Cell]:
+    """Return the cells of a table in the order they are run.
+
+    Raises:
+        PeftlabError: a cell is no valid recipe, or the table's parts do not fit together.
+    """
+    source = Source({}, {(): Place(0, 0, "table")})
+    cells = expand(recipe, source)
+    if source.problems:
+        raise PeftlabError("\n".join(map(str, sorted(source.problems))))
+    return cells
+
+
+def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
+    """Return the cells of ``recipe``; mistakes are noted on ``source``, where it was written.
+
+    The order is one seed after the other, so that a table cut short has every column and row; within a seed,
+    tasks that others start from go first.
+    """
+    _consistent(recipe, source)
+    if source.problems:
+        return []
+    values = recipe.model_dump(mode="json")
+    tasks = sorted(recipe.tasks, key=lambda task: task in recipe.init)
+    cells = []
+    for seed in recipe.seeds:
+        for task in tasks:
+            for row in recipe.rows:
+                written = _cell_source(values, source, task, row, seed)
+                valid = validated(FinetuneRecipe, written)
+                if valid is not None:
+                    cells.append(Cell(task, row, seed, valid))
+                source.problems += [p for p in written.problems if p not in source.problems]
+    return cells
+
+
+def _cell_source(values: dict[str, Any], source: Source, task: str, row: str, seed: int) -> Source:
+    """The cell as if it had been written by itself: the table's values, then the task's, then the row's."""
+    cell = Source({}, {(): source.place(())})
+
+    def lay(changes: dict[str, Any], at: Keys) -> None:
+        for key, value in changes.items():
+            both = isinstance(value, dict) and isinstance(cell.data.get(key), dict)
+            cell.data[key] = {**cell.data[key], **value} if both else value
+        for keys, place in source.places.items():
+            if keys[: len(at)] == at and keys[len(at) :][:1] in {(key,) for key in changes}:
+                cell.places[keys[len(at) :]] = place
+
+    lay({key: values[key] for key in SHARED}, ())
+    lay(values["per_task"].get(task, {}), ("per_task", task))
+    lay(values["rows"][row], ("rows", row))
+    cell.data["task"] = task
+    cell.places[("task",)] = source.place(("tasks", values["tasks"].index(task)))
+    if isinstance(cell.data["train"], dict):
+        cell.data["train"] = {**cell.data["train"], "seed": seed}
+    cell.data["output_dir"] = _directory(values, task, row, seed)
+    if task in values["init"]:
+        cell.data["init_from"] = _directory(values, values["init"][task], row, seed)
+    return cell
+
+
+def _directory(values: dict[str, Any], task: str, row: str, seed: int) -> str:
+    name = f"{task.rpartition('/')[2]}-{_file_name(row)}-seed{seed}"
+    return str(Path(values["output_dir"], "cells", name))
+
+
+def _file_name(row: str) -> str:
+    return re.sub(r"[^\w.,=+-]+", "_", row, flags=re.ASCII)
+
+
+def _consistent(recipe: TableRecipe, source: Source) -> None:
+    """Note what no cell alone would show."""
+    for key, listed in (("tasks", recipe.tasks), ("seeds", recipe.seeds)):
+        for i, item in enumerate(listed):
+            if item in listed[:i]:
+                source.complain((key, i), f"{key}: {item} is there twice")
+    names: dict[str, str] = {}
+    for row in recipe.rows:
+        other = names.setdefault(_file_name(row), row)
+        if other != row:
+            source.complain(("rows", row), f"rows: {row!r} and {other!r} would share their directories")
+    if recipe.train.seed:
+        source.complain(("train", "seed"), "train.seed: a table's seeds stand under seeds")
+    for section, changes in (("rows", recipe.rows), ("per_task", recipe.per_task)):
+        for name, keys in changes.items():
+            for key in keys.keys() & set(_OF_THE_TABLE):
+                source.complain((section, name, key), f"{section}.{name}.{key}: the table itself says it")
+            if isinstance(keys.get("train"), dict) and "seed" in keys["train"]:
+                text = f"{section}.{name}.train.seed: a table's seeds stand under seeds"
+                source.complain((section, name, "train", "seed"), text)
+    # A table of fewer tasks may keep what it says of the others; a name that is no task is a slip.
+    for section, named in (("per_task", list(recipe.per_task)), ("init", list(recipe.init))):
+        for task in named:
+            if task not in TASKS:
+                hint = did_you_mean(task, [*recipe.tasks, *TASKS])
+                source.complain((section, task), f"{section}: unknown task {task!r}{hint}")
+    for task, start in recipe.init.items():
+        if task in recipe.tasks and (start not in recipe.tasks or start in recipe.init):
+            reason = "itself under init" if start in recipe.init else "not under tasks"
+            text = f"init.{task}: {start} is {reason}; '~init.{task}' starts from the pretrained model instead"
+            source.complain(("init", task), text)

@@ -1,0 +1,284 @@
+"""Draft recipes from end to end on a real, small model: run, resume, update, export, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_models import tiny
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import ModelDrafter
+from peftlab.decoding.engine import build_engine
+from peftlab.drafting.export import export_draft, read_medusa, write_medusa
+from peftlab.errors import PeftlabError
+from peftlab.methods import inject, make_config
+from peftlab.pipelines import run_recipe
+from peftlab.pipelines.update import run_update
+from peftlab.recipe.loading import load_recipe
+
+SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
+
+
+def go(stories: Path, out: Path, *overrides: str, **options: Any) -> dict[str, Any]:
+    recipe = load_recipe("draft/ci", [f"target={stories}", *SMALL, f"output_dir={out}", *overrides])
+    return run_recipe(recipe, **options)
+
+
+def refused(stories: Path, out: Path, *overrides: str) -> str:
+    with pytest.raises(PeftlabError) as caught:
+        go(stories, out, *overrides)
+    assert not out.exists(), "nothing was started"
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.fixture(scope="module")
+def run(stories: Path, place: Path) -> Path:
+    """The shipped recipe as it is."""
+    run_recipe(load_recipe("draft/ci", [f"target={stories}", f"output_dir={place / 'ci'}"]))
+    return place / "ci"
+
+
+@pytest.fixture(scope="module")
+def heads(stories: Path, place: Path) -> Path:
+    go(stories, place / "heads", "method={name: medusa, heads: 2}", "~draft")
+    return place / "heads"
+
+
+def results_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "results.json").read_text())
+
+
+class TestRun:
+    """What a run promises."""
+
+    def test_acceptance_rises_and_the_merged_directory_has_it(self, run: Path) -> None:
+        results = results_of(run)
+        assert results["score"] > results["baseline_score"] + 0.1
+        merged = results["merged_metrics"]["prompts"]["acceptance"]
+        assert merged == pytest.approx(results["score"], abs=1e-4)
+        before, after = results["decoding"]["before"], results["decoding"]["after"]
+        assert after["block_efficiency"] > before["block_efficiency"] >= 1
+        assert results["kept_share"] == 1.0
+
+    def test_the_merged_draft_is_a_plain_model_and_decoding_with_it_is_exact(self, run: Path, stories: Path) -> None:
+        target = AutoModelForCausalLM.from_pretrained(stories).eval()
+        draft = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
+        tokenizer = AutoTokenizer.from_pretrained(run / "merged")
+        assert draft.config.num_hidden_layers == 2
+        prompt = tokenizer("Once upon a time")["input_ids"]
+        plain, drafted = (
+            decode(build_engine(target), [prompt], Ending(30), d)[0].tokens
+            for d in (None, ModelDrafter(build_engine(draft)))
+        )
+        assert plain == drafted
+        ids = torch.tensor([prompt])
+        assisted = target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=30, do_sample=False
+        )
+        assert assisted[0, len(prompt) :].tolist() == plain
+
+    def test_the_resolved_recipe_runs_again_from_the_cache(self, run: Path, place: Path) -> None:
+        before = sorted((place / "draft-data").glob("*/*"))
+        stamps = [path.stat().st_mtime_ns for path in before]
+        overrides = [f"output_dir={place / 'again'}", "train.max_steps=2", "train.eval_every=2"]
+        run_recipe(load_recipe(run / "recipe.yaml", overrides))
+        assert stamps == [path.stat().st_mtime_ns for path in before]
+
+    def test_resumed_equals_uninterrupted(self, stories: Path, place: Path) -> None:
+        options = ["data.on_policy=0.5", "objective.name=jsd"]
+        go(stories, place / "whole", *options)
+        go(stories, place / "cut", *options)
+        checkpoints = sorted((place / "cut" / "checkpoints").glob("step-*.pt"))
+        checkpoints[-1].unlink()
+        (place / "cut" / "results.json").unlink()
+        go(stories, place / "cut", *options, resume=True)
+        cut, whole = ((place / name / "metrics.jsonl").read_bytes() for name in ("cut", "whole"))
+        assert cut == whole
+        cut, whole = (load_file(place / name / "merged" / "model.safetensors") for name in ("cut", "whole"))
+        assert all(torch.equal(cut[key], whole[key]) for key in whole)
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ["method=full"],
+            ["method={name: houlsby, bottleneck: 8}", "objective.name=lk"],
+            ["objective.name=topk_kl", "data.top_k=8"],
+            ["early_exit=true", "draft={truncate: {layers: [0, 1, 2]}}"],
+            ["method={name: medusa, heads: 1, trunk: {r: 2}}", "~draft"],
+        ],
+    )
+    def test_other_ways(self, stories: Path, place: Path, overrides: list[str]) -> None:
+        out = place / f"way-{abs(hash(tuple(overrides)))}"
+        results = go(stories, out, *overrides, "train.lr=1e-3")
+        assert results["score"] > results["baseline_score"]
+        assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
+
+    def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
+        chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]
+        assert go(stories, place / "selective", *chosen)["kept_share"] == pytest.approx(0.25, abs=0.02)
+
+
+class TestUpdate:
+    """Going on with served requests."""
+
+    def test_an_update_learns_from_the_log_and_starts_at_the_newest_draft(
+        self, run: Path, stories: Path, tmp_path: Path
+    ) -> None:
+        target = AutoModelForCausalLM.from_pretrained(stories).eval()
+        tokenizer = AutoTokenizer.from_pretrained(stories)
+        prompts = [tokenizer(text)["input_ids"] for text in ("A frog", "The moon", "Sam ran", "Her hat", "Big red bus")]
+        served = decode(build_engine(target), prompts * 2, Ending(24))
+        rows = [{"prompt_ids": p, "response_ids": g.tokens} for p, g in zip(prompts * 2, served, strict=True)]
+        log = tmp_path / "log.jsonl"
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        few = ("train.max_steps=4", "train.eval_every=4")
+        first = run_update(run, log, overrides=few)
+        assert set(first["metrics"]) == {"requests", "prompts"}
+        start = results_of(run)["merged_metrics"]["prompts"]["acceptance"]
+        assert first["baseline_metrics"]["prompts"]["acceptance"] == pytest.approx(start, abs=1e-4)
+        second = run_update(run, log, size=12, overrides=few)
+        assert second["model"] == str(run / "updates" / "0001" / "merged")
+        buffer = (run / "updates" / "replay-0002.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in buffer] == [*rows[-2:], *rows], "the newest ones, in order"
+        with pytest.raises(PeftlabError, match="no run here"):
+            run_update(tmp_path, log)
+
+    def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
+        with pytest.raises(PeftlabError, match="heads and exits live in the target"):
+            run_update(heads, tmp_path / "log.jsonl")
+
+
+class TestExport:
+    """Directories for others."""
+
+    @pytest.mark.parametrize("consumer", ["transformers", "vllm", "speculators"])
+    def test_plain_directories(self, run: Path, stories: Path, tmp_path: Path, consumer: str) -> None:
+        command, difference = export_draft(run, tmp_path / "out", consumer, str(stories), gamma=3)
+        assert difference == 0.0
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert written.config.vocab_size == 512
+        if consumer != "transformers":
+            method = json.loads(command.partition("'")[2].rstrip("'"))
+            expected = {"method": "draft_model", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
+            assert command.startswith(f"vllm serve {stories} ") and method == expected
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert ("speculators_config" in config) == (consumer == "speculators")
+        if consumer == "speculators":
+            verifier = config["speculators_config"]["verifier"]
+            assert verifier == {"name_or_path": str(stories), "architectures": ["LlamaForCausalLM"]}
+
+    def test_medusa_round_trips_key_for_key(self, heads: Path, stories: Path, tmp_path: Path) -> None:
+        command, difference = export_draft(heads, tmp_path / "m", "vllm-medusa", str(stories))
+        assert difference == 0.0 and '"num_speculative_tokens": 2' in command
+        with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+            keys = set(file.keys())
+        expected = {f"blocks.{i}.layers.0.weight" for i in range(2)} | {f"lm_heads.{i}.weight" for i in range(2)}
+        assert keys == expected
+        config = json.loads((tmp_path / "m" / "config.json").read_text())
+        sizes = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512}
+        assert sizes.items() <= config.items()
+        assert set(read_medusa(tmp_path / "m").state_dict()) == keys
+        config["num_heads"] = 3
+        (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(PeftlabError, match="do not fit its configuration"):
+            read_medusa(tmp_path / "m")
+
+    def test_heads_with_a_bias_round_trip(self, tmp_path: Path) -> None:
+        model = inject(tiny(0), make_config("medusa", heads=2, bias=True))
+        with torch.no_grad():
+            model.lm_head.medusa_heads.blocks[1].layers[0].bias.fill_(0.5)
+        back = read_medusa(write_medusa(model, tmp_path / "m"))
+        hidden = torch.randn(3, 16)
+        assert torch.equal(back(hidden), model.lm_head.medusa_heads(hidden))
+
+    def test_what_a_consumer_cannot_load_is_said(self, run: Path, heads: Path, stories: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        for source, consumer, message in (
+            (heads, "vllm", "cannot be loaded there"),
+            (heads / "heads", "transformers", "holds Medusa heads, not a model"),
+            (run, "vllm-medusa", "is a lora draft"),
+            (run, "llama.cpp", "one of transformers, vllm"),
+        ):
+            with pytest.raises(PeftlabError, match=message):
+                export_draft(source, out, consumer, str(stories))
+        other = tiny(0, vocab=514)
+        other.save_pretrained(tmp_path / "padded")
+        AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "padded")
+        with pytest.raises(PeftlabError, match=r"vocab_size is 514, the target's 512.*resize_token_embeddings\(512\)"):
+            export_draft(tmp_path / "padded", out, "vllm", str(stories))
+        assert not out.exists()
+
+
+class TestRefused:
+    """Mistakes that are told before anything expensive starts."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["draft={truncate: {layers: [0, 5]}}"], "no layer 5; the target has 0 to 4"),
+            (["data.on_policy=1.2"], "from 0 to 1"),
+            (["objective.name=topk_kl"], "data.top_k stores none"),
+            (["objective.name=ce", "data.on_policy=0.5"], "needs the target's logits"),
+            (["data.max_new_tokens=600"], "the target's context"),
+            (["train.max_length=16"], "train.max_length; raise it"),
+            (["data.held_out=10"], "leaves none of 10 prompts"),
+            (["data.prompts=[]"], "holds no prompt"),
+            (["method={name: medusa}"], "puts heads on the target"),
+            (["~draft"], "name a model, or truncate"),
+            (["method={name: houlsby}", "merge=true"], "no linear fold"),
+            (["early_exit=true", "draft={truncate: {layers: [0, 2]}}"], "are not the first ones"),
+            (["objective.selective=0.4"], "needs a reference"),
+            (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
+            (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
+        ],
+    )
+    def test_recipe(self, stories: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+        assert message in refused(stories, tmp_path / "out", *overrides)
+
+    def test_an_empty_prompt_file(self, stories: Path, tmp_path: Path) -> None:
+        (tmp_path / "none.txt").write_text("\n")
+        assert "holds no prompt" in refused(stories, tmp_path / "out", f"data.prompts={tmp_path / 'none.txt'}")
+
+    def test_a_draft_that_does_not_fit(self, stories: Path, tmp_path: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(stories)
+        draft = tmp_path / "draft"
+        tiny(0, vocab=520).save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        message = refused(stories, tmp_path / "out", f"draft={draft}")
+        assert "520 rows, the target's has 512" in message and "resize_token_embeddings(512)" in message
+        tiny(0, vocab=512).save_pretrained(draft)
+        longer = ["data.max_new_tokens=80", "train.max_length=100"]
+        assert "its context is 64 tokens" in refused(stories, tmp_path / "out", f"draft={draft}", *longer)
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        tokenizer.save_pretrained(draft)
+        target = tmp_path / "target"
+        AutoModelForCausalLM.from_pretrained(stories).save_pretrained(target)
+        tokenizer.chat_template = "{{ messages[0]['content'] }}\n"
+        tokenizer.save_pretrained(target)
+        chat = refused(stories, tmp_path / "out", f"target={target}", f"draft={draft}")
+        assert "chat template is not the target's" in chat
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(draft)
+        other = refused(stories, tmp_path / "out", f"draft={draft}")
+        assert "'<new>' (target None, draft 512)" in other
+
+    def test_half_precisions(self) -> None:
+        from types import SimpleNamespace
+
+        from peftlab.drafting.preflight import check_dtypes
+
+        check_dtypes(SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32))
+        with pytest.raises(PeftlabError, match="stored in float16, the target in bfloat16"):
+            check_dtypes(SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float16))

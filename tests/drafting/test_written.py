@@ -1,0 +1,177 @@
+"""Text by the target: the same however often it was interrupted, and masks that end where it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_models import requests, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from peftlab.drafting import written
+from peftlab.drafting.examples import Collate, make_dataset
+from peftlab.drafting.objectives import topk_targets
+from peftlab.drafting.prompts import read_prompts, read_requests
+from peftlab.drafting.stored import stored_topk
+from peftlab.drafting.written import Writing, check_room, write_continuations
+from peftlab.errors import PeftlabError
+
+EOS = frozenset({2})
+PROMPTS = [[5, 6, 7], [9], [11, 12], [3, 4, 5, 6], [8, 8]]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperature: float) -> None:
+    target = tiny()
+    writing = Writing(6, temperature, samples=1 if temperature == 0 else 3, batch_size=2)
+    directory, whole = write_continuations(target, PROMPTS, writing, tmp_path / "whole", EOS)
+
+    calls = []
+    real = written.decode
+
+    def stops(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(written, "decode", stops)
+    with pytest.raises(KeyboardInterrupt):
+        write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)
+    done = len(calls)
+    other, resumed = write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)
+    assert resumed == whole and contents(other) == contents(directory)
+    assert [r.prompt for r in whole] == [p for p in PROMPTS for _ in range(writing.samples)]
+    before = len(calls)
+    assert write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)[1] == whole
+    assert done == 3 and len(calls) == before, "what lies on disk is not written again"
+
+
+def test_greedy_text_is_what_transformers_writes(stories: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(stories).eval()
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    prompts = read_prompts(["Once upon a time", "Tom had a big dog"], tokenizer, chat=False)
+    _, ours = write_continuations(target, prompts, Writing(24), tmp_path, EOS)
+    for prompt, request in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert request.response == theirs[0, len(prompt) :].tolist()
+
+
+def test_another_target_or_setting_is_another_data_set(tmp_path: Path) -> None:
+    target, changed = tiny(), tiny()
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    made = {write_continuations(m, PROMPTS, w, tmp_path, EOS)[0]
+            for m, w in ((target, Writing(4)), (changed, Writing(4)), (target, Writing(5)))}  # fmt: skip
+    assert len(made) == 3
+    assert write_continuations(target, PROMPTS, Writing(4), tmp_path, EOS)[0] in made
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    directory, _ = write_continuations(tiny(), PROMPTS, Writing(4, batch_size=2), tmp_path, EOS)
+    (directory / "part-000001.jsonl").write_text('{"prompt_ids"')
+    with pytest.raises(PeftlabError, match=r"part-000001\.jsonl: damaged"):
+        write_continuations(tiny(), PROMPTS, Writing(4, batch_size=2), tmp_path, EOS)
+
+
+def test_too_long() -> None:
+    check_room([10, 12], 12, "the context")
+    check_room([10, 12], None, "the context")
+    with pytest.raises(PeftlabError, match="2 of 3 examples are longer than 10 tokens, the context; the first is number 2"):
+        check_room([10, 12, 11], 10, "the context")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5))
+def test_masks_cover_the_continuation_alone_even_where_padding_is_eos(sizes: list[tuple[int, int]]) -> None:
+    from peftlab.drafting.prompts import Request
+
+    rows = make_dataset([Request([2] * p, [*[2] * (r - 1), 2]) for p, r in sizes])  # every token is the EOS
+    batch = Collate(pad=2)([rows[i] for i in range(len(rows))])
+    for i, (p, r) in enumerate(sizes):
+        places = batch["weights"][i].nonzero().flatten().tolist()
+        assert [place + 1 for place in places] == list(range(p, p + r)), "each token of the response is predicted once"
+        assert int(batch["attention_mask"][i].sum()) == p + r
+    assert int(batch["weights"].sum()) == sum(rows["kept"])
+
+
+def test_stored_top_k_is_the_targets_own(tmp_path: Path) -> None:
+    target, rows = tiny(), requests(5)
+    first = stored_topk(target, rows, 4, tmp_path)
+    again = stored_topk(target, rows, 4, tmp_path)
+    for request, top, kept in zip(rows, first, again, strict=True):
+        ids = torch.tensor([[*request.prompt, *request.response]])
+        with torch.no_grad():
+            logits = target(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
+        exact = topk_targets(logits, 4)
+        for one, other, stored in zip(exact, top, kept, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+            assert torch.equal(other, stored)
+    with pytest.raises(PeftlabError, match=r"top_k: 41 lies outside 1\.\.40"):
+        stored_topk(target, rows, 41, tmp_path)
+
+
+class TestPrompts:
+    """Reading prompts and served requests."""
+
+    @pytest.fixture(scope="class")
+    def tokenizer(self, stories: Path) -> Any:
+        return AutoTokenizer.from_pretrained(stories)
+
+    def test_the_same_prompts_in_every_form(self, tokenizer: Any, tmp_path: Path) -> None:
+        texts = ["Once upon a time", "The cat"]
+        (tmp_path / "p.txt").write_text("\n".join(texts) + "\n\n")
+        (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{t}"}}\n' for t in texts))
+        (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{t}", "answer": "x"}}\n' for t in texts))
+        expected = [tokenizer(t)["input_ids"] for t in texts]
+        for source in (texts, str(tmp_path / "p.txt"), str(tmp_path / "p.jsonl"), str(tmp_path / "q.jsonl")):
+            assert read_prompts(source, tokenizer) == expected
+
+    def test_chat_messages_go_through_the_template(self, tokenizer: Any, tmp_path: Path) -> None:
+        path = tmp_path / "m.jsonl"
+        path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+        with pytest.raises(PeftlabError, match="no chat template"):
+            read_prompts(str(path), tokenizer)
+        chatty = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+        chatty.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}bot: "
+        expected = tokenizer("<s>user: Hi</s>bot: ", add_special_tokens=False)["input_ids"]
+        assert read_prompts(str(path), chatty) == [expected]
+        assert read_prompts(["Hi"], chatty) == [expected]
+        assert read_prompts(["Hi"], chatty, chat=False) == [tokenizer("Hi")["input_ids"]]
+
+    def test_requests_end_with_the_end_of_sequence_unless_cut(self, tokenizer: Any, tmp_path: Path) -> None:
+        path = tmp_path / "log.jsonl"
+        path.write_text(
+            '{"prompt": "The cat", "response": " sat", "finish_reason": "stop"}\n'
+            '{"prompt": "The cat", "response": " sat", "finish_reason": "length"}\n'
+        )
+        stopped, cut = read_requests(path, tokenizer)
+        assert stopped.response == [*cut.response, tokenizer.eos_token_id]
+        ids = tmp_path / "ids.jsonl"
+        ids.write_text('{"prompt_ids": [5, 6], "response_ids": [7]}\n')
+        assert read_requests(ids, tokenizer)[0].response == [7]
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("empty.txt", "\n\n", "holds no prompt"),
+            ("empty.jsonl", "", "holds no|empty|no rows"),
+            ("blank.jsonl", '{"prompt": "  "}\n', "prompt 1: empty"),
+            ("other.jsonl", '{"sentence": "x"}\n', "no prompt column"),
+        ],
+    )
+    def test_bad_files(self, tokenizer: Any, tmp_path: Path, name: str, text: str, message: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(PeftlabError, match=message):
+            read_prompts(str(tmp_path / name), tokenizer)
