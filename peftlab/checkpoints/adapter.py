@@ -26,6 +26,7 @@ from peftlab.files import read_json, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora import LoraConfig
+from peftlab.methods.lora_layers import one_thread
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -203,9 +204,10 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise PeftlabError(f"{source}: {name} holds NaN or infinity")
+    with one_thread():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise PeftlabError(f"{source}: {name} holds NaN or infinity")
 
 
 def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:

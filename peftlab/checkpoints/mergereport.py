@@ -81,7 +81,7 @@ class MergeReport:
             self.warnings.append(
                 f"rounding to {worst.dtype} eats more than {ROUNDING_LIMIT:.0%} of the update in {len(eaten)} of "
                 f"{len(self.tensors)} tensors (worst: {worst.name}, {1 - worst.survived:.0%}); merge with --dtype "
-                "float32, or keep the adapter unmerged"
+                "fp32, or keep the adapter unmerged"
             )
 
 

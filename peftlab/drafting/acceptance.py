@@ -63,6 +63,19 @@ def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
 
 
 @torch.no_grad()
+def each_token(
+    target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t]."""
+    heads = head_weight(target), head_weight(draft)
+    for _, places, ids, mask in _batches(data, batch_size, heads[0].device):
+        own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
+        for mine, theirs in zip(own.split(_CHUNK), other.split(_CHUNK), strict=True):
+            p, q = (F.linear(h, w).float().softmax(-1) for h, w in zip((mine, theirs), heads, strict=True))
+            yield theirs, overlap(p, q), p.argmax(-1) == q.argmax(-1)
+
+
+@torch.no_grad()
 def measure_exit(model: Any, layers: int, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
     """Return the acceptance of an exit after the first ``layers`` layers, and of the whole model as trained.
 

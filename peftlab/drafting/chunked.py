@@ -96,9 +96,7 @@ class _ChunkedMean(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for rows, share in zip(kept.split(chunk), shares.split(chunk), strict=True):
             h = hidden[rows]  # [t, H]
-            loss, d_logits = _value_and_gradient(
-                F.linear(h, head_weight), rows, share, losses, for_hidden or for_head
-            )
+            loss, d_logits = _value_and_gradient(F.linear(h, head_weight), rows, share, losses, for_hidden or for_head)
             total += loss
             if d_hidden is not None:
                 d_hidden[rows] = (d_logits @ head_weight).to(hidden.dtype)

@@ -61,9 +61,7 @@ def jsd(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tenso
         PeftlabError: β outside (0, 1).
     """
     if not 0 < beta < 1:
-        raise PeftlabError(
-            f"jsd: beta {beta} lies outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'"
-        )
+        raise PeftlabError(f"jsd: beta {beta} lies outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'")
     log_p, log_q = _log_probs(target_logits, draft_logits)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)

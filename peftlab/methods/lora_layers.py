@@ -186,13 +186,13 @@ def fold_weight(
         out = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
     if out.is_meta:
         return out
-    with _one_thread():
+    with one_thread():
         if weight.ndim == 3 and a.ndim == 2:
-            for matrix in zip(weight.detach(), *expert_factors(a, b, weight.shape[0]), out, strict=True):
-                _fold_matrix(*matrix, scale, transposed, None, how)
+            for w, x, y, z in zip(weight.detach(), *expert_factors(a, b, weight.shape[0]), out, strict=True):
+                _fold_matrix(w, x, y, z, scale, transposed, None, how)
         else:
-            flat = [tensor.detach().flatten(1) for tensor in (weight, a, b)]
-            _fold_matrix(*flat, out.flatten(1), scale, transposed, magnitude, how)
+            w, x, y, z = (tensor.detach().flatten(1) for tensor in (weight, a, b, out))
+            _fold_matrix(w, x, y, z, scale, transposed, magnitude, how)
     return out
 
 
@@ -232,7 +232,7 @@ def _fold_matrix(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Let torch compute with one thread of the CPU for the while."""
     threads = torch.get_num_threads()
     if threads > 1:

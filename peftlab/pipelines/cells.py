@@ -26,6 +26,8 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting.facts import flatten
 
 RESULTS = "results.json"
+# What every cell imports sooner or later: one that is not installed is left out.
+_PRELOADED = ["peftlab.pipelines.finetune", "peftlab.tasks.evaluation", "sklearn.metrics", "matplotlib.figure", "jinja2"]
 
 
 class Stopped(PeftlabError):
@@ -134,7 +136,7 @@ def run_cells(
 def _context() -> Any:
     """Processes forked from a server without threads where that is safe, else started from nothing."""
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload([_work.__module__, "peftlab.pipelines.finetune"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 

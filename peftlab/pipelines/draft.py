@@ -23,6 +23,7 @@ from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.medusa import MedusaDrafter
 from peftlab.drafting.examples import Collate
 from peftlab.drafting.export import write_medusa
+from peftlab.drafting.foresight import save_foresight, train_foresight
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
@@ -205,6 +206,11 @@ def _write_out(
     if recipe.method.name == "medusa":
         write_medusa(models.student, run_dir / "heads", overwrite=True)
         _merge_trunk(recipe, models, run_dir)
+    if recipe.acceptance_head:
+        draft, unseen = merged or models.student, next(iter(sets.held_out.values()))
+        greedy = recipe.data.temperature == 0
+        head, results["acceptance_head"] = train_foresight(models.target, draft, sets.train, unseen, greedy=greedy)
+        save_foresight(head, run_dir / "acceptance_head.safetensors")
     after_speed = clock.measure(merged)
     results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
     write_json(run_dir / "results.json", results)

@@ -322,6 +322,11 @@ class DraftRecipe(Section):
         description="Train the target itself so that its first layers, named by draft: {truncate: ...}, answer as "
         "the whole does (LayerSkip); the merged model is target and draft at once.",
     )
+    acceptance_head: bool = Field(
+        default=False,
+        description="Also fit a head that foresees whether a drafted token stands, to stop drafting in time "
+        "(SpecDec++): acceptance_head.safetensors in the run directory.",
+    )
     gamma: int = Field(default=4, ge=1, description="Drafted tokens a step when block efficiency is measured.")
     merge: bool | None = Field(
         default=None,
@@ -355,6 +360,8 @@ class DraftRecipe(Section):
         special = medusa or self.early_exit
         if special and (objective.name == "topk_kl" or objective.selective is not None or data.on_policy):
             refuse("objective", "heads and early exit know no topk_kl, no selective filter and no on_policy text")
+        if special and self.acceptance_head:
+            refuse("acceptance_head", "reads a draft model's states; there is none with heads or early exit")
         if self.early_exit and not isinstance(self.draft, Truncation):
             refuse("early_exit", "needs draft: {truncate: {layers: [0, 1, ...]}}, the layers before the exit")
         elif self.early_exit and isinstance(self.draft, Truncation):

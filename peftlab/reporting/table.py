@@ -21,7 +21,6 @@ from rich.text import Text
 
 from peftlab.files import read_json
 from peftlab.reporting import facts
-from peftlab.reporting.console import LongName
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _SEVERAL = 4  # tasks whose deviations still fit into 80 columns
@@ -190,23 +189,23 @@ def _overview(table: Table) -> Grid:
     grid = _grid(f"{table.model}: score x 100 at the best epoch")
     grid.add_column("")
     many = len(table.titles) > _SEVERAL
-    for title in [*table.titles.values(), *(["avg"] if len(table.titles) > 1 else []), "params"]:
+    for title in [*table.titles.values(), *(["avg"] if len(table.titles) > 1 else [])]:
         grid.add_column(Text(title), justify="right", no_wrap=True)
     for row in table.rows:
         scores = [table.entries.get((task, row)) for task in table.titles]
         texts = ["-" if s is None else f"{s.best.mean:.1f}" if many else str(s.best) for s in scores]
-        grid.add_row(LongName(row), *texts, *_last_columns(table, table.average(row)), row_parameters(table, row))
+        grid.add_row(_name(row), *texts, *_last_column(table, table.average(row)))
     if table.published:
         grid.add_section()
         grid.add_row(Text(table.label, style="dim italic"))
     for row, theirs in table.published.items():
         texts = [f"{theirs[task]:.1f}" if task in theirs else "-" for task in table.titles]
-        average = _last_columns(table, table.published_average(row))
-        grid.add_row(*(Text(text, style="dim") for text in (row, *texts, *average, "")))
+        average = _last_column(table, table.published_average(row))
+        grid.add_row(*(Text(text, style="dim") for text in (row, *texts, *average)))
     return grid
 
 
-def _last_columns(table: Table, average: float | None) -> list[str]:
+def _last_column(table: Table, average: float | None) -> list[str]:
     if len(table.titles) == 1:
         return []
     return ["-" if average is None else f"{average:.1f}"]
@@ -218,28 +217,38 @@ def _details(table: Table, task: str) -> Grid:
     metric = f", {facts.label(found[0].metric)}" if found else ""
     grid = _grid(f"{table.titles[task]}{metric}")
     grid.add_column("")
-    for title in ("n", "best epoch", "median", "last epoch", "sec", "GPU MB" if gpu else "MB"):
+    for title in ("n", "best epoch", "median", "last epoch", "params", "sec", "GPU MB" if gpu else "MB"):
         grid.add_column(title, justify="right", no_wrap=True)
     for row in table.rows:
         entry = table.entries.get((task, row))
         if entry is None:
-            grid.add_row(LongName(row), f"0/{table.seeds}", *["-"] * 5)
+            grid.add_row(_name(row), f"0/{table.seeds}", *["-"] * 6)
             continue
         grid.add_row(
-            LongName(row),
+            _name(row),
             f"{len(entry.seeds)}/{table.seeds}",
             str(entry.best),
             f"{entry.best.median:.1f}",
             str(entry.last),
+            short_count(entry.trainable),
             f"{entry.seconds:,.0f}",
             f"{entry.gpu if entry.gpu is not None else entry.memory:,.0f}",
         )
     return grid
 
 
+def _name(row: str) -> Text:
+    return Text(row, overflow="fold")
+
+
 def _grid(title: str) -> Grid:
     return Grid(
-        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, expand=False
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
 
 

@@ -114,7 +114,7 @@ def _interval(entry: Entry) -> tuple[float, float]:
 
 
 def axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Return (low, high, ticks) of an axis that shows ``values``: 2 to 6 ticks a step of 1, 2 or 5 times 10^k apart.
+    """Return (low, high, ticks) of an axis that shows ``values``: 2 to 7 ticks, a step of 1, 2 or 5 times 10^k apart.
 
     Values that are not finite are left out; the axis has a length even where all values are equal.
     """
@@ -122,7 +122,7 @@ def axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
     low, high = min(finite), max(finite)
     margin = 0.06 * (high - low) or 0.5
     low, high = low - margin, high + margin
-    rough = (high - low) / 4
+    rough = (high - low) / 6
     power = 10 ** math.floor(math.log10(rough))
     step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
     first, last = math.ceil(low / step), math.floor(high / step)

@@ -56,7 +56,9 @@ class Size:
 
 
 SMALL = Size(drift=64, drift_steps=16, general=24, old_steps=12, domain=32, new_steps=16, held_out=6, tokens=48)
-FULL = Size(drift=2000, drift_steps=250, general=600, old_steps=300, domain=1000, new_steps=500, held_out=100, tokens=128)
+FULL = Size(
+    drift=2000, drift_steps=250, general=600, old_steps=300, domain=1000, new_steps=500, held_out=100, tokens=128
+)
 
 
 @dataclass

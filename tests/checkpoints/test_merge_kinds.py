@@ -246,7 +246,7 @@ def test_rounding_that_eats_the_update_is_warned_of(tmp_path: Path) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.01)
     peftlab.save_adapter(model, tmp_path / "adapter")
     report = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "merged")
-    assert "--dtype float32" in report.warnings[0]
+    assert "--dtype fp32" in report.warnings[0]
     folded = [row for row in report.tensors if row.kind == "folded"]
     assert max(row.changed for row in folded) < 0.9 and min(row.survived for row in folded) < 0.9
     exact = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "exact", dtype=torch.float32)

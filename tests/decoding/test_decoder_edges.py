@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter, Sampling
+from peftlab.decoding.drafters import ModelDrafter
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.free import PromptLookup, Recycling
 from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
@@ -183,13 +183,49 @@ def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
         common_vocabulary(stories_model, tiny(), stories_tokenizer, None)
 
 
-def test_rows_that_end_leave_the_others_alone(target, stories_model):
+def test_rows_that_end_leave_the_others_alone(target):
     """Rows leave a batch one by one; those that stay are in other slots of every cache from then on."""
     prompts = [[1], [1, 403, 407], [1, 10, 20, 30, 40], [1, 77]]
     alone = [decode(target, [prompt], Ending(40))[0].tokens for prompt in prompts]
-    ends = frozenset({alone[0][5], alone[2][17]})
+    ends = frozenset({next(token for token in alone[0] if token not in alone[2])})
     alone = [decode(target, [prompt], Ending(40, ends))[0].tokens for prompt in prompts]
-    assert len({len(output) for output in alone}) > 2
-    drafter = ModelDrafter(build_engine(truncate(stories_model, [0, 1, 3]), pack=False))
-    together = decode(target, prompts, Ending(40, ends), drafter, sampling=Sampling())
+    assert len(alone[0]) < 35 and len(alone[2]) == 40
+    drafter = ModelDrafter(target)  # always right, so that a mix-up in its cache shows
+    drafted_alone = [decode(target, [prompt], Ending(40, ends), drafter)[0] for prompt in prompts]
+    together = decode(target, prompts, Ending(40, ends), drafter)
     assert [output.tokens for output in together] == alone
+    # The draft's cache follows too: each row is drafted for as it is on its own.
+    assert [output.steps for output in together] == [output.steps for output in drafted_alone]
+
+
+class Oracle(torch.nn.Module):
+    """Heads that know a text: at the state of position t they name the tokens of t+2, t+3 and t+4."""
+
+    def __init__(self, model, text):
+        super().__init__()
+        with torch.inference_mode():
+            states = model.model(torch.tensor([text])).last_hidden_state[0]
+        self.states = torch.nn.Parameter(states.clone())
+        self.text = text
+
+    def forward(self, hidden):
+        logits = torch.zeros(3, len(hidden), 512)
+        for row, t in enumerate(torch.cdist(hidden, self.states).argmin(-1).tolist()):
+            for head in range(3):
+                if t + 2 + head < len(self.text):
+                    logits[head, row, self.text[t + 2 + head]] = 1
+        return logits
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_medusa_heads_that_know_are_always_right(target, stories_model, width):
+    prompt = [1, 403, 407, 261]
+    (plain,) = decode(target, [prompt], Ending(40))
+    heads = Oracle(stories_model, prompt + plain.tokens)
+    drafter = MedusaDrafter(heads, width=width)
+    (output,) = decode(target, [prompt], Ending(32), drafter, policy=partial(Fixed, 3))
+    assert output.tokens == plain.tokens[:32]
+    if width == 1:
+        assert all(step.accepted == step.drafted for step in output.steps)
+    else:  # three nodes of a tree: the first choice, and its own first choice, always stand
+        assert all(step.accepted >= min(2, step.drafted) for step in output.steps[:-1])

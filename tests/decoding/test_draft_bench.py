@@ -79,15 +79,18 @@ def test_overlap_is_that_of_the_models(stories_model):
     target = build_engine(stories_model, pack=False)
     from peftlab.decoding.decoder import Ending
 
-    (output,) = decode(target, [[1]], Ending(40), drafter, policy=partial(Fixed, 1), observe=overlap)
+    (output,) = decode(target, [[1]], Ending(40), drafter, policy=partial(Fixed, 3), observe=overlap)
     ids = torch.tensor([[1, *output.tokens]])
     with torch.inference_mode():
         p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (stories_model, draft))
-    # With one drafted token a step, the positions looked at are those where a step began.
-    began = [sum(s.emitted for s in output.steps[:i]) for i, s in enumerate(output.steps) if s.drafted]
-    p, q = p[began], q[began]
+    # The positions looked at are those of the tokens that stood, and of the one that fell.
+    looked, began = [], 0
+    for step in output.steps:
+        looked += range(began, began + min(step.accepted + 1, step.drafted))
+        began += step.emitted
+    p, q = p[looked], q[looked]
     result = overlap.result()
-    assert overlap.positions == len(began)
+    assert overlap.positions == len(looked)
     assert result["overlap"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
     assert result["argmax"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
     assert result["p_of_argmax"] == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)

@@ -64,6 +64,19 @@ def test_a_tree_that_is_a_chain_sees_what_a_chain_sees():
             assert torch.equal(*torch.broadcast_tensors(as_tree, as_chain))
 
 
+def test_windows_count_positions_and_not_slots():
+    shape = shape_of(((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 0, 0)))
+    seen = Block((2,), 6, tree=(shape.depths, shape.below)).visible(3, torch.device("cpu"))
+    assert seen[0, 0].int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0, 0],  # the root, position 2
+        [0, 1, 1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 1, 0, 0, 0],  # in slot 4, but at position 3
+        [0, 0, 1, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1],  # position 6: 3 behind is out of sight, slot 4 or not
+    ]
+
+
 def test_greedy_walk():
     parents = (-1, -1, 1, 1, 3)
     tokens = (5, 6, 7, 8, 9)

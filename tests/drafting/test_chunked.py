@@ -44,9 +44,7 @@ def test_value_and_gradients_are_the_plain_ones(batch, objective, chunk, weighte
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         t = batch(dtype)
         weights = (torch.arange(T) % 5).to(dtype) / 4 if weighted else None
-        chunked = chunked_loss(
-            t["hidden"], t["head"], t["target"], t["target_head"], objective, weights, chunk
-        )
+        chunked = chunked_loss(t["hidden"], t["head"], t["target"], t["target_head"], objective, weights, chunk)
         losses = OBJECTIVES[objective](t["target"] @ t["target_head"].T, t["hidden"] @ t["head"].T)
         plain = weighted_mean(losses, weights)
         torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=tolerance)
@@ -78,9 +76,7 @@ def test_gradcheck(batch, objective):
     weights = torch.arange(4, dtype=torch.float64)
 
     def loss(hidden, head):
-        return chunked_loss(
-            hidden, head, t["target"][:4], t["target_head"], objective, weights, chunk=3, **settings
-        )
+        return chunked_loss(hidden, head, t["target"][:4], t["target_head"], objective, weights, chunk=3, **settings)
 
     assert torch.autograd.gradcheck(loss, (t["hidden"][:4].detach().requires_grad_(), t["head"]))
 
@@ -88,8 +84,7 @@ def test_gradcheck(batch, objective):
 def test_settings_reach_the_objective(batch):
     t = batch()
     values = {
-        chunked_loss(t["hidden"], t["head"], t["target"], t["target_head"], "jsd", beta=b).item()
-        for b in (0.2, 0.5)
+        chunked_loss(t["hidden"], t["head"], t["target"], t["target_head"], "jsd", beta=b).item() for b in (0.2, 0.5)
     }
     assert len(values) == 2
 
@@ -185,9 +180,7 @@ MEASURE = """
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_peak_memory_is_a_fraction_of_the_plain_one():
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True)
     start, after_chunked, after_plain = map(int, run.stdout.split())
     assert after_plain - start > 300_000  # kilobytes: the plain computation did need its [T, V] tensors
     assert after_chunked - start <= 0.4 * (after_plain - start)

@@ -28,9 +28,7 @@ from peftlab.errors import PeftlabError
 DIVERGENCES = {name: f for name, f in OBJECTIVES.items() if name not in ("ce", "topk_kl")}
 
 
-def logits(
-    tokens: int = 6, vocab: int = 9, seed: int = 0, scale: float = 2.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def logits(tokens: int = 6, vocab: int = 9, seed: int = 0, scale: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(2, tokens, vocab, dtype=torch.float64, generator=generator) * scale)
 
@@ -135,9 +133,7 @@ def test_identities_and_bounds(seed, vocab, scale):
 def test_generalised_jsd_tends_to_both_divergences():
     target, draft = logits(scale=1.0)
     torch.testing.assert_close(jsd(target, draft, 1e-7) / 1e-7, kl(target, draft), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        jsd(target, draft, 1 - 1e-7) / 1e-7, reverse_kl(target, draft), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(jsd(target, draft, 1 - 1e-7) / 1e-7, reverse_kl(target, draft), rtol=1e-4, atol=1e-5)
     for beta in (0.0, 1.0, -1.0):
         with pytest.raises(PeftlabError, match="beta"):
             jsd(target, draft, beta)
@@ -147,9 +143,7 @@ def test_generalised_jsd_tends_to_both_divergences():
 def test_a_token_masked_on_both_sides_is_as_if_absent(name):
     target, draft = logits(4, 6)
     masked = [torch.cat([x, torch.full((4, 2), -torch.inf, dtype=x.dtype)], -1) for x in (target, draft)]
-    torch.testing.assert_close(
-        DIVERGENCES[name](*masked), DIVERGENCES[name](target, draft), rtol=0, atol=1e-13
-    )
+    torch.testing.assert_close(DIVERGENCES[name](*masked), DIVERGENCES[name](target, draft), rtol=0, atol=1e-13)
     slope = gradient(DIVERGENCES[name], *masked)
     torch.testing.assert_close(slope[:, :6], gradient(DIVERGENCES[name], target, draft), rtol=0, atol=1e-13)
     assert (slope[:, 6:] == 0).all()
@@ -158,9 +152,7 @@ def test_a_token_masked_on_both_sides_is_as_if_absent(name):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_far_apart_in_half_precision_all_stays_finite(name):
     target = torch.tensor([[200.0, 0.0, -200.0], [-torch.inf, 3.0, 3.0]], dtype=torch.bfloat16)
-    draft = torch.tensor(
-        [[-200.0, 0.0, 200.0], [3.0, -torch.inf, -3.0]], dtype=torch.bfloat16
-    ).requires_grad_()
+    draft = torch.tensor([[-200.0, 0.0, 200.0], [3.0, -torch.inf, -3.0]], dtype=torch.bfloat16).requires_grad_()
     losses = DIVERGENCES[name](target, draft)
     assert losses.dtype == torch.float32 and torch.isfinite(losses).all() and (losses > 0).all()
     losses.sum().backward()
@@ -203,9 +195,7 @@ def test_topk_and_cross_entropy_on_its_buckets_have_the_same_gradient():
         q = draft.softmax(-1).gather(-1, stored.indices)
         return -(stored.values.exp() * q.log()).sum(-1) - stored.rest.exp() * (1 - q.sum(-1)).log()
 
-    torch.testing.assert_close(
-        gradient(topk_kl, stored, draft), gradient(bucket_ce, stored, draft), rtol=0, atol=1e-13
-    )
+    torch.testing.assert_close(gradient(topk_kl, stored, draft), gradient(bucket_ce, stored, draft), rtol=0, atol=1e-13)
 
 
 def test_the_rest_mass_is_exact_even_when_tiny():

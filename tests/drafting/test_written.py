@@ -88,7 +88,9 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
 def test_too_long() -> None:
     check_room([10, 12], 12, "the context")
     check_room([10, 12], None, "the context")
-    with pytest.raises(PeftlabError, match="2 of 3 examples are longer than 10 tokens, the context; the first is number 2"):
+    with pytest.raises(
+        PeftlabError, match="2 of 3 examples are longer than 10 tokens, the context; the first is number 2"
+    ):
         check_room([10, 12, 11], 10, "the context")
 
 
@@ -144,7 +146,9 @@ class TestPrompts:
         with pytest.raises(PeftlabError, match="no chat template"):
             read_prompts(str(path), tokenizer)
         chatty = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-        chatty.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}bot: "
+        chatty.chat_template = (
+            "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}bot: "
+        )
         expected = tokenizer("<s>user: Hi</s>bot: ", add_special_tokens=False)["input_ids"]
         assert read_prompts(str(path), chatty) == [expected]
         assert read_prompts(["Hi"], chatty) == [expected]

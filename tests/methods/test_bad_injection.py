@@ -52,7 +52,7 @@ def test_bad_lora(fields, message):
 
 
 @pytest.mark.parametrize("second", METHODS)
-@pytest.mark.parametrize("first", METHODS)
+@pytest.mark.parametrize("first", [name for name in METHODS if name != "medusa"])  # which needs an LM head
 def test_a_second_injection_is_refused(first, second):
     model = injected(first, "bert")
     before = fingerprint(model)
@@ -84,7 +84,7 @@ def test_head_without_a_head():
         peftlab.inject(model, METHODS["head"].config())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "medusa"])
 def test_a_model_on_the_meta_device_counts_but_does_not_save(method, tmp_path):
     model = peftlab.inject(base("bert").to("meta"), METHODS[method].config())
     with pytest.raises(PeftlabError, match="meta device"):

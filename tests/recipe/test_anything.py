@@ -12,20 +12,33 @@ from hypothesis import strategies as st
 from peftlab.errors import PeftlabError
 from peftlab.methods import METHODS
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import DataConfig, FinetuneRecipe, TrainConfig
+from peftlab.recipe.schema import (
+    KINDS,
+    DataConfig,
+    DraftData,
+    DraftObjective,
+    DraftRecipe,
+    FinetuneRecipe,
+    TrainConfig,
+)
 
-SECTIONS = {"data": DataConfig, "train": TrainConfig, **{name: row.config for name, row in METHODS.items()}}
+SECTIONS = {"data": DataConfig, "train": TrainConfig, "written": DraftData, "objective": DraftObjective}
+SECTIONS |= {name: row.config for name, row in METHODS.items()}
 KEYS = sorted(
-    {*FinetuneRecipe.model_fields, *(key for m in SECTIONS.values() for key in m.model_fields), "rank", "x y"}
+    {
+        *FinetuneRecipe.model_fields,
+        *DraftRecipe.model_fields,
+        *(key for m in SECTIONS.values() for key in m.model_fields),
+        "rank",
+        "x y",
+    }
 )
 
 keys = st.sampled_from(KEYS)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(
     ["glue/cola", "text/classification", "lora", "full", "finetune", "linear", "no"]
 )  # fmt: skip
-values = st.recursive(
-    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=4), max_leaves=12
-)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=4), max_leaves=12)
 overrides = st.lists(
     st.text(max_size=12)
     | st.builds("{}.{}={}".format, keys, keys, values.map(json.dumps))
@@ -34,11 +47,14 @@ overrides = st.lists(
     max_size=3,
 )
 bare = {"model": "a", "task": "glue/cola", "output_dir": "b"}
+bare_draft = {"kind": "draft", "target": "a", "draft": "b", "data": {"prompts": ["c"]}, "output_dir": "d"}
 
 
 @settings(deadline=None, max_examples=300)
 @given(
-    document=st.dictionaries(keys, values, max_size=6).map(lambda more: bare | more) | values,
+    document=st.dictionaries(keys, values, max_size=6).map(lambda more: bare | more)
+    | st.dictionaries(keys, values, max_size=4).map(lambda more: bare_draft | more)
+    | values,
     changes=overrides,
 )
 def test_a_recipe_or_one_message(document: object, changes: list[str]) -> None:
@@ -52,7 +68,7 @@ def test_a_recipe_or_one_message(document: object, changes: list[str]) -> None:
             assert told and "pydantic" not in told
             assert all(line.startswith((str(path), "override ")) for line in told.split("\n"))
         else:
-            assert isinstance(recipe, FinetuneRecipe)
+            assert isinstance(recipe, tuple(KINDS.values()))
 
 
 @settings(deadline=None)

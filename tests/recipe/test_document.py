@@ -5,7 +5,7 @@ from __future__ import annotations
 from peftlab.methods import METHODS
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
-from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
+from peftlab.recipe.schema import KINDS, DraftData, DraftObjective, DraftRecipe, FinetuneRecipe, TrainConfig
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -15,19 +15,21 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_key_has_a_row_with_a_meaning() -> None:
     page = reference_markdown()
-    models = [FinetuneRecipe, TrainConfig, *(method.config for method in METHODS.values())]
+    drafts = (DraftRecipe, DraftData, DraftObjective)
+    models = [FinetuneRecipe, TrainConfig, *drafts, *(method.config for method in METHODS.values())]
     for model in models:
         for name, field in model.model_fields.items():
-            assert name == "name" or (field.description and f"| `{name}` |" in page), (
-                f"{model.__name__}.{name}"
-            )
+            assert name == "name" or (field.description and f"| `{name}` |" in page), f"{model.__name__}.{name}"
 
 
 def test_json_schema() -> None:
     schema = json_schema()
-    (reference,) = schema["anyOf"]
-    recipe = schema["$defs"][reference["$ref"].rpartition("/")[2]]
-    assert set(recipe["properties"]) == set(FinetuneRecipe.model_fields)
-    assert set(recipe["required"]) == {"model", "task", "output_dir"}
-    assert recipe["additionalProperties"] is False
-    assert set(recipe["properties"]["method"]["discriminator"]["mapping"]) == set(METHODS)
+    kinds = {}
+    for (kind, model), reference in zip(KINDS.items(), schema["anyOf"], strict=True):
+        kinds[kind] = recipe = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+        assert set(recipe["properties"]) == set(model.model_fields)
+        assert recipe["additionalProperties"] is False
+    assert set(kinds["finetune"]["required"]) == {"model", "task", "output_dir"}
+    assert set(kinds["draft"]["required"]) == {"kind", "target", "data", "output_dir"}
+    for kind in ("finetune", "draft"):
+        assert set(kinds[kind]["properties"]["method"]["discriminator"]["mapping"]) == set(METHODS)

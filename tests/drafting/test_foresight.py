@@ -1,0 +1,67 @@
+"""The acceptance head: what it learns, and that it stops drafting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from draft_models import requests, tiny
+from safetensors.torch import save_file
+
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import ModelDrafter
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.lengths import AcceptanceHead
+from peftlab.drafting.acceptance import each_token, measure
+from peftlab.drafting.examples import make_dataset
+from peftlab.drafting.foresight import Foresight, load_foresight, save_foresight, train_foresight
+from peftlab.drafting.truncate import truncate
+from peftlab.errors import PeftlabError
+
+
+def test_it_learns_the_chance_of_each_token_and_leaves_the_models_alone(tmp_path: Path) -> None:
+    target = tiny(0, layers=3)
+    draft = truncate(target, [0, 1])
+    rows = make_dataset(requests(40))
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    state = torch.get_rng_state()
+    head, report = train_foresight(target, draft, rows, rows, epochs=60, lr=1e-2)
+    assert report["brier"] < 0.8 * report["brier_constant"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
+    save_foresight(head, tmp_path / "head.safetensors")
+    again, hidden = load_foresight(tmp_path / "head.safetensors"), torch.randn(5, 16)
+    assert torch.equal(again(hidden), head(hidden)) and ((again(hidden) > 0) & (again(hidden) < 1)).all()
+
+
+def test_tokens_one_by_one_are_those_measured_together() -> None:
+    target, draft, rows = tiny(0), tiny(1), make_dataset(requests())
+    parts = list(each_token(target, draft, rows, batch_size=4))
+    alpha, agree = (torch.cat([part[i].double() for part in parts]).mean() for i in (1, 2))
+    rates = measure(target, draft, rows).rates()
+    assert float(alpha) == pytest.approx(rates["acceptance"], abs=1e-6)
+    assert float(agree) == pytest.approx(rates["agreement"])
+
+
+def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
+    target = tiny(0, layers=3)
+    drafter = ModelDrafter(build_engine(truncate(target, [0, 1])))
+    gloomy = Foresight(16)
+    with torch.no_grad():
+        gloomy.outer.bias.fill_(-20.0)
+    lengths = {}
+    for name, head in (("gloomy", gloomy), ("sure", lambda hidden: 1.0)):
+        output = decode(
+            build_engine(target), [[5, 6, 7]], Ending(20), drafter, policy=lambda head=head: AcceptanceHead(4, head)
+        )[0]
+        lengths[name] = max(step.drafted for step in output.steps)
+        lengths[f"{name} text"] = output.tokens
+    assert (lengths["gloomy"], lengths["sure"]) == (1, 4)
+    assert lengths["gloomy text"] == lengths["sure text"]
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(PeftlabError, match="no acceptance head; it holds weight"):
+        load_foresight(tmp_path / "x.safetensors")

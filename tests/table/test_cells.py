@@ -1,0 +1,168 @@
+"""Cells and sweeps: which recipes they are, and what is said of mistakes, where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftlab.errors import PeftlabError
+from peftlab.recipe.cells import Cell, table_cells
+from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.schema import TableRecipe
+
+TABLE = """\
+kind: table
+model: x/y
+tasks: [glue/cola, glue/mrpc, glue/mnli]
+rows:
+  lora: {method: {name: lora, r: 8}, train: {lr: 1e-4}}
+  full: {method: {name: full}}
+per_task:
+  glue/cola: {train: {epochs: 80, lr: 2e-4}, data: {max_train_examples: 9}}
+init: {glue/mrpc: glue/mnli}
+seeds: [3, 1]
+train: {batch_size: 16}
+output_dir: runs/t
+"""
+ONE = "model: x/y\ntask: glue/cola\nmethod: {name: lora, r: 4}\ntrain: {lr: 1e-3, seed: 2}\noutput_dir: runs/one\n"
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.yaml").write_text(TABLE)
+    Path("one.yaml").write_text(ONE)
+
+
+def cells(name: str, *overrides: str) -> dict[str, Cell]:
+    recipe = load_recipe(name, overrides)
+    assert isinstance(recipe, TableRecipe)
+    return {cell.directory.name: cell for cell in table_cells(recipe)}
+
+
+def complaint(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(PeftlabError) as caught:
+        load_recipe(name, overrides)
+    return str(caught.value).splitlines()
+
+
+def test_cells_are_whole_recipes_in_the_order_they_run() -> None:
+    found = cells("t.yaml")
+    assert list(found)[:6] == [
+        f"{task}-{row}-seed3" for task in ("cola", "mnli", "mrpc") for row in ("lora", "full")
+    ]
+    assert len(found) == 12
+    cola = found["cola-lora-seed1"].recipe
+    assert (cola.train.epochs, cola.train.lr, cola.train.batch_size, cola.train.seed) == (80, 1e-4, 16, 1)
+    assert found["cola-full-seed1"].recipe.train.lr == 2e-4, "a row's own key wins over the task's"
+    assert (cola.data.max_train_examples, cola.merge, cola.method.r) == (9, False, 8)  # type: ignore[attr-defined]
+    assert found["mrpc-full-seed3"].recipe.init_from == "runs/t/cells/mnli-full-seed3"
+    assert found["mnli-full-seed3"].recipe.init_from is None
+
+
+def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
+    recipe = load_recipe("t.yaml")
+    Path("again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe("again.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rows.lora.method.rank=3", "method.rank: unknown key (did you mean 'r'?)"),
+        ("per_task.glue/cola.train.epoch=3", "train.epoch: unknown key (did you mean 'epochs'?)"),
+        ("per_task.glue/cola.train.epochs=no", "train.epochs: expected number above 0, got 'no'"),
+        ("per_task.glue/cole.train.lr=1", "per_task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),
+        ("rows.full.train.seed=3", "rows.full.train.seed: a table's seeds stand under seeds"),
+        ("rows.full.task=glue/rte", "rows.full.task: the table itself says it"),
+        ("train.seed=3", "train.seed: a table's seeds stand under seeds"),
+        ("seeds=[1,1]", "seeds: 1 is there twice"),
+        ("rows.full.method=full", "method: expected keys below it, got 'full' (write {name: full})"),
+        ("init.glue/cola=glue/rte", "init.glue/cola: glue/rte is not under tasks; "),
+        ("init.glue/cola=glue/mrpc", "init.glue/cola: glue/mrpc is itself under init; "),
+        ("data.path=a", ""),
+        ("tasks=[glue/cola]", ""),
+    ],
+)
+def test_mistakes_are_told_where_they_were_written(override: str, message: str) -> None:
+    if not message:
+        load_recipe("t.yaml", [override])
+        return
+    (line,) = complaint("t.yaml", override)
+    assert line.startswith(f"override {override!r}: {message}")
+
+
+def test_a_mistake_in_the_file_is_told_with_its_line() -> None:
+    Path("t.yaml").write_text(TABLE.replace("epochs: 80", "epoch: 80").replace("name: full", "name: fall"))
+    six, eight = complaint("t.yaml")
+    assert six.startswith("t.yaml:6: method: unknown method 'fall' (did you mean 'full'?)") or six.startswith(
+        "t.yaml:6: method.name: unknown method 'fall' (did you mean 'full'?)"
+    )
+    assert eight == "t.yaml:8: train.epoch: unknown key (did you mean 'epochs'?)"
+    Path("t.yaml").write_text(TABLE.replace("  full:", "  lo/ra: {method: {name: head}}\n  lo_ra:"))
+    assert complaint("t.yaml") == ["t.yaml:7: rows: 'lo_ra' and 'lo/ra' would share their directories"]
+
+
+def test_a_sweep_is_a_table() -> None:
+    recipe = load_recipe("one.yaml", ["sweep.lr=[1e-4,5e-4]", "sweep.method.r=[2,16]", "sweep.seed=[0,1,2]"])
+    assert isinstance(recipe, TableRecipe)
+    assert (recipe.tasks, recipe.seeds, recipe.output_dir) == (["glue/cola"], [0, 1, 2], "runs/one-sweep")
+    assert list(recipe.rows) == [f"lr={lr} r={r}" for lr in ("0.0001", "0.0005") for r in (2, 16)]
+    found = {(cell.row, cell.seed): cell.recipe for cell in table_cells(recipe)}
+    assert len(found) == 12
+    one = found["lr=0.0005 r=2", 1]
+    assert (one.train.lr, one.train.seed, json.loads(one.method.model_dump_json())["r"]) == (5e-4, 1, 2)
+    assert one.model_copy(update={"output_dir": "o"}) == load_recipe(
+        "one.yaml", ["train.lr=5e-4", "method.r=2", "train.seed=1", "merge=false", "output_dir=o"]
+    )
+
+
+def test_what_else_can_be_swept() -> None:
+    assert list(cells("one.yaml", "sweep.seed=[0,1]")) == ["cola-lora-seed0", "cola-lora-seed1"]
+    methods = cells("one.yaml", "sweep.r=[2,3]", "sweep.method=[{name: lora}]", "sweep.task=[glue/cola,glue/rte]")
+    assert {cell.recipe.method.r for cell in methods.values()} == {2, 3}  # type: ignore[attr-defined]
+    assert {cell.task for cell in methods.values()} == {"glue/cola", "glue/rte"}
+    models = cells("one.yaml", "sweep.model=[a/b, c/d]", "model=e/f", "init_from=runs/mnli")
+    assert [cell.recipe.model for cell in models.values()] == ["a/b", "c/d"]
+    assert {cell.recipe.init_from for cell in models.values()} == {"runs/mnli"}
+    names = cells("one.yaml", "sweep.target_modules=[[query],[query,value]]")
+    assert list(names) == ["cola-target_modules=query-seed2", "cola-target_modules=query,value-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sweep.learning_rate=[1]", "learning_rate: unknown key (did you mean 'train.lr'?)"),
+        ("sweep.train.lrr=[1]", "train.lrr: unknown key (did you mean 'lr'?)"),
+        ("sweep.rank=[1]", "rank: unknown key (did you mean 'method.r'?)"),
+        ("sweep.bottleneck=[1]", "bottleneck: unknown key"),
+        ("sweep.lr=1e-4", "lr: a sweep takes a list of values: sweep.lr=[value, value]"),
+        ("sweep.lr=[]", "lr: a sweep takes a list of values: "),
+        ("sweep.lr=[1,1]", "lr: a value is there twice"),
+        ("sweep.lr=[a]", "train.lr: expected number above 0, got 'a'"),
+        ("sweep.lr=[1", "not valid YAML: "),
+        ("sweep.lr", "write sweep.key=[value, value]"),
+        ("sweep.train=[1]", "train: is a section; sweep one of its keys"),
+        ("sweep.method.rank_pattern.x=[1]", "method.rank_pattern: has no keys to sweep"),
+        ("sweep.task=[glue/cole]", "task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),
+        ("sweep.seed=[-1]", "seeds: expected list of whole number from 0"),
+        ("sweep.output_dir=[a]", "rows.output_dir=a.output_dir: the table itself says it"),
+    ],
+)
+def test_mistakes_in_sweeps(override: str, message: str) -> None:
+    (line,) = complaint("one.yaml", override)
+    assert line.startswith(f"override {override!r}: {message}")
+
+
+def test_only_finetune_recipes_are_swept() -> None:
+    (line,) = complaint("t.yaml", "sweep.lr=[1]")
+    assert line == "override 'sweep.lr=[1]': only recipes of kind finetune are swept, this is a table"
+
+
+def test_cells_of_a_recipe_made_in_code_are_checked_too() -> None:
+    values: dict[str, Any] = {"kind": "table", "model": "m", "tasks": ["glue/ax"], "rows": {"a": {}}, "output_dir": "o"}
+    with pytest.raises(PeftlabError, match="glue/ax has no training split"):
+        table_cells(TableRecipe.model_validate(values))

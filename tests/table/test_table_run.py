@@ -1,0 +1,180 @@
+"""Tables of a tiny model: what is run, gone on with, kept, refused, and what becomes of failures and signals."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftlab.checkpoints.adapter import read_adapter
+from peftlab.errors import PeftlabError
+from peftlab.files import read_json
+from peftlab.pipelines import run_recipe
+from peftlab.pipelines.cells import Stopped
+from peftlab.pipelines.table import CellsFailed, run_table
+from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.schema import TableRecipe
+
+
+def table(values: dict[str, Any], **changes: Any) -> TableRecipe:
+    return TableRecipe.model_validate({**values, **changes})
+
+
+def finished(values: dict[str, Any]) -> dict[str, int]:
+    """Cell to the time its result was written."""
+    paths = Path(values["output_dir"], "cells").glob("*/results.json")
+    return {path.parent.name: path.stat().st_mtime_ns for path in paths}
+
+
+def soon(condition: Callable[[], Any], action: Callable[[], Any]) -> None:
+    """Do something from another thread as soon as a condition holds."""
+
+    def watch() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not condition():
+            time.sleep(0.01)
+        action()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run_recipe(table(values))
+    before = finished(values)
+    assert set(before) == {"cola-lora-seed0", "cola-head-seed0", "mrpc-lora-seed0", "mrpc-head-seed0"}
+    directory = Path(values["output_dir"])
+    assert not list(directory.glob("cells/*/checkpoints")), "a finished cell needs no checkpoints"
+    assert "trainable params" in (directory / "cells" / "cola-lora-seed0.log").read_text()
+    capsys.readouterr()
+
+    result = run_table(load_recipe(directory / "recipe.yaml", ["seeds=[0,1]"]), resume=True)
+    printed = capsys.readouterr().out
+    assert printed.startswith("8 cells, 4 with results; 1 at a time\n[1/4] cola-lora-seed1: matthews_correlation ")
+    after = finished(values)
+    assert len(after) == result["cells"] == 8
+    assert all(after[name] == when for name, when in before.items())
+
+    cells = {name: read_json(directory / "cells" / name / "results.json") for name in after}
+    with (directory / "table.csv").open() as file:
+        (line,) = [row for row in csv.DictReader(file) if (row["task"], row["row"]) == ("glue/mrpc", "lora")]
+    scores = [cells[f"mrpc-lora-seed{seed}"]["score"] for seed in (0, 1)]
+    assert (line["seeds"], line["n"]) == ("0 1", "2")
+    assert float(line["best_mean"]) == pytest.approx(50 * sum(scores), abs=1e-3)
+    last = [cells[f"mrpc-lora-seed{seed}"]["last_metrics"]["validation"]["accuracy"] for seed in (0, 1)]
+    assert float(line["last_median"]) == pytest.approx(50 * sum(last), abs=1e-3)
+    # Each cell's memory is its own: the smaller method's is not the larger one's high-water mark.
+    assert len({cell["peak_rss_mb"] for cell in cells.values()}) > 1
+    assert "MRPC" in (directory / "table.html").read_text() and "MRPC" in (directory / "table.tex").read_text()
+
+
+def test_a_changed_cell_is_refused_and_run_anew_on_request(values: dict[str, Any], tmp_path: Path) -> None:
+    start = {"init": {"glue/cola": "glue/mrpc"}, "rows": {"lora": values["rows"]["lora"]}}
+    run_table(table(values, **start))
+    before = finished(values)
+    cells = Path(values["output_dir"]) / "cells"
+    first = load_recipe(cells / "cola-lora-seed0" / "recipe.yaml")
+    assert first.init_from == str(cells / "mrpc-lora-seed0")  # type: ignore[union-attr]
+
+    changed = table(values, **start, per_task={"glue/mrpc": {"train": {"lr": 0.01}}})
+    with pytest.raises(PeftlabError, match=r"mrpc-lora-seed0 was run by another recipe: train.lr 0.05, now 0.01\n"):
+        run_table(changed)
+    assert finished(values) == before
+    run_table(changed, overwrite=True)
+    after = finished(values)
+    assert all(after[name] > before[name] for name in before), "what starts from a changed cell is run anew too"
+
+    moved = {**values, "output_dir": str(tmp_path / "moved")}
+    Path(values["output_dir"]).rename(moved["output_dir"])
+    run_table(table(moved, **start, per_task={"glue/mrpc": {"train": {"lr": 0.01}}}))
+    assert finished(moved) == after, "a table may be moved"
+
+
+def test_two_at_a_time_and_what_starts_from_another_waits(values: dict[str, Any]) -> None:
+    values = {**values, "init": {"glue/cola": "glue/mrpc"}, "train": {**values["train"], "lr": 1e-9}}
+    run_table(table(values), slots=["", ""])
+    when = finished(values)
+    for row in ("lora", "head"):
+        assert when[f"mrpc-{row}-seed0"] < when[f"cola-{row}-seed0"]
+    cells = Path(values["output_dir"]) / "cells"
+    there, here = (read_adapter(cells / f"{task}-lora-seed0").tensors for task in ("mrpc", "cola"))
+    name = next(name for name in here if name.endswith("query.lora_A"))
+    assert (there[name] - here[name]).abs().max() < 1e-6, "steps of 1e-9 leave it where it started"
+
+
+def test_a_failing_cell_is_noted_and_the_others_go_on(values: dict[str, Any], glue: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "train.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\nmaybe\t1\t2\tgood\tbad\n")
+    values = {**values, "per_task": {"glue/mrpc": {"data": {"path": str(broken)}}}}
+    with pytest.raises(CellsFailed) as caught:
+        run_table(table(values))
+    assert caught.value.status == 1
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 of 4 cells failed; running the table again tries them again"
+    assert lines[1].startswith("mrpc-lora-seed0: ") and "unknown label 'maybe'" in lines[1]
+    before = finished(values)
+    assert set(before) == {"cola-lora-seed0", "cola-head-seed0"}
+    page = (Path(values["output_dir"]) / "table.html").read_text()
+    assert "Failed: mrpc-lora-seed0: " in page
+
+    for file in (glue / "MRPC").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    run_table(table(values))
+    assert len(finished(values)) == 4 and before.items() <= finished(values).items()
+
+
+def test_a_killed_cell_fails_alone_and_goes_on_from_its_checkpoint(values: dict[str, Any]) -> None:
+    values = {**values, "tasks": ["glue/cola"], "train": {**values["train"], "max_steps": 400, "eval_every": 400}}
+    values["train"]["save_every"] = 5
+    checkpoints = Path(values["output_dir"], "cells", "cola-lora-seed0", "checkpoints")
+    soon(
+        lambda: list(checkpoints.glob("step-*.pt")),
+        lambda: [process.kill() for process in multiprocessing.active_children()],
+    )
+    with pytest.raises(CellsFailed, match="cola-lora-seed0: its process ended by SIGKILL; see "):
+        run_table(table(values))
+    assert set(finished(values)) == {"cola-head-seed0"}
+    assert list(checkpoints.glob("step-*.pt"))
+    run_table(table(values))
+    metrics = (checkpoints.parent / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in metrics if '"loss"' in line and '"lr"' in line]) == 400, "each step once"
+
+
+def test_a_signal_stops_the_table_with_checkpoints(values: dict[str, Any]) -> None:
+    values = {**values, "train": {**values["train"], "max_steps": 4000, "eval_every": 4000, "save_every": 5}}
+    cells = Path(values["output_dir"], "cells")
+    before = signal.getsignal(signal.SIGINT)
+    soon(lambda: list(cells.glob("*/checkpoints/step-*.pt")), lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Stopped, match=r"stopped by SIGINT; go on with `peftlab resume ") as caught:
+        run_table(table(values))
+    assert caught.value.status == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopped by SIGINT after step" in (cells / "cola-lora-seed0.log").read_text()
+    assert not (cells / "cola-head-seed0").exists()
+    assert (cells.parent / "table.csv").exists()
+
+
+def test_directories_of_others_are_left_alone(values: dict[str, Any]) -> None:
+    directory = Path(values["output_dir"])
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("")
+    with pytest.raises(PeftlabError, match="holds something else already"):
+        run_table(table(values))
+    (directory / "recipe.yaml").write_text(f"model: m\ntask: glue/cola\noutput_dir: {directory}\n")
+    with pytest.raises(PeftlabError, match="holds a run of kind finetune"):
+        run_table(table(values), overwrite=True)
+    assert (directory / "thesis.tex").exists()
+
+
+def test_many_processes_are_refused(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PeftlabError, match="without accelerate launch"):
+        run_table(table(values))
