@@ -76,6 +76,13 @@ def each_token(
 
 
 @torch.no_grad()
+def target_states(target: nn.Module, data: Any, batch_size: int = 16) -> Iterator[Tensor]:
+    """Yield the target's states [t, H] at a few predictions at a time."""
+    for _, places, ids, mask in _batches(data, batch_size, head_weight(target).device):
+        yield from frozen_hidden(target, ids, mask)[places].split(_CHUNK)
+
+
+@torch.no_grad()
 def measure_exit(model: Any, layers: int, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
     """Return the acceptance of an exit after the first ``layers`` layers, and of the whole model as trained.
 

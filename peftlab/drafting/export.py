@@ -24,6 +24,7 @@ from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.drafting.medusa import MedusaHeads
 from peftlab.drafting.preflight import check_tokenizers
+from peftlab.drafting.vocabulary import ReducedHeads, reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, staged_directory, write_json
 
@@ -72,20 +73,24 @@ def export_draft(
     return _command(consumer, out, target, gamma), difference
 
 
-def write_medusa(model: Any, out: Path, *, overwrite: bool = False) -> Path:
+def write_medusa(model: Any, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
     """Write the Medusa heads of an injected model as vLLM reads them, and check the round trip key for key.
 
-    Keys are ``blocks.i.layers.j.weight`` (and ``.bias``) and ``lm_heads.i.weight``.
+    Keys are ``blocks.i.layers.j.weight`` (and ``.bias``) and ``lm_heads.i.weight``; for a reduced vocabulary also
+    ``token_map``, with ``truncated_vocab_size`` in the configuration.
+
+    Args:
+        tokens: ids of the reduced vocabulary, [V_d]; None for all.
 
     Raises:
         PeftlabError: the files do not hold what the model does.
     """
     heads: MedusaHeads = model.get_output_embeddings().medusa_heads
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    return _write_heads(tensors, out, overwrite)
+    return _write_heads(tensors, out, tokens, overwrite)
 
 
-def read_medusa(directory: str | Path) -> MedusaHeads:
+def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
     """Return the heads in a directory that ``write_medusa`` wrote; every key is used exactly once.
 
     Raises:
@@ -96,20 +101,24 @@ def read_medusa(directory: str | Path) -> MedusaHeads:
     if config.get("model_type") != "medusa":
         raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
     with torch.device("meta"):
-        blank = torch.empty(config["vocab_size"], config["hidden_size"])
+        blank = torch.empty(config["truncated_vocab_size"], config["hidden_size"])
         heads = MedusaHeads(blank, config["num_heads"], bool(config.get("medusa_fc_bias", False)))
     tensors = load_file(directory / "model.safetensors")
-    expected = set(heads.state_dict())
+    reduced = config["truncated_vocab_size"] < config["vocab_size"]
+    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
     if expected != set(tensors):
         odd = sorted(expected ^ set(tensors))
         raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
+    tokens = tensors.pop("token_map", None)
     heads.load_state_dict(tensors, assign=True)
-    return heads.eval()
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, config["vocab_size"]).eval()
 
 
-def _write_heads(tensors: dict[str, Tensor], out: Path, overwrite: bool) -> Path:
+def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, overwrite: bool) -> Path:
     count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("lm_heads."))
     vocab_size, hidden_size = tensors["lm_heads.0.weight"].shape
+    if tokens is not None and len(tokens) < vocab_size:
+        tensors = reduce_heads(tensors, tokens)
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -117,13 +126,14 @@ def _write_heads(tensors: dict[str, Tensor], out: Path, overwrite: bool) -> Path
         "num_hidden_layers": 1,
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
-        "truncated_vocab_size": vocab_size,
+        "truncated_vocab_size": len(tensors["lm_heads.0.weight"]),
         "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
     }
     with staged_directory(out, overwrite=overwrite) as staging:
         write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
         write_json(staging / "config.json", config)
-        back = read_medusa(staging).state_dict()
+        read_medusa(staging)
+        back = load_file(staging / "model.safetensors")
         if any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
             raise PeftlabError(f"{out}: what was written is not what was trained; nothing was left behind")
     return out
@@ -144,13 +154,16 @@ def _export_medusa(source: Path, out: Path, target: str, overwrite: bool) -> tup
             f"--for vllm-medusa: the heads are of {rows} tokens and width {width}, {target} has {own.vocab_size} and "
             f"{own.hidden_size}"
         )
-    _write_heads(heads, out, overwrite)
+    known = source / "heads" / "model.safetensors"
+    tokens = load_file(known).get("token_map") if known.exists() else None
+    _write_heads(heads, out, tokens, overwrite)
     hidden = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     model, _ = load_base(target, "AutoModelForCausalLM")
     trained = MedusaHeads(model.get_output_embeddings().weight, int(adapter.config.heads), bool(adapter.config.bias))  # type: ignore[attr-defined]
     trained.load_state_dict(heads)
     with torch.no_grad():
-        difference = float((trained(hidden) - read_medusa(out)(hidden)).abs().max())
+        own_logits, written = trained(hidden), read_medusa(out)(hidden)
+        difference = float((own_logits - written)[written.isfinite()].abs().max())
     count = 1 + max(int(name.split(".")[1]) for name in heads if name.startswith("lm_heads."))
     trunk = len(heads) < len(adapter.tensors)
     served = str(source / "merged") if trunk else target

@@ -199,7 +199,8 @@ def _work(recipe: FinetuneRecipe, slot: str, answering: Connection) -> None:
     resume = any(checkpoints.glob("step-*.pt"))
     try:
         run_finetune(recipe, overwrite=not resume, resume=resume)
-        shutil.rmtree(checkpoints, ignore_errors=True)  # the result is out, and a table of whole models' optimisers fills a disk
+        # The result is out, and the optimiser states of a table of whole models fill a disk.
+        shutil.rmtree(checkpoints, ignore_errors=True)
     except PeftlabError as error:
         print(f"error: {error}", file=sys.stderr)
         answering.send(str(error))

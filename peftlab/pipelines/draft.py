@@ -22,9 +22,11 @@ from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.medusa import MedusaDrafter
 from peftlab.drafting.examples import Collate
-from peftlab.drafting.export import write_medusa
+from peftlab.drafting.export import read_medusa, write_medusa
 from peftlab.drafting.foresight import save_foresight, train_foresight
+from peftlab.drafting.hidden import head_weight
 from peftlab.drafting.truncate import truncate
+from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
@@ -204,14 +206,15 @@ def _write_out(
         if not recipe.early_exit:
             results["merged_metrics"] = work.score(merged)
     if recipe.method.name == "medusa":
-        write_medusa(models.student, run_dir / "heads", overwrite=True)
+        tokens = _vocabulary(recipe, models, sets, results)
+        write_medusa(models.student, run_dir / "heads", tokens=tokens, overwrite=True)
         _merge_trunk(recipe, models, run_dir)
     if recipe.acceptance_head:
         draft, unseen = merged or models.student, next(iter(sets.held_out.values()))
         greedy = recipe.data.temperature == 0
         head, results["acceptance_head"] = train_foresight(models.target, draft, sets.train, unseen, greedy=greedy)
         save_foresight(head, run_dir / "acceptance_head.safetensors")
-    after_speed = clock.measure(merged)
+    after_speed = clock.measure(merged, run_dir / "heads")
     results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
     write_json(run_dir / "results.json", results)
     try:
@@ -221,6 +224,19 @@ def _write_out(
     print_results(results, run_dir)
     print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
     print(_verdict(before_speed, after_speed))
+
+
+def _vocabulary(
+    recipe: DraftRecipe, models: Models, sets: Sets, results: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return the heads' reduced vocabulary, and note how much of the target's probability it holds."""
+    if recipe.vocabulary is None:
+        return None
+    texts = (row["input_ids"][row["prompt"] :] for row in sets.train)
+    tokens = frequent_tokens(texts, recipe.vocabulary, len(head_weight(models.target)))
+    held = next(iter(sets.held_out.values()))
+    results["vocabulary"] = {"tokens": len(tokens), "ceiling": ceiling(models.target, held, tokens)}
+    return tokens
 
 
 def _merge_trunk(recipe: DraftRecipe, models: Models, run_dir: Path) -> None:
@@ -249,13 +265,14 @@ class _Clock:
         self._prompts: Sequence[list[int]] = sets.prompts[:_DECODED]
         self._ending = Ending(recipe.data.max_new_tokens, models.eos)
 
-    def measure(self, merged: Any = None) -> dict[str, Any]:
+    def measure(self, merged: Any = None, heads: Path | None = None) -> dict[str, Any]:
         """Return block efficiency (tokens a target step) and tokens per second, without and with the draft.
 
         Args:
             merged: the trained model as read from disk; None: the one in memory, before or after training.
+            heads: directory of the trained Medusa heads.
         """
-        target, drafter = self._engines(merged)
+        target, drafter = self._engines(merged, heads)
         plain, seconds = self._decode(target, None)
         drafted, draft_seconds = self._decode(target, drafter)
         tokens = sum(len(output.tokens) for output in plain)
@@ -269,11 +286,11 @@ class _Clock:
             "speed_up": round(produced / draft_seconds / (tokens / seconds), 3),
         }
 
-    def _engines(self, merged: Any) -> tuple[Engine, Drafter]:
+    def _engines(self, merged: Any, heads: Path | None) -> tuple[Engine, Drafter]:
         recipe, models = self._recipe, self._models
         if recipe.method.name == "medusa":
-            heads = models.student.get_output_embeddings().medusa_heads
-            return build_engine(models.student), MedusaDrafter(heads)
+            assert heads is not None
+            return build_engine(models.student), MedusaDrafter(read_medusa(heads).to(models.target.device))
         if recipe.early_exit:
             whole = merged if merged is not None else models.student
             layers = recipe.draft.truncate.layers  # type: ignore[union-attr]

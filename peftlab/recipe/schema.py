@@ -322,6 +322,12 @@ class DraftRecipe(Section):
         description="Train the target itself so that its first layers, named by draft: {truncate: ...}, answer as "
         "the whole does (LayerSkip); the merged model is target and draft at once.",
     )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Method medusa: the heads written keep only so many tokens, the most frequent of the target's "
+        "text; the map is stored and the ceiling p(V_d) reported. null: all.",
+    )
     acceptance_head: bool = Field(
         default=False,
         description="Also fit a head that foresees whether a drafted token stands, to stop drafting in time "
@@ -360,6 +366,8 @@ class DraftRecipe(Section):
         special = medusa or self.early_exit
         if special and (objective.name == "topk_kl" or objective.selective is not None or data.on_policy):
             refuse("objective", "heads and early exit know no topk_kl, no selective filter and no on_policy text")
+        if self.vocabulary is not None and not medusa:
+            refuse("vocabulary", "belongs to method medusa; what serves draft models wants the target's vocabulary")
         if special and self.acceptance_head:
             refuse("acceptance_head", "reads a draft model's states; there is none with heads or early exit")
         if self.early_exit and not isinstance(self.draft, Truncation):
