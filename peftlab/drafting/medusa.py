@@ -42,7 +42,7 @@ class MedusaHeads(nn.Module):
             for parameter in block.parameters():
                 nn.init.zeros_(parameter)
         for head in self.lm_heads:
-            head.weight.data = lm_head.detach().clone()
+            head.weight = nn.Parameter(lm_head.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits of every head: [..., H] -> [K, ..., V]."""

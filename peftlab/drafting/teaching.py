@@ -156,6 +156,8 @@ class HeadsLoss:
                 target, target_head = base[:, ahead:][places], base_weight
             mean = chunked_loss(states, out.weight, target, target_head, self.objective.name, **self.objective.settings)
             total = total + self.decay**i * mean * len(states)
+        if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
+            total = total + 0 * sum(p.sum() for p in head.medusa_heads.parameters())
         if self.trunk:
             places = weights > 0
             kept = chunked_loss(hidden[places], base_weight, base[places], base_weight, "kl")

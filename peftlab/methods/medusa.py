@@ -78,7 +78,6 @@ def lr_ratio(config: MedusaConfig) -> dict[str, float]:
 def _adapt(leaf: nn.Module, config: MedusaConfig) -> nn.Module:
     weight: Any = leaf.weight
     new = adopt(MedusaHead, leaf)
-    new.medusa_heads = MedusaHeads(weight.to(trainable_dtype(weight)), config.heads, config.bias)
-    if weight.is_meta:
-        new.medusa_heads.to("meta")
+    heads = MedusaHeads(weight.to(trainable_dtype(weight)), config.heads, config.bias)
+    new.medusa_heads = heads.to(weight.device)
     return new.train(leaf.training)

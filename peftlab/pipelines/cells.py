@@ -27,7 +27,13 @@ from peftlab.reporting.facts import flatten
 
 RESULTS = "results.json"
 # What every cell imports sooner or later: one that is not installed is left out.
-_PRELOADED = ["peftlab.pipelines.finetune", "peftlab.tasks.evaluation", "sklearn.metrics", "matplotlib.figure", "jinja2"]
+_PRELOADED = [
+    "peftlab.pipelines.finetune",
+    "peftlab.tasks.evaluation",
+    "sklearn.metrics",
+    "matplotlib.figure",
+    "jinja2",
+]
 
 
 class Stopped(PeftlabError):

@@ -72,6 +72,8 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
     accelerator = make_accelerator(settings, run_dir)
+    if accelerator.is_fsdp2:
+        raise PeftlabError("kind: draft trains on one device or under DDP; accelerate's configuration asks for FSDP")
     set_seed(settings.seed)
     models = load_models(recipe, text, run_dir, accelerator.device)
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
@@ -226,9 +228,7 @@ def _write_out(
     print(_verdict(before_speed, after_speed))
 
 
-def _vocabulary(
-    recipe: DraftRecipe, models: Models, sets: Sets, results: dict[str, Any]
-) -> torch.Tensor | None:
+def _vocabulary(recipe: DraftRecipe, models: Models, sets: Sets, results: dict[str, Any]) -> torch.Tensor | None:
     """Return the heads' reduced vocabulary, and note how much of the target's probability it holds."""
     if recipe.vocabulary is None:
         return None

@@ -29,6 +29,7 @@ loaded; every mistake is told with file, line and the nearest right spelling.
     peftlab run glue/cola-lora                          # a shipped recipe by its short name
     peftlab run my.yaml train.lr=2e-4 method.r=16       # overrides: key=value, the value is YAML
     peftlab run my.yaml method=full '~data.validation'  # another method by name; ~ removes a key
+    peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'         # a grid: see table.md
 
 Overrides apply from left to right. The run directory keeps the resolved recipe, which runs again as it is.
 """

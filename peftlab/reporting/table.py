@@ -111,7 +111,11 @@ def _average(scores: Sequence[float | None]) -> float | None:
 
 
 def summarise(
-    model: str, seeds: int, titles: dict[str, str], rows: list[str], results: Iterable[tuple[str, str, Mapping[str, Any]]]
+    model: str,
+    seeds: int,
+    titles: dict[str, str],
+    rows: list[str],
+    results: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> Table:
     """Return the table of finished runs, with the published rows that share a task with it.
 

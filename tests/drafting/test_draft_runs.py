@@ -17,6 +17,7 @@ from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter
 from peftlab.decoding.engine import build_engine
 from peftlab.drafting.export import export_draft, read_medusa, write_medusa
+from peftlab.drafting.foresight import load_foresight
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, make_config
 from peftlab.pipelines import run_recipe
@@ -124,6 +125,16 @@ class TestRun:
         results = go(stories, out, *overrides, "train.lr=1e-3")
         assert results["score"] > results["baseline_score"]
         assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
+
+    def test_reduced_heads_and_the_acceptance_head(self, stories: Path, place: Path) -> None:
+        results = go(stories, place / "reduced", "method={name: medusa, heads: 1}", "~draft", "vocabulary=128")
+        assert results["vocabulary"]["tokens"] == 128 and 0.5 < results["vocabulary"]["ceiling"] < 1
+        export_draft(place / "reduced", place / "reduced-export", "vllm-medusa", str(stories))
+        config = json.loads((place / "reduced-export" / "config.json").read_text())
+        assert config["truncated_vocab_size"] == 128
+        results = go(stories, place / "foreseen", "acceptance_head=true")
+        assert set(results["acceptance_head"]) == {"brier", "brier_constant"}
+        assert float(load_foresight(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach()) > 0
 
     def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
         chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]
@@ -240,6 +251,8 @@ class TestRefused:
             (["method={name: houlsby}", "merge=true"], "no linear fold"),
             (["early_exit=true", "draft={truncate: {layers: [0, 2]}}"], "are not the first ones"),
             (["objective.selective=0.4"], "needs a reference"),
+            (["vocabulary=64"], "belongs to method medusa"),
+            (["acceptance_head=true", "method=medusa", "~draft"], "there is none with heads"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
         ],

@@ -15,11 +15,12 @@ from peftlab.drafting.hidden import forward_hidden, head_weight
 from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
 from peftlab.drafting.onpolicy import OnPolicy
 from peftlab.drafting.preflight import check_head
+from peftlab.drafting.prompts import Request
 from peftlab.drafting.stored import stored_topk
 from peftlab.drafting.teaching import EarlyExitLoss, HeadsLoss, Objective, PairLoss
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config, trainable_parameters
+from peftlab.methods import count_parameters, inject, make_config, trainable_parameters
 
 
 def batch_of(rows: Any) -> dict[str, torch.Tensor]:
@@ -214,6 +215,12 @@ class TestHeads:
             for logits in model.lm_head.medusa_heads(hidden):
                 assert torch.equal(logits, expected)
 
+    def test_without_weights_the_same_parameters_are_counted(self) -> None:
+        counts = [
+            count_parameters(inject(m, make_config("medusa", heads=3, bias=True))) for m in (tiny(), tiny().to("meta"))
+        ]
+        assert counts[0] == counts[1] and counts[0][0] == 3 * (16 * 16 + 16 + 40 * 16)
+
     def test_acceptance_of_heads(self) -> None:
         model, rows = inject(tiny(0), make_config("medusa", heads=2)), make_dataset(requests(3))
         heads, trunk = measure_heads(model, rows)
@@ -248,3 +255,11 @@ def test_the_head_check_finds_what_comes_after_the_head() -> None:
     biased.lm_head.bias = torch.nn.Parameter(torch.zeros(40))
     with pytest.raises(PeftlabError, match="has a bias"):
         head_weight(biased)
+
+
+def test_continuations_too_short_for_a_head_teach_nothing_and_break_nothing() -> None:
+    model = inject(tiny(0), make_config("medusa", heads=2))
+    loss = HeadsLoss(Objective("kl"))(model, batch_of(make_dataset([Request([5, 6], [7]), Request([8], [9])])))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in trainable_parameters(model).values())

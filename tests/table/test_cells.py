@@ -51,9 +51,7 @@ def complaint(name: str, *overrides: str) -> list[str]:
 
 def test_cells_are_whole_recipes_in_the_order_they_run() -> None:
     found = cells("t.yaml")
-    assert list(found)[:6] == [
-        f"{task}-{row}-seed3" for task in ("cola", "mnli", "mrpc") for row in ("lora", "full")
-    ]
+    assert list(found)[:6] == [f"{task}-{row}-seed3" for task in ("cola", "mnli", "mrpc") for row in ("lora", "full")]
     assert len(found) == 12
     cola = found["cola-lora-seed1"].recipe
     assert (cola.train.epochs, cola.train.lr, cola.train.batch_size, cola.train.seed) == (80, 1e-4, 16, 1)

@@ -147,7 +147,10 @@ def test_the_console_fits_into_80_columns(tasks: int) -> None:
     titles = {f"glue/{name}": name.upper() for name in names}
     rows = ["full", "houlsby", "lr=0.0001 target_modules=query,key,value"]
     runs = [run(task, row, seed, 0.5 + seed / 9, 0.5) for task in titles for row in rows for seed in (0, 1)]
-    runs = [(task, row, {**made, "metric": "f", "metrics": {"v": {"f": 1}}, "last_metrics": {"v": {"f": 1}}}) for task, row, made in runs]
+    runs = [
+        (task, row, {**made, "metric": "f", "metrics": {"v": {"f": 1}}, "last_metrics": {"v": {"f": 1}}})
+        for task, row, made in runs
+    ]
     out = io.StringIO()
     print_table(summarise("FacebookAI/roberta-large", 3, titles, rows, runs), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
@@ -178,7 +181,8 @@ def test_the_page_is_whole_offline_and_escaped(table: Table) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "text"), [(34, "34"), (9_999, "9,999"), (294_912, "295k"), (999_499, "999k"), (999_500, "1.0M"), (125_000_000, "125.0M")]
+    ("n", "text"),
+    [(34, "34"), (9_999, "9,999"), (294_912, "295k"), (999_499, "999k"), (999_500, "1.0M"), (125_000_000, "125.0M")],
 )
 def test_short_count(n: int, text: str) -> None:
     assert short_count(n) == text

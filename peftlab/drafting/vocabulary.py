@@ -1,0 +1,71 @@
+"""A smaller vocabulary for Medusa heads: the tokens the target's text uses most, and what leaving others costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftlab.drafting.acceptance import target_states
+from peftlab.drafting.hidden import head_weight
+from peftlab.drafting.medusa import MedusaHeads
+from peftlab.errors import PeftlabError
+
+
+def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
+    """Return the ``size`` most frequent token ids of ``texts``, rising; of equals the lower ids.
+
+    Ids that never occur fill up what is left, the lowest first.
+
+    Raises:
+        PeftlabError: ``size`` outside 1..``vocab_size``.
+    """
+    if not 1 <= size <= vocab_size:
+        raise PeftlabError(f"vocabulary: {size} lies outside 1..{vocab_size}, the target's vocabulary")
+    counts = Counter(token for text in texts for token in text)
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+@torch.no_grad()
+def ceiling(target: nn.Module, data: Any, tokens: Tensor) -> float:
+    """Return the mean p(V_d) over the predictions of ``data``: no draft confined to ``tokens`` is accepted more.
+
+    α = Σ min(p, q) over V_d is at most p(V_d), and p is never renormalised over V_d.
+    """
+    mass, count = 0.0, 0
+    for hidden in target_states(target, data):
+        p = F.linear(hidden, head_weight(target)).float().softmax(-1)
+        mass += float(p[:, tokens.to(p.device)].double().sum())
+        count += len(p)
+    return mass / max(1, count)
+
+
+class ReducedHeads(nn.Module):
+    """Medusa heads over some of the vocabulary; the logits of all other tokens are -inf.
+
+    Args:
+        heads: with ``len(tokens)`` rows a head. tokens: their ids, [V_d]. vocab_size: V.
+    """
+
+    def __init__(self, heads: MedusaHeads, tokens: Tensor, vocab_size: int):
+        super().__init__()
+        self.heads, self.vocab_size = heads, vocab_size
+        self.register_buffer("tokens", tokens, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits of every head: [..., H] -> [K, ..., V]."""
+        some = self.heads(hidden)
+        everything = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
+        everything[..., self.tokens] = some
+        return everything
+
+
+def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return heads' tensors with only the LM-head rows of ``tokens``, and the map as ``token_map``."""
+    some = {name: t[tokens].clone() if name.startswith("lm_heads.") else t for name, t in tensors.items()}
+    return some | {"token_map": tokens}
