@@ -29,7 +29,10 @@ app.command()(generate)
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
-    typer.Argument(help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].", metavar="[key=value]..."),
+    typer.Argument(
+        help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].",
+        metavar="[key=value]...",
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
