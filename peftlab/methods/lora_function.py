@@ -59,7 +59,7 @@ class LowRankLinear(Function):
 
 
 def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    return x if keep is None else (x * keep).mul_(1.0 / (1.0 - p))
+    return x if keep is None else keep.to(x.dtype).mul_(1.0 / (1.0 - p)).mul_(x)
 
 
 def low_rank_linear(
@@ -85,7 +85,7 @@ def low_rank_linear(
     x, weight, a, b = (t if t.dtype == dtype else t.to(dtype) for t in (x, weight, a, b))
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    keep = torch.rand(x.shape, device=x.device).ge_(p).bool() if p > 0 else None
+    keep = torch.rand(x.shape, device=x.device).ge(p) if p > 0 else None
     with torch.autocast(device, enabled=False):
         y = LowRankLinear.apply(
             x.reshape(-1, x.shape[-1]), weight, bias, a, b, scale,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import os
 import platform
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import torch
+
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def main() -> None:

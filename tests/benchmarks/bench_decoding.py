@@ -27,7 +27,7 @@ from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.pairs import eos_ids
 from peftlab.decoding.plan import step_seconds
 from peftlab.decoding.prompts import encode, read_prompts, spread
-from tests.conftest import SMOLLM2
+from tests.packages import SMOLLM2
 
 NEW, GAMMA, PROMPTS, REPEATS, LONGEST = 64, 4, 13, 3, 300
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"

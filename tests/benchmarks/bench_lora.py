@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import peftlab
 from peftlab.checkpoints.base import load_base
-from tests.conftest import MINILM
+from tests.packages import MINILM
 
-BATCH, LENGTH, REPEATS = 16, 128, 15
+BATCH, LENGTH, REPEATS = 16, 128, 25
 
 
 def load() -> nn.Module:

@@ -25,7 +25,7 @@ CONTESTANTS = ("peftlab", "peft, dynamic padding", "peft, padded to 128")
 def recipe(task: str, out: str) -> Any:
     """Return the recipe of one run: MiniLM, LoRA r=8 on query and value."""
     from peftlab.recipe.loading import load_recipe
-    from tests.conftest import MINILM
+    from tests.packages import MINILM
 
     return load_recipe(
         f"glue/{task}-lora",
