@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from peftlab.methods import inject_bitfit as inject_bitfit
-    from peftlab.methods import inject_houlsby as inject_houlsby
-    from peftlab.methods import inject_lora as inject_lora
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.merge import merge_checkpoint as merge_checkpoint
@@ -22,6 +19,9 @@ if TYPE_CHECKING:
     from peftlab.errors import PeftlabError as PeftlabError
     from peftlab.methods import disabled as disabled
     from peftlab.methods import inject as inject
+    from peftlab.methods import inject_bitfit as inject_bitfit
+    from peftlab.methods import inject_houlsby as inject_houlsby
+    from peftlab.methods import inject_lora as inject_lora
     from peftlab.methods import merge as merge
     from peftlab.methods import print_trainable_parameters as print_trainable_parameters
     from peftlab.methods import remove as remove
@@ -53,7 +53,7 @@ _HOME = {
     "unmerge_checkpoint": "peftlab.checkpoints.unmerge",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> Any:

@@ -33,9 +33,7 @@ def locate(reference: str, what: str = "model") -> Path | str:
     looks_local = reference.startswith((".", "/", "~")) or reference.count("/") > 1 or path.suffix == ".gguf"
     if looks_local or not _HUB_ID.fullmatch(reference):
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise PeftlabError(
-            f"{what} {reference!r}: no such file or directory{did_you_mean(path.name, siblings)}"
-        )
+        raise PeftlabError(f"{what} {reference!r}: no such file or directory{did_you_mean(path.name, siblings)}")
     return reference
 
 

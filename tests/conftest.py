@@ -19,7 +19,6 @@ from tests.packages import MINILM, REVIEWS, SMOLLM2
 torch.set_num_threads(1)
 
 
-
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The data that lies beside the checkout; a test that needs it is skipped where it is absent."""

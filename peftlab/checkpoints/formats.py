@@ -137,7 +137,7 @@ def adapter_tensors(model: nn.Module, held: Injection) -> dict[str, Tensor]:
         leaf = model.get_submodule(name)
         if _grown(leaf):
             factors = [factor.detach() for factor in leaf.factors()]
-            tensors |= {f"{name}.{kind}": factor for kind, factor in zip(leaf.names, factors)}
+            tensors |= {f"{name}.{kind}": factor for kind, factor in zip(leaf.names, factors, strict=True)}
     return {to_peft_key(name, model): tensor for name, tensor in tensors.items()}
 
 
@@ -181,9 +181,8 @@ def from_peft_config(raw: dict[str, Any], names: Iterable[str], path: Path) -> L
     known = {key: raw[key] for key in LoraConfig.model_fields if key in raw and key not in _IGNORED}
     unknown = [key for key, value in raw.items() if key not in known and key not in _IGNORED and value]
     if unknown:
-        raise PeftlabError(
-            f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not supported{did_you_mean(unknown[0], LoraConfig.model_fields)}"
-        )
+        hint = did_you_mean(unknown[0], LoraConfig.model_fields)
+        raise PeftlabError(f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not supported{hint}")
     known |= {key: {} for key in ("rank_pattern", "alpha_pattern") if known.get(key) is None}
     # peft lists every name a task head might have; those that were there have tensors.
     owners = {name.rpartition(".")[0] for name in names if "lora_" not in name.rpartition(".")[2]}

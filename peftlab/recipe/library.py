@@ -35,9 +35,7 @@ def find(name: str) -> Path:
     known = files()
     short = name.removesuffix(".yaml")
     if short not in known:
-        raise PeftlabError(
-            f"no shipped recipe {name!r}{did_you_mean(short, known)}; one of {', '.join(known)}"
-        )
+        raise PeftlabError(f"no shipped recipe {name!r}{did_you_mean(short, known)}; one of {', '.join(known)}")
     return known[short]
 
 

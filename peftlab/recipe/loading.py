@@ -124,9 +124,7 @@ class _Representer(RoundTripRepresenter):
 
     def text(self, value: str) -> ScalarNode:
         # The emitter's own choice of quotes misses a few: [? x], [: x], the control character U+0085.
-        return self.represent_scalar(
-            "tag:yaml.org,2002:str", value, style=None if _SIMPLE.fullmatch(value) else '"'
-        )
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=None if _SIMPLE.fullmatch(value) else '"')
 
 
 _Representer.add_representer(type(None), _Representer.null)

@@ -66,9 +66,7 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
         name = _value_at(source.data, keys).get(tag)
         listing = f"one of {', '.join(options)}"
         known = isinstance(name, str)
-        text = (
-            f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; {listing}" if known else listing
-        )
+        text = f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; {listing}" if known else listing
         return (*keys, tag), text if tag in _value_at(source.data, keys) else f"missing; {listing}"
     value = _value_at(source.data, field_keys)
     if options:
@@ -107,11 +105,7 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
             place = f"'{section}.{found}'" if section else f"{found!r} at the top level"
             return f"unknown key (did you mean {place}?)"
     if method:
-        owners = [
-            name
-            for name, model in sections(recipe.model_fields["method"]).items()
-            if key in model.model_fields
-        ]
+        owners = [name for name, model in sections(recipe.model_fields["method"]).items() if key in model.model_fields]
         if owners:
             return f"unknown key; it belongs to method {' or '.join(owners)}, not {method.get('name')}"
     return f"unknown key{suggest(key, here) or '; keys here: ' + ', '.join(here)}"
@@ -155,9 +149,7 @@ def _data_keys(location: tuple[str | int, ...], data: Any) -> Keys:
     """Pydantic's location without the tags of union branches, which are no keys of the data."""
     keys: list[str | int] = []
     for step in location:
-        inside = (
-            step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
-        )
+        inside = step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
         if inside:
             data = data[step]
             keys.append(step)

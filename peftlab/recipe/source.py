@@ -114,9 +114,7 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         raise PeftlabError(f"{place(mark.line + 1 if mark else 0)}: not valid YAML: {reason}") from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise PeftlabError(
-            f"{place(line)}: not valid YAML: character U+{error.character:04X} is not allowed"
-        ) from None
+        raise PeftlabError(f"{place(line)}: not valid YAML: character U+{error.character:04X} is not allowed") from None
     except YAMLError as error:
         raise PeftlabError(f"{place(0)}: not valid YAML: {error}") from None
     source = Source(None, {at: place(0)})
@@ -160,9 +158,7 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
             return scalar(node)
         else:
-            source.complain(
-                keys, f"{dotted(keys)}: the tag {str(node.tag).replace(_TAG, '!!')} means nothing here"
-            )
+            source.complain(keys, f"{dotted(keys)}: the tag {str(node.tag).replace(_TAG, '!!')} means nothing here")
         return None
 
     if root is not None:
@@ -180,9 +176,7 @@ def override(source: Source, text: str, turn: int = 1) -> None:
     name, equals, value_text = (text[1:], "=", "") if removing else text.partition("=")
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
-        source.problems.append(
-            Problem(place, "write key=value, section.key=value, or ~section.key to remove one")
-        )
+        source.problems.append(Problem(place, "write key=value, section.key=value, or ~section.key to remove one"))
         return
     section = source.data
     for depth, key in enumerate(keys[:-1], start=1):

@@ -161,6 +161,4 @@ def error(message: str) -> None:
 
 
 def _table(title: str) -> Table:
-    return Table(
-        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)

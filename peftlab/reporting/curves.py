@@ -100,9 +100,7 @@ class History:
             step = row["step"]
             if "eval" in row:
                 for metric, value in row["eval"].items():
-                    self._add(
-                        self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value
-                    )
+                    self._add(self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value)
             else:
                 for name, curve in self.train.items():
                     self._add(curve, step, row.get(name))

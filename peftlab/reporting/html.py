@@ -140,10 +140,7 @@ def _plot(
     lines = [line for line in lines if line.curve.buckets]
     if not lines:
         return []
-    said = [
-        f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}"
-        for line in lines
-    ]
+    said = [f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}" for line in lines]
     if baseline is not None:
         said.append(f"{baseline_name} {facts.number(baseline)}")
     return [

@@ -91,9 +91,7 @@ def load_glue(task: Task, path: str | None) -> tuple[dict[str, Examples], dict[s
 def _directory(task: Task, path: str) -> Path:
     root = locate(path, "data.path")
     if not isinstance(root, Path) or not root.is_dir():
-        raise PeftlabError(
-            f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files"
-        )
+        raise PeftlabError(f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files")
     files = [f"{stem}.tsv" for _, stem in _LAYOUTS[task.name].files]
     candidates = [root / task.folder, root]
     # A parent directory's stray train.tsv must not stand in for the task's own folder: the folder goes first.
@@ -121,9 +119,7 @@ def _classes(table: Table, values: list[str], task: Task, words: bool) -> list[i
     for row, value in enumerate(values):
         if value not in index:
             hint = did_you_mean(value, index)
-            raise PeftlabError(
-                f"{table.where(row)}: unknown label {value!r}{hint}; one of {', '.join(index)}"
-            )
+            raise PeftlabError(f"{table.where(row)}: unknown label {value!r}{hint}; one of {', '.join(index)}")
     return [index[value] for value in values]
 
 
@@ -158,7 +154,5 @@ def _from_hub(task: Task) -> dict[str, Examples]:
         texts = [list(rows[column]) for column in task.text]
         label = list(rows["label"])
         unlabelled = all(value == -1 for value in label)
-        splits[name] = Examples(
-            texts[0], texts[1] if len(texts) == 2 else None, None if unlabelled else label
-        )
+        splits[name] = Examples(texts[0], texts[1] if len(texts) == 2 else None, None if unlabelled else label)
     return splits

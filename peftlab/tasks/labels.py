@@ -19,9 +19,7 @@ def numbers(table: Table, column: str) -> list[float]:
     return found
 
 
-def bin_classes(
-    values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]
-) -> list[int | None]:
+def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]) -> list[int | None]:
     """Return the place in ``bins`` of each value's bin, None where it is in none.
 
     Args:
@@ -38,13 +36,8 @@ def bin_classes(
             raise PeftlabError(f"data.bins.{name}: {low} is not at most {high}")
     for ((_, high), first), ((low, _), second) in pairwise(ordered):
         if low <= high:
-            raise PeftlabError(
-                f"data.bins: {first!r} and {second!r} overlap at {low} (both ends are inclusive)"
-            )
-    return [
-        next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None)
-        for value in values
-    ]
+            raise PeftlabError(f"data.bins: {first!r} and {second!r} overlap at {low} (both ends are inclusive)")
+    return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
 def class_names(tables: Mapping[str, Table], column: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
@@ -63,18 +56,14 @@ def class_names(tables: Mapping[str, Table], column: str) -> tuple[tuple[str, ..
     columns = {split: _names(table, column) for split, table in tables.items()}
     known = set(columns["train"])
     if len(known) < 2:
-        raise PeftlabError(
-            f"{tables['train'].path}: column {column!r} holds one class alone, {known.pop()!r}"
-        )
+        raise PeftlabError(f"{tables['train'].path}: column {column!r} holds one class alone, {known.pop()!r}")
     numeric = all(math.isfinite(_number(name)) for name in known)
     classes = tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
     for split, names in columns.items():
         for row, name in enumerate(names):
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise PeftlabError(
-                    f"{tables[split].where(row)}: class {name!r} is not in the training data{hint}"
-                )
+                raise PeftlabError(f"{tables[split].where(row)}: class {name!r} is not in the training data{hint}")
     return classes, columns
 
 
@@ -84,9 +73,7 @@ def _names(table: Table, column: str) -> list[str]:
     bad = [row for row, name in enumerate(names) if name is None]
     table.refuse(
         column,
-        f"is no class but {values[bad[0]]!r} (make classes with data.bins, or use text/regression)"
-        if bad
-        else "",
+        f"is no class but {values[bad[0]]!r} (make classes with data.bins, or use text/regression)" if bad else "",
         bad,
     )
     return [name for name in names if name is not None]

@@ -105,9 +105,7 @@ def _labels(
         binned = {split: bin_classes(numbers(table, column), data.bins) for split, table in tables.items()}
         for place, name in enumerate(data.bins):
             if place not in binned["train"]:
-                raise PeftlabError(
-                    f"data.bins: no training example of {tables['train'].path} is in bin {name!r}"
-                )
+                raise PeftlabError(f"data.bins: no training example of {tables['train'].path} is in bin {name!r}")
         return binned, tuple(data.bins)
     classes, columns = class_names(tables, column)
     index = {name: place for place, name in enumerate(classes)}
@@ -129,9 +127,7 @@ def _files(reference: str) -> dict[str, Path]:
     if not isinstance(path, Path):
         folder = Path(path).parent
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise PeftlabError(
-            f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}"
-        )
+        raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
     if path.is_file():
         return {"train": path}
     files: dict[str, Path] = {}
@@ -149,16 +145,12 @@ def _files(reference: str) -> dict[str, Path]:
     return files
 
 
-def _hold_out(
-    splits: dict[str, Examples], validation: int | float, seed: int, n_classes: int
-) -> dict[str, Examples]:
+def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int, n_classes: int) -> dict[str, Examples]:
     """Split the training examples into ``train`` and ``validation``."""
     everything = splits["train"]
     n = len(everything)
     if isinstance(validation, float) and validation >= 1:
-        raise PeftlabError(
-            f"data.validation {validation}: give a share below 1, or a whole number of examples"
-        )
+        raise PeftlabError(f"data.validation {validation}: give a share below 1, or a whole number of examples")
     size = validation if isinstance(validation, int) else round(validation * n)
     if not 0 < size <= n - max(n_classes, 1):
         enough = f"one for training in each of {n_classes} classes" if n_classes else "one for training"

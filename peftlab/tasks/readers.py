@@ -70,8 +70,7 @@ class Table:
         first = ", ".join(str(self.positions[row]) for row in rows[:5])
         more = ", ..." if len(rows) > 5 else ""
         raise PeftlabError(
-            f"{self.path}: column {column!r} {problem} in {len(rows)} of {len(self)} rows "
-            f"({self.unit} {first}{more})"
+            f"{self.path}: column {column!r} {problem} in {len(rows)} of {len(self)} rows ({self.unit} {first}{more})"
         )
 
 
@@ -83,9 +82,7 @@ def read_table(path: Path) -> Table:
     """
     suffix = table_suffix(path)
     if suffix is None:
-        raise PeftlabError(
-            f"{path}: cannot tell the format; the name must end in one of {', '.join(_READERS)}"
-        )
+        raise PeftlabError(f"{path}: cannot tell the format; the name must end in one of {', '.join(_READERS)}")
     return _READERS[suffix](path)
 
 
@@ -143,9 +140,7 @@ def _read_json(path: Path) -> Table:
     try:
         rows = json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise PeftlabError(
-            f"{path}: not valid JSON ({error}); a file of one object a line is named .jsonl"
-        ) from None
+        raise PeftlabError(f"{path}: not valid JSON ({error}); a file of one object a line is named .jsonl") from None
     if not isinstance(rows, list):
         raise PeftlabError(f"{path}: must be a list of objects, not {type(rows).__name__}")
     return _from_objects(path, rows, range(1, len(rows) + 1), "row")

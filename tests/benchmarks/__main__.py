@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -31,9 +31,7 @@ def load() -> nn.Module:
 def contestants(dropout: float) -> dict[str, nn.Module]:
     """Return the model with our LoRA, with peft's, and with its biases alone trained (the lower bound)."""
     ours = peftlab.inject_lora(load(), r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
-    config = peft.LoraConfig(
-        task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear"
-    )
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
     theirs: Any = peft.get_peft_model(load(), config)
     return {"peftlab": ours, "peft": theirs, "biases only": peftlab.inject_bitfit(load())}
 
@@ -92,8 +90,12 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 def main() -> None:
     """Print the table."""
-    print(f"MiniLM-L6, LoRA r=8 on all linear maps, batch {BATCH}, length {LENGTH}, {torch.get_num_threads()} threads\n")
-    print("| lora_dropout | | MB kept | of peft's | MB handed over | of peft's | ms a step | of peft's | of biases only |")
+    print(
+        f"MiniLM-L6, LoRA r=8 on all linear maps, batch {BATCH}, length {LENGTH}, {torch.get_num_threads()} threads\n"
+    )
+    print(
+        "| lora_dropout | | MB kept | of peft's | MB handed over | of peft's | ms a step | of peft's | of biases only |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for dropout in (0.0, 0.1):
         models = contestants(dropout)

@@ -125,9 +125,14 @@ def main() -> None:
                 if line is None:
                     raise SystemExit(done.stdout + done.stderr)
                 found[name].append([float(value) for value in line.split()[1:]])
-        medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+        medians = {
+            name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
+        }
         for name, (speed, loss, peak) in medians.items():
-            print(f"| {task} | {name} | {speed:.0f} | {medians['peftlab'][0] / speed:.2f} × | {loss:.4f} | {peak:.0f} |", flush=True)
+            print(
+                f"| {task} | {name} | {speed:.0f} | {medians['peftlab'][0] / speed:.2f} × | {loss:.4f} | {peak:.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

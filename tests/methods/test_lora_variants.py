@@ -149,7 +149,7 @@ def test_gradients_equal_pefts(dora: bool) -> None:
 
 
 def test_parts_train_only_their_rows() -> None:
-    model, inputs = build("gpt2")
+    model, _ = build("gpt2")
     peftlab.inject_lora(model, r=4, target_modules=["c_attn.q", "c_attn.v"])
     stir(model)
     folded = (

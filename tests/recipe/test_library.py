@@ -61,9 +61,7 @@ def test_glue_settings_are_the_papers(shared: Path) -> None:
 def test_find_and_shipped() -> None:
     assert library.find("glue/cola-lora.yaml") == library.find("glue/cola-lora")
     assert dict(library.shipped())["glue/cola-lora"].startswith("LoRA on RoBERTa-base for GLUE CoLA")
-    with pytest.raises(
-        PeftlabError, match=r"no shipped recipe 'glue/cola' \(did you mean 'glue/cola-lora'\?\)"
-    ):
+    with pytest.raises(PeftlabError, match=r"no shipped recipe 'glue/cola' \(did you mean 'glue/cola-lora'\?\)"):
         library.find("glue/cola")
     with pytest.raises(PeftlabError, match="no shipped recipe"):
         library.find("../pyproject")
@@ -77,9 +75,7 @@ def test_copy_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="exists already"):
         library.copy("quickstart", copied)
     assert copied.read_text() == "mine"
-    assert load_recipe(library.copy("glue/rte-lora", tmp_path / "new" / "a.yaml")) == load_recipe(
-        "glue/rte-lora"
-    )
+    assert load_recipe(library.copy("glue/rte-lora", tmp_path / "new" / "a.yaml")) == load_recipe("glue/rte-lora")
 
 
 def test_a_file_here_wins_over_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,7 @@ def test_a_malformed_override(override: str, message: str) -> None:
 def test_changing_the_method_says_what_to_do_with_the_old_keys() -> None:
     text = BASE + "method:\n  name: lora\n  r: 4\n"
     assert complaint(text, "method.name=head") == [
-        "recipes/x.yaml:6: method.r: no key of method head; "
-        "remove it by '~method.r', or write 'method={name: head}'"
+        "recipes/x.yaml:6: method.r: no key of method head; remove it by '~method.r', or write 'method={name: head}'"
     ]
     assert load_recipe(write(text), ["method.name=head", "~method.r"]).method.name == "head"
     assert load_recipe(write(text), ["method=head"]).method.name == "head"
@@ -228,19 +227,15 @@ def test_changing_the_method_says_what_to_do_with_the_old_keys() -> None:
 
 def test_unknown_and_missing_method() -> None:
     (line,) = complaint(BASE + "method:\n  name: lara\n  r: 4\n")
-    assert line.startswith(
-        "recipes/x.yaml:5: method: unknown method 'lara' (did you mean 'lora'?); one of lora, "
-    )
+    assert line.startswith("recipes/x.yaml:5: method: unknown method 'lara' (did you mean 'lora'?); one of lora, ")
     (line,) = complaint(BASE + "method:\n  r: 4\n")
     assert line.startswith("recipes/x.yaml:4: method.name: missing; one of lora, ")
 
 
 def test_fields_that_contradict_each_other() -> None:
     assert complaint(BASE + "data:\n  label: a\n  text: [b]\n") == [
-        "recipes/x.yaml:5: data.label: belongs to one's own task (text/...); "
-        "glue/cola has its own columns and splits",
-        "recipes/x.yaml:6: data.text: belongs to one's own task (text/...); "
-        "glue/cola has its own columns and splits",
+        "recipes/x.yaml:5: data.label: belongs to one's own task (text/...); glue/cola has its own columns and splits",
+        "recipes/x.yaml:6: data.text: belongs to one's own task (text/...); glue/cola has its own columns and splits",
     ]
     own = BASE.replace("glue/cola", "text/regression")
     assert complaint(own + "data:\n  path: a\n  bins: {a: [null, 0], b: [1, null]}\n") == [

@@ -68,9 +68,7 @@ def metric_lines(steps: int, every: int = 5, eval_every: int = 115) -> list[str]
         epoch = round(step / eval_every, 3)
         loss = 0.25 + 0.45 * math.exp(-3 * step / steps) + 0.05 * math.sin(step * 1.7)
         lr = 4e-4 * min(step / (0.06 * steps), (steps - step) / (0.94 * steps))
-        lines.append(
-            json.dumps({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": 1 + loss})
-        )
+        lines.append(json.dumps({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": 1 + loss}))
         if step % eval_every == 0:
             accuracy = 0.89 - 0.2 * math.exp(-4 * step / steps)
             scores = {
@@ -82,9 +80,7 @@ def metric_lines(steps: int, every: int = 5, eval_every: int = 115) -> list[str]
     return lines
 
 
-def write_run(
-    directory: Path, *, recipe: str = RECIPE, lines: list[str] | None = None, **changes: Any
-) -> Path:
+def write_run(directory: Path, *, recipe: str = RECIPE, lines: list[str] | None = None, **changes: Any) -> Path:
     """Write a run directory; ``changes`` are made to its results."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "recipe.yaml").write_text(recipe, encoding="utf-8")

@@ -104,9 +104,7 @@ def test_a_base_that_is_no_hub_id_stays_out_of_the_front_matter(
 
 def test_regression_and_several_splits() -> None:
     scores = {"validation_matched": {"pearson": 0.91}, "validation_mismatched": {"pearson": float("nan")}}
-    text = adapter_card(
-        info(results=results(metric="pearson", score=0.91, baseline_score=None, metrics=scores))
-    )
+    text = adapter_card(info(results=results(metric="pearson", score=0.91, baseline_score=None, metrics=scores)))
     metrics = head(text)["model-index"][0]["results"][0]["metrics"]
     assert [metric["type"] for metric in metrics] == ["pearsonr", "pearsonr"]
     assert "| validation mismatched / pearson | nan |  |" in text
@@ -120,11 +118,7 @@ def test_fences_hold_and_tables_keep_their_columns(card) -> None:
     assert "| a\\|b&lt;script> | 0.5000 |  |" in text
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(["name", "base_model", "license", "tags"]), PRINTABLE | st.lists(PRINTABLE)
-    )
-)
+@given(st.dictionaries(st.sampled_from(["name", "base_model", "license", "tags"]), PRINTABLE | st.lists(PRINTABLE)))
 def test_front_matter_survives_every_string(values: dict[str, Any]) -> None:
     text = front_matter(values)
     assert YAML(typ="safe").load(text) == values
@@ -132,9 +126,7 @@ def test_front_matter_survives_every_string(values: dict[str, Any]) -> None:
     assert "\n---" not in text
 
 
-@pytest.mark.parametrize(
-    "odd", ["no", "1e-4", "0x1F", "1_000", "2026-01-01", "~", "", "a: b", "- x", "#x", "é\u2028"]
-)
+@pytest.mark.parametrize("odd", ["no", "1e-4", "0x1F", "1_000", "2026-01-01", "~", "", "a: b", "- x", "#x", "é\u2028"])
 def test_odd_names_stay_strings(odd: str) -> None:
     text = front_matter({"name": odd})
     assert YAML(typ="safe").load(text) == yaml11.safe_load(text) == {"name": odd}

@@ -31,9 +31,7 @@ def test_an_epoch_holds_every_example_once(lengths, batch_size, seed, epoch):
 def test_epochs_and_seeds_give_different_orders():
     lengths = [5] * 500
     orders = {
-        tuple(chain(*epoch_batches(lengths, 8, seed=seed, epoch=epoch)))
-        for seed in (0, 1, 2)
-        for epoch in (0, 1, 2)
+        tuple(chain(*epoch_batches(lengths, 8, seed=seed, epoch=epoch))) for seed in (0, 1, 2) for epoch in (0, 1, 2)
     }
     assert len(orders) == 9
 

@@ -131,9 +131,7 @@ def test_mnlis_official_columns_are_found_by_name(tmp_path):
 
 def test_qqps_broken_lines_are_left_out_and_counted(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
-    path = write(
-        tmp_path, "train.tsv", header, "1\t2\t3\tWho?\tWhom?\t1", '"\tWas he real?\t0', "4\t5\t6\tA?\tB?\t0"
-    )
+    path = write(tmp_path, "train.tsv", header, "1\t2\t3\tWho?\tWhom?\t1", '"\tWas he real?\t0', "4\t5\t6\tA?\tB?\t0")
     data = load("qqp", path)
     assert data.splits["train"]["text"][:] == ["Who?", "A?"]
     assert data.splits["train"]["label"][:] == [1, 0]
@@ -184,9 +182,7 @@ def test_not_utf8_names_the_line(tmp_path):
 
 def test_a_directory_without_the_task(tmp_path):
     (tmp_path / "cola").mkdir()
-    with pytest.raises(
-        PeftlabError, match=r"neither a folder 'CoLA' \(did you mean 'cola'\?\) nor any of train"
-    ):
+    with pytest.raises(PeftlabError, match=r"neither a folder 'CoLA' \(did you mean 'cola'\?\) nor any of train"):
         load("cola", tmp_path)
     with pytest.raises(PeftlabError, match="no such"):
         load("cola", tmp_path / "absent")
@@ -215,9 +211,7 @@ def test_an_unreachable_hub_says_how_to_use_a_directory(tmp_path):
         "HF_HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([here, os.path.join(here, "..", "..")]),
     }
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "glue/rte: nyu-mll/glue could not be loaded from the hub" in result.stdout
     assert "data.path" in result.stdout and "RTE/" in result.stdout
 

@@ -110,9 +110,7 @@ def test_the_evaluate_metric_gathers_from_several_processes(tmp_path):
     results: dict[int, dict[str, float] | None] = {}
 
     def process(number: int) -> None:
-        metric = load_metric(
-            MRPC, num_process=2, process_id=number, experiment_id="gather", cache_dir=str(tmp_path)
-        )
+        metric = load_metric(MRPC, num_process=2, process_id=number, experiment_id="gather", cache_dir=str(tmp_path))
         metric.add_batch(predictions=answers[number::2], references=truth[number::2])
         results[number] = metric.compute()
 

@@ -269,9 +269,7 @@ def test_bad_directories(tmp_path):
 def test_a_misspelt_relative_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     write(tmp_path / "reviews.csv", labelled("a", "b"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        PeftlabError, match=r"'review\.csv': no such file or directory \(did you mean 'reviews\.csv'"
-    ):
+    with pytest.raises(PeftlabError, match=r"'review\.csv': no such file or directory \(did you mean 'reviews\.csv'"):
         load("review.csv", validation=1)
 
 

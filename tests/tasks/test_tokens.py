@@ -52,9 +52,7 @@ def test_pairs_lose_tokens_from_the_longer_sentence(bert):
 
 def test_too_little_room(bert):
     assert tokenise(pairs(), bert, 5)["length"][:] == [5, 5]
-    with pytest.raises(
-        PeftlabError, match="max_length 4 leaves no room for text; this task needs at least 5"
-    ):
+    with pytest.raises(PeftlabError, match="max_length 4 leaves no room for text; this task needs at least 5"):
         tokenise(pairs(), bert, 4)
     with pytest.raises(PeftlabError, match="at least 3"):
         tokenise(singles(), bert, 2)
