@@ -20,7 +20,7 @@ class MedusaDrafter:
     the heads' best choices. Candidates are the heads' top tokens, so verification takes them as certain.
 
     Attributes:
-        heads: [b, H] -> [K, b, V]; head i predicts i + 2 positions ahead (``drafting.medusa.MedusaHeads``).
+        heads: [b, H] -> [K, b, V]; head i predicts i + 2 positions ahead (``methods.medusa_heads.MedusaHeads``).
         width: choices of a head that a tree may use; 1 is a chain.
         name: for reports.
     """

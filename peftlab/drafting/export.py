@@ -22,11 +22,11 @@ from torch import Tensor
 from peftlab.checkpoints.adapter import CONFIG_FILE, read_adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.checkpoints.tensorfiles import write_tensors
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.drafting.preflight import check_tokenizers
 from peftlab.drafting.vocabulary import ReducedHeads, reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, staged_directory, write_json
+from peftlab.methods.medusa_heads import MedusaHeads
 
 Consumer = Literal["transformers", "vllm", "vllm-medusa", "speculators"]
 CONSUMERS: tuple[str, ...] = ("transformers", "vllm", "vllm-medusa", "speculators")

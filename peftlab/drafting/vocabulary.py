@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from peftlab.drafting.acceptance import target_states
 from peftlab.drafting.hidden import head_weight
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.errors import PeftlabError
+from peftlab.methods.medusa_heads import MedusaHeads
 
 
 def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.errors import PeftlabError
 from peftlab.methods import lora
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora import LoraConfig
+from peftlab.methods.medusa_heads import MedusaHeads
 from peftlab.methods.plan import FOLDING, Adapted, Folding, Plan, adopt, trainable_dtype
 from peftlab.methods.targets import model_type
 

@@ -16,9 +16,9 @@ from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristi
 from peftlab.decoding.medusa import MedusaDrafter
 from peftlab.decoding.pairs import common_vocabulary
 from peftlab.decoding.streaming import TextStream, cut_at, stop_at
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
+from peftlab.methods.medusa_heads import MedusaHeads
 
 
 @pytest.fixture(scope="module")

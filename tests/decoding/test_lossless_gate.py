@@ -15,8 +15,8 @@ from peftlab.decoding.free import NGram, PromptLookup, Recycling
 from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.measures import acceptance_statistics, divergence
 from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.drafting.truncate import truncate
+from peftlab.methods.medusa_heads import MedusaHeads
 
 NEW = 32
 DRAFTERS = {

@@ -7,9 +7,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from peftlab.checkpoints.base import load_base
-from peftlab.drafting.medusa import MedusaHeads
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
+from peftlab.methods.medusa_heads import MedusaHeads
 
 
 @pytest.fixture(scope="module")
