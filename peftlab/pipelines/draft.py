@@ -31,6 +31,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.medusa import MedusaConfig
+from peftlab.pipelines.conclude import conclude
 from peftlab.pipelines.draftparts import (
     Models,
     Sets,
@@ -45,8 +46,7 @@ from peftlab.pipelines.finetune import make_accelerator
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe
-from peftlab.reporting.console import print_results, trainable_line
-from peftlab.reporting.html import write_report
+from peftlab.reporting.console import trainable_line
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
@@ -218,12 +218,7 @@ def _write_out(
         save_foresight(head, run_dir / "acceptance_head.safetensors")
     after_speed = clock.measure(merged, run_dir / "heads")
     results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
-    write_json(run_dir / "results.json", results)
-    try:
-        write_report(run_dir)
-    except PeftlabError as error:
-        print(f"no report.html: {error}")
-    print_results(results, run_dir)
+    conclude(run_dir, results)
     print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
     print(_verdict(before_speed, after_speed))
 

@@ -23,13 +23,13 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.targets import inside, task_head
+from peftlab.pipelines.conclude import conclude
 from peftlab.pipelines.initial import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
 from peftlab.reporting.card import adapter_card, merged_card
-from peftlab.reporting.console import print_results, trainable_line
-from peftlab.reporting.html import write_report
+from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
 from peftlab.tasks.metrics import load_metric, majority_baseline
 from peftlab.tasks.tokens import Collate, tokenise
@@ -68,6 +68,8 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
             "or pass --overwrite to lose it"
         )
     check_trackers(list(recipe.train.trackers))
+    if recipe.merge and not METHODS[recipe.method.name].folds:
+        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     settings = recipe.train
     accelerator = make_accelerator(settings, run_dir)
     set_seed(settings.seed)
@@ -247,19 +249,12 @@ def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Pa
     task.tokenizer.save_pretrained(run_dir / "adapter")
     write_text(run_dir / "adapter" / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
-    if recipe.merge and not folds:
-        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     if folds and recipe.merge is not False:
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True)
         results["merge"] = verify_merge(
             run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(work, VERIFY_EXAMPLES)
         )
-    write_json(run_dir / "results.json", results)
-    try:
-        write_report(run_dir)
-    except PeftlabError as error:
-        print(f"no report.html: {error}")
-    print_results(results, run_dir)
+    conclude(run_dir, results)
 
 
 def sample_inputs(work: Work, n: int) -> list[dict[str, torch.Tensor]]:

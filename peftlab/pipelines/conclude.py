@@ -1,0 +1,21 @@
+"""How every run ends: the results on disk, the report page, the table on the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError
+from peftlab.files import write_json
+from peftlab.reporting.console import print_results
+from peftlab.reporting.html import write_report
+
+
+def conclude(run_dir: Path, results: dict[str, Any]) -> None:
+    """Write ``results.json`` and ``report.html`` (or say why there is none), and print the results."""
+    write_json(run_dir / "results.json", results)
+    try:
+        write_report(run_dir)
+    except PeftlabError as error:
+        print(f"no report.html: {error}")
+    print_results(results, run_dir)
