@@ -17,8 +17,9 @@ from peftlab.checkpoints.shards import PickleShard, Shard
 from peftlab.checkpoints.tensorfiles import layout
 from peftlab.errors import PeftlabError
 
-CHUNK = 64 << 20  # bytes copied or written by one call
-FLUSH = 256 << 20  # bytes after which what was written is brought to the disk
+COPIED = 64 << 20  # bytes that one call copies from file to file
+WRITTEN = 512 << 10  # bytes that one call writes: larger ones make the kernel look for larger pages, up to thrice as long
+FLUSH = 64 << 20  # bytes after which what was written is brought to the disk
 
 
 class OutputFile:
@@ -44,7 +45,7 @@ class OutputFile:
         entry, target = shard.entries[source], self.entries[key]
         done = 0
         while done < entry.nbytes:
-            count = min(CHUNK, entry.nbytes - done)
+            count = min(COPIED, entry.nbytes - done)
             begin, end = entry.offset + done, target.offset + done
             try:
                 count = os.copy_file_range(shard.descriptor, self._descriptor, count, begin, end)
@@ -74,7 +75,7 @@ class OutputFile:
     def _write(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            done += os.pwrite(self._descriptor, view[done : done + CHUNK], offset + done)
+            done += os.pwrite(self._descriptor, view[done : done + WRITTEN], offset + done)
         self._count(done)
 
     def _count(self, nbytes: int) -> None:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
-FOLD_BLOCK = 1 << 16  # weights summed in fp32 at a time: a block of this size stays in a core's cache
+FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
 WATCHED = 4  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
 
 
@@ -217,18 +217,18 @@ def _fold_matrix(
             weight.t() if transposed else weight, a, b, scale
         )
     step = max(1, FOLD_BLOCK // weight.shape[1])
-    count = -(-weight.shape[0] // step)
-    for index in range(count):
-        rows = slice(index * step, (index + 1) * step)
-        total = weight[rows].to(dtype, copy=True)
-        watched = how.watch is not None and index % max(1, count // WATCHED) == 0
+    scratch = torch.empty(min(step, weight.shape[0]), weight.shape[1], dtype=dtype, device=weight.device)
+    blocks = list(zip(weight.split(step), left.split(step), out.split(step), strict=True))
+    for index, (old, factor, new) in enumerate(blocks):
+        total = scratch[: len(old)].copy_(old)
+        watched = how.watch is not None and index % max(1, len(blocks) // WATCHED) == 0
         before = total.clone() if watched else None
-        total.addmm_(left[rows], right, alpha=scale)
+        total.addmm_(factor, right, alpha=scale)
         if gain is not None:
-            total *= gain if transposed else gain[rows, None]
-        out[rows] = total
+            total *= gain if transposed else gain[index * step :][: len(old), None]
+        new.copy_(total)
         if how.watch is not None:
-            how.watch(before, total, out[rows])
+            how.watch(before, total, new)
 
 
 @contextmanager
