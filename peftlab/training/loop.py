@@ -123,7 +123,7 @@ def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *,
             signal = signals.received()
             evaluating = progress.step == order.total or _due(progress.step, settings.eval_every, order.ends)
             if evaluating:
-                log.flush()  # a loss that is not finite stops here, before it is scored
+                log.evaluating()  # a loss that is not finite stops here, before it is scored
                 size = settings.eval_batch_size
                 with memory_advice("while evaluating", [f"train.eval_batch_size={max(1, size // 2)}"]):
                     scores = evaluate(model, work, accelerator, size)
