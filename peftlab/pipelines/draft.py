@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
 from peftlab.checkpoints.base import load_base
@@ -72,8 +72,11 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
     accelerator = make_accelerator(settings, run_dir)
-    if accelerator.is_fsdp2:
-        raise PeftlabError("kind: draft trains on one device or under DDP; accelerate's configuration asks for FSDP")
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise PeftlabError(
+            "kind: draft trains on one device or under DDP; accelerate's configuration asks for "
+            f"{accelerator.distributed_type.value}"
+        )
     set_seed(settings.seed)
     models = load_models(recipe, text, run_dir, accelerator.device)
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")

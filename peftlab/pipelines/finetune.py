@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -36,6 +36,7 @@ from peftlab.tasks.tokens import Collate, tokenise
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
+from peftlab.training.zero import zero_plugin
 
 VERIFY_EXAMPLES = 64  # real inputs that merged and unmerged are compared on
 
@@ -114,14 +115,20 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
 
     Raises:
         PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1
-            or DeepSpeed.
+            or what ``zero_plugin`` refuses.
     """
     torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
     AcceleratorState._reset_state()  # of an earlier run in this process, perhaps in another precision
+    zero, on_cpu = zero_plugin(settings), not torch.accelerator.is_available()
+    autocast = settings.precision in ("bf16", "fp16") and zero is None  # zero brings its own
     try:
         accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(),  # else processes without a GPU do not find each other
-            mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
+            # Without cpu=True processes without a GPU do not find each other; with it DeepSpeed is passed over,
+            # so that there the backend must be named.
+            cpu=on_cpu and zero is None,
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero is not None else None,
+            deepspeed_plugin=zero,
+            mixed_precision=settings.precision if autocast else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
             ),
@@ -130,8 +137,6 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
         )
     except ValueError as error:
         raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise PeftlabError("accelerate's configuration asks for DeepSpeed; use FSDP with fsdp_version: 2 instead")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
     return accelerator

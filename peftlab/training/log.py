@@ -67,16 +67,21 @@ class Log:
         if self._file is not None:
             self._file.flush()
 
+    def evaluating(self) -> None:
+        """Write the pending steps, as ``flush`` does, and show that the steps wait for an evaluation."""
+        self.flush()
+        self._bar.set_description("evaluating")
+
     def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
-        """Write an evaluation and say it in one line."""
+        """Write an evaluation and say it, one line a split; the first split is the one that decides."""
+        self._bar.unpause()  # the time it took is none of the steps'
+        self._bar.set_description(refresh=False)
+        self._bar.clear()
         for split, values in scores.items():
             self._write(step, {"split": split, "eval": values})
-        shown = "; ".join(
-            f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            for split, values in scores.items()
-        )
-        self._bar.clear()
-        self._accelerator.print(f"step {step}/{self._order.total}: {shown}{' (best)' if best else ''}", flush=True)
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            mark = " (best)" if best and split == next(iter(scores)) else ""
+            self._accelerator.print(f"step {step}/{self._order.total}: {split} {shown}{mark}", flush=True)
 
     def position(self) -> int:
         """Write the pending steps and return the length of the metrics file, which is on the disk."""

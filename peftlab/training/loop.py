@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -101,7 +102,8 @@ def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *,
     progress = load_checkpoint(checkpoints, accelerator, work.model, optimiser) if resume else Progress()
     if settings.compile:
         compile_or_go_on(work, accelerator)
-    canary = Canary(work.model) if progress.step == 0 else None
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    canary = Canary(work.model, gradients_stay=not zero) if progress.step == 0 else None
 
     model.train()
     with (
@@ -121,7 +123,7 @@ def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *,
             signal = signals.received()
             evaluating = progress.step == order.total or _due(progress.step, settings.eval_every, order.ends)
             if evaluating:
-                log.flush()  # a loss that is not finite stops here, before it is scored
+                log.evaluating()  # a loss that is not finite stops here, before it is scored
                 size = settings.eval_batch_size
                 with memory_advice("while evaluating", [f"train.eval_batch_size={max(1, size // 2)}"]):
                     scores = evaluate(model, work, accelerator, size)
@@ -164,8 +166,8 @@ def _step(
             accelerator.accumulate(model),
         ):
             loss = work.loss(model, inputs) * weight
-            # accelerate divides by the accumulation steps, DDP and FSDP by the processes; the mean is over
-            # the global batch.
+            # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the mean is over
+            # the global batch. ZeRO clips and steps in here too; the next three calls do nothing but tell.
             accelerator.backward(loss * (parts / work.mass(fed.batch)))
             loss_sum += loss.detach()
             if accelerator.sync_gradients:

@@ -16,7 +16,8 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods import trainable_parameters
-from peftlab.training.sharded import spread_like, spread_state, whole
+from peftlab.training.sharded import spread_like, whole
+from peftlab.training.zero import optimiser_state, restore_optimiser
 
 _PATTERN = "step-*.pt"
 
@@ -68,7 +69,7 @@ def save_checkpoint(
     state = {
         "progress": asdict(progress),
         "adapter": whole(trainable_parameters(model)),
-        "optimiser": whole(optimiser.state_dict()),
+        "optimiser": optimiser_state(optimiser, accelerator),
         "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "rng": gather_object([_rng_state()]),
     }
@@ -93,7 +94,8 @@ def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module,
     A damaged file gets ``.damaged`` added to its name, and leftovers of an interrupted write are removed.
 
     Raises:
-        PeftlabError: no checkpoint can be read, or it was written by another number of processes.
+        PeftlabError: no checkpoint can be read, or it was written by another number of processes, or with
+            DeepSpeed and this run is without, or the other way round.
     """
     complaints: list[str] = []
     for path in sorted(directory.glob(_PATTERN), reverse=True):
@@ -113,7 +115,7 @@ def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module,
         if accelerator.is_main_process:
             _clean(directory, path)
         restore_adapter(model, state)
-        optimiser.load_state_dict(spread_state(optimiser, state["optimiser"]))
+        restore_optimiser(optimiser, state["optimiser"], accelerator)
         if accelerator.scaler is not None and state["scaler"]:
             accelerator.scaler.load_state_dict(state["scaler"])
         _set_rng_state(state["rng"][accelerator.process_index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -31,23 +32,52 @@ SHARDED = {
 }
 
 
-def launch(*arguments, **environment):
+# --multi_gpu makes accelerate start processes itself; with --cpu it leaves that to mpirun.
+TWO = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+
+
+def documented(kind, tmp_path, **changes):
+    """Write the accelerate configuration that the documentation shows for ``kind``, and return the option."""
+    blocks = [block.split("```")[0] for block in DOCUMENT.read_text().split("```yaml\n")[1:]]
+    (text,) = (block for block in blocks if f"distributed_type: {kind}\n" in block)
+    for key, value in changes.items():
+        text, found = re.subn(rf"(?m)^( *{key}:).*$", rf"\1 {value}", text)
+        assert found == 1, key
+    file = tmp_path / f"{kind}.yaml"
+    file.write_text(text)
+    return "--config_file", str(file)
+
+
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # --multi_gpu makes accelerate start processes itself; with --cpu it leaves that to mpirun.
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    more = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *more, "--main_process_port", str(port), *map(str, arguments)],
-        capture_output=True,
+        return probe.getsockname()[1]
+
+
+def start(*arguments, options=TWO, port=None, **environment):
+    launcher = ["-m", "accelerate.commands.launch", *options, "--dynamo_backend", "no"]
+    return subprocess.Popen(
+        [sys.executable, *launcher, "--main_process_port", str(port or free_port()), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=180,
         env={**tiny.environment(), **environment},
-        check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
+
+
+def ended(process):
+    with process:
+        try:
+            said, complained = process.communicate(timeout=180)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, said[-2000:] + complained[-6000:]
+    return said
+
+
+def launch(*arguments, **options):
+    return ended(start(*arguments, **options))
 
 
 def recipes(still, rows, tmp_path, methods, monkeypatch):
@@ -108,13 +138,40 @@ def test_the_command_line_in_two_processes(still, rows, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_sharded_parameters(still, rows, tmp_path, monkeypatch):
     """The last run is one of five steps that goes on to nine."""
+    assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, **SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero(stage, still, rows, tmp_path, monkeypatch):
+    """The last run is one of five steps that goes on to nine."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    options = documented("DEEPSPEED", tmp_path, zero_stage=stage)
+    assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, options=options)
+
+
+@pytest.mark.slow
+def test_two_machines(still, rows, tmp_path, monkeypatch):
+    files = recipes(still, rows, tmp_path, ("lora",), monkeypatch)
+    options = documented("MULTI_GPU", tmp_path, num_processes=2, main_process_ip="127.0.0.1")
+    port = free_port()
+    machines = [
+        start("-m", "peftlab", "run", files["lora"], options=(*options, "--machine_rank", rank), port=port)
+        for rank in "01"
+    ]
+    said = [ended(machine) for machine in machines]
+    assert [text.count("step 12/12") for text in said] == [1, 1]
+    assert_equals_one_process(still, rows, tmp_path, files)
+
+
+def assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, **how):
     files = recipes(still, rows, tmp_path, ("lora", "houlsby", "full"), monkeypatch)
     parts = []
     for steps in (5, 9):
         options = {**UNEVEN, "scheduler": "constant", "max_steps": steps}
         values = tiny.recipe(still, rows, tmp_path / "two-parts", "lora", **options)
         parts.append(tiny.write_recipe(values, tmp_path / f"{steps}.yaml"))
-    launch(LAUNCHED, *files.values(), parts[0], f"resume:{parts[1]}", **SHARDED)
+    launch(LAUNCHED, *files.values(), parts[0], f"resume:{parts[1]}", **how)
     assert_equals_one_process(still, rows, tmp_path, files)
     tiny.run({**values, "output_dir": str(tmp_path / "one-parts")})
     assert_same_end(tmp_path / "one-parts", tmp_path / "two-parts")
