@@ -18,7 +18,9 @@ from peftlab.checkpoints.tensorfiles import layout
 from peftlab.errors import PeftlabError
 
 COPIED = 64 << 20  # bytes that one call copies from file to file
-WRITTEN = 512 << 10  # bytes that one call writes: larger ones make the kernel look for larger pages, up to thrice as long
+WRITTEN = (
+    512 << 10
+)  # bytes that one call writes: larger ones make the kernel look for larger pages, up to thrice as long
 FLUSH = 64 << 20  # bytes after which what was written is brought to the disk
 
 

@@ -31,12 +31,19 @@ def flattens(model: PreTrainedModel) -> bool:
         return False
     if model.config.rope_parameters.get("rope_type", "default") in ("dynamic", "longrope"):
         return False  # the table of angles would depend on the length
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    if any(
+        _acting(hook) for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ):
         return False
     body: Any = model.model
     linears = [model.lm_head, *(linear for layer in body.layers for linear in _linears(layer))]
     norms = [n for layer in body.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
     return all(type(m) is nn.Linear for m in linears) and all(type(n) is type(body.norm) for n in norms)
+
+
+def _acting(hook: Any) -> bool:
+    """Whether a hook may change what is computed; those that ``output_hidden_states`` leaves behind only record."""
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def _linears(layer: Any) -> list[nn.Module]:

@@ -191,3 +191,10 @@ def test_a_changed_model_is_not_flattened(change):
 def test_models_that_cannot_be_decoded_here(model, reason):
     with pytest.raises(PeftlabError, match=reason):
         build_engine(model().eval())
+
+
+def test_a_model_that_gave_hidden_states_is_still_flattened():
+    model = MODELS["llama"]().eval()
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert build_engine(model).kind.startswith("flat")
