@@ -109,16 +109,16 @@ def measure_heads(model: Any, data: Any, batch_size: int = 16) -> tuple[list[Acc
     trained one it says how much of the model is left: heads are easily right about a trunk that has collapsed.
     """
     head = model.get_output_embeddings()
-    medusa = list(zip(head.medusa_heads.blocks, head.medusa_heads.lm_heads, strict=True))
+    medusa = list(head.medusa_heads)
     sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)
     for rows, places, ids, mask in _batches(data, batch_size, head.weight.device):
         hidden = frozen_hidden(model, ids, mask)
         with disabled(model):
             base = frozen_hidden(model, ids, mask)
-        for i, (block, out) in enumerate(medusa):
+        for i, (block, weight) in enumerate(medusa):
             both = places[:, : -(i + 1)] & places[:, i + 1 :]
             late, early = base[:, i + 1 :][both], block(hidden[:, : -(i + 1)][both])
-            _add(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head.weight, out.weight)
+            _add(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head.weight, weight)
         kept = rows[places.nonzero()[:, 0].cpu()]
         _add(sums[-1], kept, base[places], hidden[places], head.weight, head.weight)
     *heads, trunk = (Acceptance(*part) for part in sums)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, read_adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
@@ -26,6 +26,7 @@ from peftlab.drafting.preflight import check_tokenizers
 from peftlab.drafting.vocabulary import ReducedHeads, reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, staged_directory, write_json
+from peftlab.methods.medusa import MedusaConfig
 from peftlab.methods.medusa_heads import MedusaHeads
 
 Consumer = Literal["transformers", "vllm", "vllm-medusa", "speculators"]
@@ -77,7 +78,8 @@ def write_medusa(model: Any, out: Path, *, tokens: Tensor | None = None, overwri
     """Write the Medusa heads of an injected model as vLLM reads them, and check the round trip key for key.
 
     Keys are ``blocks.i.layers.j.weight`` (and ``.bias``) and ``lm_heads.i.weight``; for a reduced vocabulary also
-    ``token_map``, with ``truncated_vocab_size`` in the configuration.
+    ``token_map``, with ``truncated_vocab_size`` in the configuration. A shared W2 is written once, with
+    ``original_lm_head`` in the configuration.
 
     Args:
         tokens: ids of the reduced vocabulary, [V_d]; None for all.
@@ -101,8 +103,9 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
     if config.get("model_type") != "medusa":
         raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
     with torch.device("meta"):
-        blank = torch.empty(config["truncated_vocab_size"], config["hidden_size"])
-        heads = MedusaHeads(blank, config["num_heads"], bool(config.get("medusa_fc_bias", False)))
+        blank = nn.Parameter(torch.empty(config["truncated_vocab_size"], config["hidden_size"]))
+        bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
+        heads = MedusaHeads(blank, config["num_heads"], bias, shared)
     tensors = load_file(directory / "model.safetensors")
     reduced = config["truncated_vocab_size"] < config["vocab_size"]
     expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
@@ -115,7 +118,7 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
 
 
 def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, overwrite: bool) -> Path:
-    count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("lm_heads."))
+    count = _count(tensors, "blocks")
     vocab_size, hidden_size = tensors["lm_heads.0.weight"].shape
     if tokens is not None and len(tokens) < vocab_size:
         tensors = reduce_heads(tensors, tokens)
@@ -128,6 +131,7 @@ def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, o
         "vocab_size": vocab_size,
         "truncated_vocab_size": len(tensors["lm_heads.0.weight"]),
         "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
+        "original_lm_head": _count(tensors, "lm_heads") < count,
     }
     with staged_directory(out, overwrite=overwrite) as staging:
         write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
@@ -139,6 +143,10 @@ def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, o
     return out
 
 
+def _count(tensors: dict[str, Tensor], kind: str) -> int:
+    return len({name.split(".")[1] for name in tensors if name.startswith(f"{kind}.")})
+
+
 def _export_medusa(source: Path, out: Path, target: str, overwrite: bool) -> tuple[str, float]:
     if not any((place / CONFIG_FILE).exists() for place in (source, source / "adapter")):
         raise PeftlabError(f"--for vllm-medusa: {source} holds no heads; train some with method: medusa")
@@ -147,8 +155,11 @@ def _export_medusa(source: Path, out: Path, target: str, overwrite: bool) -> tup
     heads = {name.partition(marker)[2]: t for name, t in adapter.tensors.items() if marker in name}
     if not heads:
         raise PeftlabError(f"--for vllm-medusa: {source} is a {adapter.config.name} draft; export it with --for vllm")
+    config = adapter.config
+    assert isinstance(config, MedusaConfig)
     own = load_config(target).get_text_config(decoder=True)
-    rows, width = heads["lm_heads.0.weight"].shape
+    width = len(heads["blocks.0.layers.0.weight"])
+    rows = own.vocab_size if config.shared_head else len(heads["lm_heads.0.weight"])
     if (own.vocab_size, own.hidden_size) != (rows, width):
         raise PeftlabError(
             f"--for vllm-medusa: the heads are of {rows} tokens and width {width}, {target} has {own.vocab_size} and "
@@ -156,18 +167,19 @@ def _export_medusa(source: Path, out: Path, target: str, overwrite: bool) -> tup
         )
     known = source / "heads" / "model.safetensors"
     tokens = load_file(known).get("token_map") if known.exists() else None
+    model, _ = load_base(target, "AutoModelForCausalLM")
+    lm_head = model.get_output_embeddings().weight
+    if config.shared_head:
+        heads["lm_heads.0.weight"] = lm_head.detach()
+    trained = MedusaHeads(lm_head, config.heads, config.bias, config.shared_head)
+    trained.load_state_dict(heads)
     _write_heads(heads, out, tokens, overwrite)
     hidden = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    model, _ = load_base(target, "AutoModelForCausalLM")
-    trained = MedusaHeads(model.get_output_embeddings().weight, int(adapter.config.heads), bool(adapter.config.bias))  # type: ignore[attr-defined]
-    trained.load_state_dict(heads)
     with torch.no_grad():
         own_logits, written = trained(hidden), read_medusa(out)(hidden)
         difference = float((own_logits - written)[written.isfinite()].abs().max())
-    count = 1 + max(int(name.split(".")[1]) for name in heads if name.startswith("lm_heads."))
-    trunk = len(heads) < len(adapter.tensors)
-    served = str(source / "merged") if trunk else target
-    return _serve(served, {"method": "medusa", "model": str(out), "num_speculative_tokens": count}), difference
+    served = str(source / "merged") if config.trunk is not None else target
+    return _serve(served, {"method": "medusa", "model": str(out), "num_speculative_tokens": config.heads}), difference
 
 
 def _plain(source: Path, consumer: str) -> Path:

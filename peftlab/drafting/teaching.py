@@ -112,6 +112,9 @@ def _following(input_ids: Tensor) -> Tensor:
 class HeadsLoss:
     """Medusa heads' loss: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
 
+    ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
+    trunk's backward pass runs once, with the heads' sum.
+
     Head i reads the state at t and predicts token t+2+i. The target of its objective is what the frozen base
     model says at t+1+i, or for ``ce`` the token itself. With a trained trunk (Medusa-2) ``preserve``·KL(base's
     next-token distribution ‖ the trunk's) keeps the model what it was.
@@ -141,7 +144,7 @@ class HeadsLoss:
             hidden = base = last_hidden(model, ids, mask).detach()
         total = hidden.new_zeros(())
         n = ids.shape[1]
-        for i, (block, out) in enumerate(zip(head.medusa_heads.blocks, head.medusa_heads.lm_heads, strict=True)):
+        for i, (block, weight) in enumerate(head.medusa_heads):
             ahead = i + 1
             if n - ahead < 2:
                 continue
@@ -154,7 +157,7 @@ class HeadsLoss:
                 target, target_head = _following(ids)[:, ahead:][places], None
             else:
                 target, target_head = base[:, ahead:][places], base_weight
-            mean = chunked_loss(states, out.weight, target, target_head, self.objective.name, **self.objective.settings)
+            mean = chunked_loss(states, weight, target, target_head, self.objective.name, **self.objective.settings)
             total = total + self.decay**i * mean * len(states)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
             total = total + 0 * sum(p.sum() for p in head.medusa_heads.parameters())

@@ -24,6 +24,11 @@ class MedusaConfig(MethodConfig):
     name: Literal["medusa"] = "medusa"
     heads: int = Field(4, ge=1, description="K: head i (from 0) predicts the token i + 2 places on.")
     bias: bool = Field(False, description="Whether each head's inner map W1 has a bias.")
+    shared_head: bool = Field(
+        False,
+        description="Every head answers through the target's own LM head, which stays frozen and is not saved with "
+        "the adapter (multi-token prediction); false: each trains a copy W2.",
+    )
     decay: float = Field(0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
     trunk: LoraConfig | None = Field(
         None, description="Medusa-2: LoRA on the model itself, trained along (a method lora section); null: frozen."
@@ -66,6 +71,12 @@ def plan(model: nn.Module, config: MedusaConfig) -> Plan:
     trunk = lora.plan(model, config.trunk) if config.trunk is not None else Plan()
     if name in trunk.replace:
         raise PeftlabError(f"method medusa: trunk adapts {name}, which carries the heads; exclude it")
+    trained = next((n for n in trunk.train if model.get_parameter(n) is head.weight), None)
+    if trained is not None:
+        raise PeftlabError(
+            f"method medusa: trunk.modules_to_save trains {trained}, the LM head's weight, by which the heads are "
+            "taught; take it out"
+        )
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {**trunk.replace, name: partial(_adapt, config=config)}
     return Plan(replace, trunk.train)
 
@@ -77,7 +88,9 @@ def lr_ratio(config: MedusaConfig) -> dict[str, float]:
 
 def _adapt(leaf: nn.Module, config: MedusaConfig) -> nn.Module:
     weight: Any = leaf.weight
+    dtype = trainable_dtype(weight)
     new = adopt(MedusaHead, leaf)
-    heads = MedusaHeads(weight.to(trainable_dtype(weight)), config.heads, config.bias)
-    new.medusa_heads = heads.to(weight.device)
+    start = weight if config.shared_head else weight.to(dtype)
+    new.medusa_heads = MedusaHeads(start, config.heads, config.bias, config.shared_head)
+    new.medusa_heads.blocks.to(weight.device, dtype)  # W2 lies where the LM head does, or is it
     return new.train(leaf.training)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import cycle
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,26 +27,39 @@ class MedusaHeads(nn.Module):
     """K heads; head i (from 0) predicts position t+2+i: softmax(W2(SiLU(W1 h) + h)), h the state at t.
 
     Medusa (Cai et al. 2024, arXiv 2401.10774). Parameters are named as in the serving format:
-    ``blocks.i.layers.0.weight`` (and ``.bias``), ``lm_heads.i.weight``.
+    ``blocks.i.layers.0.weight`` (and ``.bias``), ``lm_heads.i.weight``; where W2 is shared, ``lm_heads.0.weight``
+    is the only one.
 
     Args:
         lm_head: the target's LM head [V, H], with which each W2 starts; W1 starts at 0, so that an untrained
             head repeats the target's own next-token distribution.
         heads: K.
         bias: whether W1 has a bias.
+        shared: all heads have one W2, ``lm_head`` itself, which must be a parameter, and not a copy: multi-token
+            prediction's shared unembedding (Gloeckle et al. 2024, arXiv 2404.19737). Whether it trains is left
+            to its owner.
     """
 
-    def __init__(self, lm_head: Tensor, heads: int, bias: bool = False):
+    def __init__(self, lm_head: Tensor, heads: int, bias: bool = False, shared: bool = False):
         super().__init__()
         vocab_size, hidden_size = lm_head.shape
         self.blocks = nn.ModuleList(MedusaBlock(hidden_size, bias) for _ in range(heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size, bias=False, device="meta") for _ in range(1 if shared else heads)
+        )
         for block in self.blocks:
             for parameter in block.parameters():
                 nn.init.zeros_(parameter)
         for head in self.lm_heads:
-            head.weight = nn.Parameter(lm_head.detach().clone())
+            head.weight = lm_head if shared else nn.Parameter(lm_head.detach().clone())
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Yield each head's block and W2 [V, H]."""
+        weights = [head.get_parameter("weight") for head in self.lm_heads]
+        return zip(self.blocks, cycle(weights), strict=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits of every head: [..., H] -> [K, ..., V]."""
-        return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)])
+        if len(self.lm_heads) == 1:  # one product reads a shared W2 once, not K times
+            return self.lm_heads[0](torch.stack([block(hidden) for block in self.blocks]))
+        return torch.stack([F.linear(block(hidden), weight) for block, weight in self])

@@ -31,6 +31,8 @@ DRAFTERS = {
     "recycling chain": lambda m, way: Recycling(width=1),
     "medusa": lambda m, way: MedusaDrafter(heads(m)),
     "medusa tree": lambda m, way: MedusaDrafter(heads(m), width=4),
+    "shared heads": lambda m, way: MedusaDrafter(shared_heads(m)),
+    "shared heads tree": lambda m, way: MedusaDrafter(shared_heads(m), width=4),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
 
@@ -38,6 +40,15 @@ WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
 def heads(model):
     """Untrained heads repeat the next token's distribution: right where the text repeats itself."""
     return MedusaHeads(model.get_output_embeddings().weight, 4)
+
+
+def shared_heads(model):
+    """Heads that differ, through the model's own LM head."""
+    heads = MedusaHeads(model.get_output_embeddings().weight, 4, shared=True)
+    generator = torch.Generator().manual_seed(0)
+    for block in heads.blocks:
+        torch.nn.init.normal_(block.layers[0].weight, std=0.05, generator=generator)
+    return heads
 
 
 @pytest.fixture(scope="module")
