@@ -56,7 +56,7 @@ class Size:
 
 
 SMALL = Size(drift=64, drift_steps=16, general=24, old_steps=12, domain=32, new_steps=16, held_out=6, tokens=48)
-FULL = Size(drift=1000, drift_steps=100, general=480, old_steps=160, domain=800, new_steps=300, held_out=60, tokens=112)
+FULL = Size(drift=1000, drift_steps=100, general=480, old_steps=160, domain=480, new_steps=200, held_out=60, tokens=112)
 
 
 @dataclass
