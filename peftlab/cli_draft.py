@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 draft_app = typer.Typer(help="Draft models: can one pay here, and does it.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option("--target", help="The model whose output it is.")]
-DraftName = Annotated[Optional[str], typer.Option("--draft", help="The draft model.")]  # noqa: UP045
+DraftName = Annotated[Optional[str], typer.Option("--draft", help="The draft model, or a directory of Medusa heads.")]  # noqa: UP045
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest output.")]
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted a step.")]
+Width = Annotated[int, typer.Option("--width", help="Choices of each Medusa head in a tree of gamma tokens.")]
 Length = Annotated[
     str, typer.Option("--policy", help="Draft length: fixed, confidence (at most gamma), heuristic (from gamma).")
 ]
@@ -56,7 +57,8 @@ def plan(
     from peftlab.decoding.plan import plan as measure
 
     pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
-    assert pair.draft is not None
+    if pair.draft is None:
+        raise PeftlabError(f"--draft {draft}: heads have no step of their own to plan; time them with draft bench")
     result: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "draft_dtype": draft_dtype or dtype}
     result["warnings"] = list(pair.warnings)
     result |= measure(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats)
@@ -72,6 +74,7 @@ def bench(
     draft: DraftName = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
+    width: Width = 1,
     policy: Length = "fixed",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 1,
     temperature: Temperature = 0.0,
@@ -94,9 +97,9 @@ def bench(
 
     from peftlab.decoding import bench as benches
     from peftlab.decoding import pages
-    from peftlab.decoding.drafters import ModelDrafter, Sampling
+    from peftlab.decoding.drafters import Sampling
     from peftlab.decoding.free import PromptLookup, Recycling
-    from peftlab.decoding.pairs import load_pair
+    from peftlab.decoding.pairs import load_pair, make_drafter
     from peftlab.decoding.prompts import encode, read_prompts, spread
 
     settings = benches.Settings(
@@ -115,13 +118,19 @@ def bench(
     drafters: dict[str, Any] = {}
     if pair.draft is not None:
         watches.append(benches.Stopwatch(pair.draft))
-        drafters["draft"] = partial(ModelDrafter, watches[1])
+        pair.draft = watches[1]
+    if pair.heads is not None:
+        pair.heads = watches[0].including(pair.heads)
+    if draft is not None:
+        make_drafter("draft", pair, width)  # a wrong width is found before anything is timed
+        drafters["draft"] = partial(make_drafter, "draft", pair, width)
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     questions = [benches.Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     result: dict[str, Any] = {
         "target": target,
         "draft": draft,
         "gamma": gamma,
+        "width": width,
         "policy": policy,
         "dtype": dtype,
         "draft_dtype": draft_dtype or dtype,
@@ -176,6 +185,7 @@ def generate(
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
+    width: Width = 1,
     policy: Length = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -200,6 +210,8 @@ def generate(
 
     if draft is not None and drafter not in (None, "draft"):
         raise PeftlabError(f"--draft and --drafter {drafter}: give one of them")
+    if draft is None and width != 1:
+        raise PeftlabError(f"--width {width}: belongs to Medusa heads; name their directory (--draft)")
     sampling, make_policy = Sampling(temperature, top_k, top_p, seed), _policy(policy, gamma)
     pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     name = "draft" if draft is not None else drafter
@@ -219,7 +231,7 @@ def generate(
         pair.target,
         [ids],
         Ending(max_new_tokens, pair.eos, stop_at(pair.tokenizer, stops)),
-        make_drafter(name, pair) if name else None,
+        make_drafter(name, pair, width) if name else None,
         policy=make_policy,
         sampling=sampling,
         on_tokens=show,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decoder import Ending, Generation, decode
@@ -48,8 +48,17 @@ class Stopwatch:
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
+        return self._timed(self._engine.forward, cache, tokens, block, keep)
+
+    def including(self, heads: nn.Module) -> nn.Module:
+        """Return ``heads`` with their time counted as this engine's."""
+        inner = heads.forward
+        heads.forward = lambda hidden: self._timed(inner, hidden)
+        return heads
+
+    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
-        output = self._engine.forward(cache, tokens, block, keep)
+        output = work(*arguments)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - began

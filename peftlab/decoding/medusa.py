@@ -1,15 +1,19 @@
-"""Drafting with Medusa heads, as a chain or as a tree."""
+"""Drafting with Medusa heads, as a chain or as a tree; reading them from a directory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters import Draft, Row, Start, Verified
 from peftlab.decoding.trees import best_tree, shape_of
 from peftlab.errors import PeftlabError
+from peftlab.files import read_json
+from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 
 @dataclass
@@ -37,14 +41,15 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
-        device = next(self.heads.parameters()).device
+        weight = next(self.heads.parameters())
+        device = weight.device
         # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
         budgets = [b if row.place in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
             return Draft(torch.full((len(rows), 0), -1, device=device))
         blank = torch.zeros_like(next(iter(self._hidden.values())))
         hidden = torch.stack([self._hidden.get(row.place, blank) for row in rows])
-        logits = self.heads(hidden)  # [K, b, V]
+        logits = self.heads(hidden.to(weight.dtype))  # [K, b, V]
         if logits.shape[-1] != self._vocab:
             raise PeftlabError(f"medusa: vocabulary of {logits.shape[-1]}, but the target's has {self._vocab}")
         best = logits.topk(self.width, -1).indices  # [K, b, width]
@@ -60,3 +65,34 @@ class MedusaDrafter:
 
     def select(self, slots: list[int]) -> None:
         pass
+
+
+def is_medusa(directory: str | Path) -> bool:
+    """Whether a directory holds Medusa heads as ``drafting.export.write_medusa`` writes them."""
+    config = Path(directory) / "config.json"
+    return config.is_file() and read_json(config).get("model_type") == "medusa"
+
+
+def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
+    """Return the heads in a directory that ``write_medusa`` wrote; every key is used exactly once.
+
+    Raises:
+        PeftlabError: the configuration is of another type, or a key is missing or unknown.
+    """
+    directory = Path(directory)
+    config = read_json(directory / "config.json")
+    if config.get("model_type") != "medusa":
+        raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
+    with torch.device("meta"):
+        blank = nn.Parameter(torch.empty(config["truncated_vocab_size"], config["hidden_size"]))
+        bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
+        heads = MedusaHeads(blank, config["num_heads"], bias, shared)
+    tensors = load_file(directory / "model.safetensors")
+    reduced = config["truncated_vocab_size"] < config["vocab_size"]
+    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
+    if expected != set(tensors):
+        odd = sorted(expected ^ set(tensors))
+        raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
+    tokens = tensors.pop("token_map", None)
+    heads.load_state_dict(tensors, assign=True)
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, config["vocab_size"]).eval()

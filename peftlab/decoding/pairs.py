@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.base import load_base, load_tokenizer
 from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.medusa import MedusaDrafter, is_medusa, read_medusa
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import read_json
 
 FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
 """Name -> drafter that needs no model."""
@@ -20,7 +24,7 @@ FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": R
 
 @dataclass
 class Pair:
-    """A target with its tokenizer, and a draft if there is one.
+    """A target with its tokenizer, and a draft model or Medusa heads if there are any.
 
     Attributes:
         warnings: what a user should know before he goes on.
@@ -30,6 +34,7 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
     draft: Engine | None = None
+    heads: nn.Module | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -46,7 +51,8 @@ def load_pair(
     """Load a target and, if named, its draft.
 
     Args:
-        target, draft: references as ``checkpoints.base.load_base`` takes them.
+        target, draft: references as ``checkpoints.base.load_base`` takes them; a draft may also be a directory
+            of Medusa heads.
         dtype: of the target.
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,
             never exactness.
@@ -61,6 +67,17 @@ def load_pair(
     size = model.num_parameters()
     if draft is None:
         return Pair(build_engine(model, pack=pack), tokenizer, eos, target_parameters=size)
+    if is_medusa(draft):
+        _check_heads(draft, model)
+        heads = read_medusa(draft).to(draft_dtype or dtype)
+        return Pair(
+            target=build_engine(model, pack=pack),
+            tokenizer=tokenizer,
+            eos=eos,
+            heads=heads,
+            target_parameters=size,
+            draft_parameters=sum(parameter.numel() for parameter in heads.parameters()),
+        )
     small, _ = load_base(draft, "AutoModelForCausalLM", dtype=draft_dtype or dtype)
     vocabulary = common_vocabulary(model, small, tokenizer, _tokenizer_of(draft))
     return Pair(
@@ -72,6 +89,15 @@ def load_pair(
         draft_parameters=small.num_parameters(),
         warnings=_size_warning(size, small.num_parameters()),
     )
+
+
+def _check_heads(directory: str, target: PreTrainedModel) -> None:
+    config, (rows, width) = read_json(Path(directory) / "config.json"), target.get_output_embeddings().weight.shape
+    if (config["vocab_size"], config["hidden_size"]) != (rows, width):
+        raise PeftlabError(
+            f"{directory}: heads for states of {config['hidden_size']} and {config['vocab_size']} tokens, but the "
+            f"target has {width} and {rows}"
+        )
 
 
 def common_vocabulary(
@@ -117,16 +143,23 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def make_drafter(name: str, pair: Pair) -> Drafter:
-    """Return a new drafter: ``"draft"`` is the pair's model, the others are ``FREE``.
+def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
+    """Return a new drafter: ``"draft"`` is the pair's model or heads, the others are ``FREE``.
+
+    Args:
+        width: choices of each Medusa head that a tree may use; 1 is a chain.
 
     Raises:
-        PeftlabError: no such drafter, or no draft model in the pair.
+        PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
+    if width < 1 or (width > 1 and pair.heads is None):
+        raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
     if name in FREE:
         return FREE[name]()
     if name != "draft":
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(FREE)}{did_you_mean(name, FREE)}")
+    if pair.heads is not None:
+        return MedusaDrafter(pair.heads, width)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)

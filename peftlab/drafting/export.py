@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, read_adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.checkpoints.tensorfiles import write_tensors
+from peftlab.decoding.medusa import read_medusa
 from peftlab.drafting.preflight import check_tokenizers
-from peftlab.drafting.vocabulary import ReducedHeads, reduce_heads
+from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, staged_directory, write_json
 from peftlab.methods.medusa import MedusaConfig
@@ -90,31 +91,6 @@ def write_medusa(model: Any, out: Path, *, tokens: Tensor | None = None, overwri
     heads: MedusaHeads = model.get_output_embeddings().medusa_heads
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     return _write_heads(tensors, out, tokens, overwrite)
-
-
-def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
-    """Return the heads in a directory that ``write_medusa`` wrote; every key is used exactly once.
-
-    Raises:
-        PeftlabError: the configuration is of another type, or a key is missing or unknown.
-    """
-    directory = Path(directory)
-    config = read_json(directory / "config.json")
-    if config.get("model_type") != "medusa":
-        raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
-    with torch.device("meta"):
-        blank = nn.Parameter(torch.empty(config["truncated_vocab_size"], config["hidden_size"]))
-        bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
-        heads = MedusaHeads(blank, config["num_heads"], bias, shared)
-    tensors = load_file(directory / "model.safetensors")
-    reduced = config["truncated_vocab_size"] < config["vocab_size"]
-    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
-    if expected != set(tensors):
-        odd = sorted(expected ^ set(tensors))
-        raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
-    tokens = tensors.pop("token_map", None)
-    heads.load_state_dict(tensors, assign=True)
-    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, config["vocab_size"]).eval()
 
 
 def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, overwrite: bool) -> Path:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from peftlab.drafting.acceptance import target_states
 from peftlab.drafting.hidden import head_weight
 from peftlab.errors import PeftlabError
-from peftlab.methods.medusa_heads import MedusaHeads
 
 
 def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
@@ -43,26 +42,6 @@ def ceiling(target: nn.Module, data: Any, tokens: Tensor) -> float:
         mass += float(p[:, tokens.to(p.device)].double().sum())
         count += len(p)
     return mass / max(1, count)
-
-
-class ReducedHeads(nn.Module):
-    """Medusa heads over some of the vocabulary; the logits of all other tokens are -inf.
-
-    Args:
-        heads: with ``len(tokens)`` rows a head. tokens: their ids, [V_d]. vocab_size: V.
-    """
-
-    def __init__(self, heads: MedusaHeads, tokens: Tensor, vocab_size: int):
-        super().__init__()
-        self.heads, self.vocab_size = heads, vocab_size
-        self.register_buffer("tokens", tokens, persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits of every head: [..., H] -> [K, ..., V]."""
-        some = self.heads(hidden)
-        everything = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
-        everything[..., self.tokens] = some
-        return everything
 
 
 def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:

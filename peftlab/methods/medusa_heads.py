@@ -63,3 +63,23 @@ class MedusaHeads(nn.Module):
         if len(self.lm_heads) == 1:  # one product reads a shared W2 once, not K times
             return self.lm_heads[0](torch.stack([block(hidden) for block in self.blocks]))
         return torch.stack([F.linear(block(hidden), weight) for block, weight in self])
+
+
+class ReducedHeads(nn.Module):
+    """Medusa heads over some of the vocabulary; the logits of all other tokens are -inf.
+
+    Args:
+        heads: with ``len(tokens)`` rows a head. tokens: their ids, [V_d]. vocab_size: V.
+    """
+
+    def __init__(self, heads: MedusaHeads, tokens: Tensor, vocab_size: int):
+        super().__init__()
+        self.heads, self.vocab_size = heads, vocab_size
+        self.register_buffer("tokens", tokens, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits of every head: [..., H] -> [K, ..., V]."""
+        some = self.heads(hidden)
+        everything = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
+        everything[..., self.tokens] = some
+        return everything

@@ -20,9 +20,9 @@ from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.medusa import MedusaDrafter
+from peftlab.decoding.medusa import MedusaDrafter, read_medusa
 from peftlab.drafting.examples import Collate
-from peftlab.drafting.export import read_medusa, write_medusa
+from peftlab.drafting.export import write_medusa
 from peftlab.drafting.foresight import save_foresight, train_foresight
 from peftlab.drafting.hidden import head_weight
 from peftlab.drafting.truncate import truncate

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from peftlab.checkpoints.base import load_base
 from peftlab.cli import app
 from peftlab.decoding import bench as benches
 from peftlab.decoding.decoder import Generation, Step, decode
@@ -18,8 +19,10 @@ from peftlab.decoding.free import Recycling
 from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.measures import Overlap, acceptance_statistics, rate_intervals
 from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
+from peftlab.drafting.export import write_medusa
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
+from peftlab.methods import inject, make_config
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +272,43 @@ def test_spec_bench(shared):
     assert [prompts.index(p) for p in few] == sorted(prompts.index(p) for p in few)
     with pytest.raises(PeftlabError, match="max_prompts: 0"):
         spread(prompts, 0)
+
+
+@pytest.fixture(scope="module")
+def heads_dir(stories, tmp_path_factory):
+    model, _ = load_base(str(stories), "AutoModelForCausalLM")
+    return write_medusa(inject(model, make_config("medusa", heads=3)), tmp_path_factory.mktemp("heads") / "heads")
+
+
+@pytest.mark.parametrize(("width", "draft_dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
+def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path, width, draft_dtype):
+    out = tmp_path / "bench.json"
+    options = ["--gamma", 6, "--width", width, "--draft-dtype", draft_dtype, "--max-new-tokens", 12]
+    arguments = ["--target", stories, "--draft", heads_dir, *options]
+    run = invoke("draft", "bench", *arguments, "--prompts", prompt_file, "--repeats", 1, "--json", out)
+    assert run.exit_code == 0, run.output
+    result = json.loads(out.read_text())
+    assert (result["drafter"], result["lossless"], result["width"]) == ("draft", True, width)
+    assert result["drafters"]["draft"]["tau"] >= 1
+    assert 0 <= result["overhead"] < 1
+    plain = invoke("generate", "--target", stories, "--prompt", "Once upon a time", "--max-new-tokens", 12)
+    headed = invoke("generate", *arguments, "--prompt", "Once upon a time")
+    assert headed.exit_code == 0, headed.output
+    assert headed.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+
+
+def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_path):
+    asked = ["--target", stories, "--prompts", prompt_file]
+    with pytest.raises(PeftlabError, match="width 2: 1, or more where the draft is a directory of Medusa heads"):
+        invoke("draft", "bench", *asked, "--draft", draft_dir, "--width", 2)
+    with pytest.raises(PeftlabError, match="width 2"):
+        invoke("generate", "--target", stories, "--prompt", "Once", "--width", 2)
+    with pytest.raises(PeftlabError, match="heads have no step of their own to plan"):
+        invoke("draft", "plan", "--target", stories, "--draft", heads_dir)
+    config = json.loads((heads_dir / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((heads_dir / "model.safetensors").read_bytes())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 1024}))
+    with pytest.raises(PeftlabError, match="heads for states of 64 and 1024 tokens, but the target has 64 and 512"):
+        invoke("draft", "bench", *asked, "--draft", other)

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter
 from peftlab.decoding.engine import build_engine
-from peftlab.drafting.export import export_draft, read_medusa, write_medusa
+from peftlab.decoding.medusa import read_medusa
+from peftlab.drafting.export import export_draft, write_medusa
 from peftlab.drafting.foresight import load_foresight
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, make_config

@@ -26,10 +26,10 @@ from peftlab.checkpoints.base import load_base
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.medusa import MedusaDrafter
+from peftlab.decoding.medusa import MedusaDrafter, read_medusa
 from peftlab.drafting.acceptance import measure_heads
 from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.export import export_draft, read_medusa, write_medusa
+from peftlab.drafting.export import export_draft, write_medusa
 from peftlab.drafting.hidden import last_hidden
 from peftlab.drafting.objectives import kl
 from peftlab.drafting.teaching import HeadsLoss, Objective
