@@ -1,8 +1,9 @@
-"""Decoding SmolLM2-135M in float32: one step, plain and speculative decoding, beside ``transformers``.
+"""Decoding SmolLM2-135M: one step, plain and speculative decoding, beside ``transformers``, in fp32 and in bf16.
 
 Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLAB_DRAFT=DIRECTORY`` a trained draft
-joins in, and ``transformers``' assisted generation with the very same draft; ``PEFTLAB_PROMPTS=FILE`` replaces the
-Spec-Bench questions by prompts of the domain that the draft was trained for.
+(in bf16) or a directory of Medusa heads joins in, and ``transformers``' assisted generation with the very same draft;
+``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
+of the Spec-Bench questions; ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32 bfloat16") are taken, too.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import torch
 from peftlab.checkpoints.base import load_base, load_tokenizer
 from peftlab.decoding.bench import Question, Settings, Stopwatch, bench
 from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import Drafter, ModelDrafter
+from peftlab.decoding.drafters import Drafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import PromptLookup, Recycling
 from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.pairs import eos_ids
+from peftlab.decoding.pairs import eos_ids, load_pair, make_drafter
 from peftlab.decoding.plan import step_seconds
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
-NEW, GAMMA, PROMPTS, REPEATS, LONGEST = 64, 4, 13, 3, 300
+NEW, PROMPTS, REPEATS, LONGEST = 64, 13, 3, 300
+GAMMA = int(os.environ.get("PEFTLAB_GAMMA", "4"))
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
 
-def questions() -> list[Question]:
+def questions(target: str) -> list[Question]:
     """Return prompts of at most ``LONGEST`` tokens, taken evenly from the categories."""
-    tokenizer = load_tokenizer(SMOLLM2)
+    tokenizer = load_tokenizer(target)
     prompts = read_prompts(os.environ.get("PEFTLAB_PROMPTS", SPEC_BENCH))
     encoded = {prompt.id: encode(tokenizer, prompt) for prompt in prompts}
     short = [prompt for prompt in prompts if len(encoded[prompt.id]) <= LONGEST]
@@ -79,31 +81,41 @@ def gate(model: Any, asked: list[Question], expected: list[list[int]]) -> None:
         print(f"{name}: {same} of {len(asked)} outputs equal those of transformers.generate")
 
 
-def main() -> None:
-    """Print the tables."""
-    model, _ = load_base(SMOLLM2, "AutoModelForCausalLM")
-    asked = questions()
+def contest(target: str, dtype: torch.dtype) -> None:
+    """Print one precision's tables."""
+    reference = os.environ.get("PEFTLAB_DRAFT")
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
+    asked = questions(target)
     steps(model)
-    print()
     rate, expected = library(model, asked)
-    gate(model, asked, expected)
-    target = Stopwatch(build_engine(model))
-    watches = [target]
+    if dtype == torch.float32:
+        gate(model, asked, expected)
+    pair = load_pair(target, reference, dtype=dtype, draft_dtype=torch.bfloat16)
+    watches = [Stopwatch(pair.target)]
+    pair.target = watches[0]
     drafters: dict[str, Callable[[], Drafter]] = {}
     rows = {"transformers.generate": rate}
-    if draft := os.environ.get("PEFTLAB_DRAFT"):
-        small, _ = load_base(draft, "AutoModelForCausalLM")
-        watches.append(Stopwatch(build_engine(small)))
-        drafters["draft"] = partial(ModelDrafter, watches[1])
+    if pair.draft is not None:
+        small, _ = load_base(str(reference), "AutoModelForCausalLM", dtype=dtype)
+        watches.append(Stopwatch(pair.draft))
+        pair.draft = watches[1]
+        drafters["draft"] = partial(make_drafter, "draft", pair)
         rows["transformers, assisted by the draft"] = library(model, asked, assistant_model=small)[0]
+    if pair.heads is not None:
+        pair.heads = watches[0].including(pair.heads)
+        drafters["heads"] = partial(make_drafter, "draft", pair)
+        for width in (3, 5):
+            drafters[f"heads, tree of {width} choices"] = partial(make_drafter, "draft", pair, width)
     rows["transformers, prompt lookup"] = library(model, asked, prompt_lookup_num_tokens=GAMMA)[0]
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), repeats=REPEATS)
-    result = bench(target, drafters, asked, settings, models=watches)
-    rows["peftlab, plain"] = result["baseline_tokens_per_second"]
-    rows |= {f"peftlab, {name}": of["tokens_per_second"] for name, of in result["drafters"].items()}
+    result = bench(watches[0], drafters, asked, settings, models=watches)
     plain = result["baseline_tokens_per_second"]
-    print(f"\n| {len(asked)} prompts, {NEW} new tokens, gamma {GAMMA} | tokens/s | of generate | of our plain |")
+    rows["peftlab, plain"] = plain
+    rows |= {f"peftlab, {name}": of["tokens_per_second"] for name, of in result["drafters"].items()}
+    print(
+        f"\n| {dtype}, {len(asked)} prompts, {NEW} new tokens, gamma {GAMMA} | tokens/s | of generate | of our plain |"
+    )
     print("| --- | --- | --- | --- |")
     for name, value in rows.items():
         print(f"| {name} | {value:.1f} | {value / rate:.2f} | {value / plain:.2f} |")
@@ -112,7 +124,13 @@ def main() -> None:
         print(
             f"{name}: tau {of['tau']:.2f}, acceptance {of['acceptance']:.2f}, lossless {of['lossless']}; {of['verdict']}"
         )
-    print(f"time outside the models: {100 * result['overhead']:.1f} %")
+    print(f"time outside the models: {100 * result['overhead']:.1f} %\n", flush=True)
+
+
+def main() -> None:
+    """Print the tables."""
+    for name in os.environ.get("PEFTLAB_DTYPES", "float32 bfloat16").split():
+        contest(os.environ.get("PEFTLAB_TARGET", SMOLLM2), getattr(torch, name))
 
 
 if __name__ == "__main__":
