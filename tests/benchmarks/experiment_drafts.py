@@ -1,8 +1,8 @@
 """What becomes of a draft when its target is finetuned, and what brings it back.
 
 A target is finetuned with LoRA on grade-school mathematics (GSM8K) and merged; a draft that fitted it before is
-(a) kept, (b) tuned with LoRA, (c) finetuned whole, against the new target's own text; (d) Medusa heads are put
-on the new target. All are measured on the same held-out questions, greedily and one at a time.
+(a) kept, (b) tuned with LoRA, (c) finetuned whole, against the new target's own text; Medusa heads are put on the
+new target, (d) each with an LM head of its own or (e) all with the target's. All are measured on the same held-out questions, greedily and one at a time.
 
     python -m tests.benchmarks.experiment_drafts --small     # minutes
     python -m tests.benchmarks.experiment_drafts             # hours on two cores
@@ -144,6 +144,9 @@ def train_all(arguments: argparse.Namespace, size: Size) -> dict[str, dict[str, 
                  "objective": topk, "data": on_domain | stored, "train": steps(size.new_steps, 2e-4)},
         "medusa": {"target": str(work / "target" / "merged"), "method": {"name": "medusa", "heads": arguments.heads},
                    "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
+        "shared": {"target": str(work / "target" / "merged"),
+                   "method": {"name": "medusa", "heads": arguments.heads, "shared_head": True},
+                   "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
     }  # fmt: skip
     results = {}
     for name, recipe in recipes.items():
@@ -159,6 +162,7 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
     """Measure every draft on the new target's own greedy answers to held-out questions."""
     work = arguments.work
     reference = str(work / "target" / "merged")
+    _write_held_out(arguments.data, work / "held-out.jsonl")
     target, _ = load_base(reference, "AutoModelForCausalLM")
     tokenizer = load_tokenizer(reference)
     prompts = read_prompts(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
@@ -174,13 +178,20 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
         found.append(_row(name, runs[run], measure(target, draft, rows)))
         drafters[name] = ModelDrafter(build_engine(draft))  # type: ignore[assignment]
     found[1].trained, found[1].share, found[1].seconds = 0, 0.0, 0.0  # it was trained for the old target
-    headed, _ = load_base(reference, "AutoModelForCausalLM")
-    load_adapter(headed, work / "medusa" / "adapter")
-    first = measure_heads(headed, rows)[0][0]
-    found.append(_row("(d) Medusa heads (acceptance: first head)", runs["medusa"], first))
-    drafters[found[-1].name] = MedusaDrafter(headed.lm_head.medusa_heads)  # type: ignore[assignment]
+    for name, run in (("(d) Medusa heads", "medusa"), ("(e) Medusa heads, shared LM head", "shared")):
+        headed, _ = load_base(reference, "AutoModelForCausalLM")
+        load_adapter(headed, work / run / "adapter")
+        found.append(_row(f"{name} (acceptance: first head)", runs[run], measure_heads(headed, rows)[0][0]))
+        drafters[found[-1].name] = MedusaDrafter(headed.lm_head.medusa_heads)
     clock(engine, found, drafters, prompts, answers, ending, arguments.gamma)
     return found
+
+
+def _write_held_out(data: Path, out: Path) -> None:
+    """Write the held-out questions as chat messages, for ``peftlab draft bench``."""
+    asked = [json.loads(line)["question"] for line in (data / "gsm8k_test.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"messages": [{"role": "user", "content": question}]}) for question in asked]
+    out.write_text("\n".join(lines) + "\n")
 
 
 def _row(name: str, run: dict[str, Any], acceptance: Acceptance) -> Row:
