@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.base import load_base, load_tokenizer
+from peftlab.decoding.confined import Confined, read_tokens
 from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import NGram, PromptLookup, Recycling
@@ -84,11 +85,20 @@ def load_pair(
         target=build_engine(model, vocabulary=vocabulary, pack=pack),
         tokenizer=tokenizer,
         eos=eos,
-        draft=build_engine(small, vocabulary=vocabulary, pack=pack),
+        draft=draft_engine(small, vocabulary, read_tokens(draft), pack=pack),
         target_parameters=size,
         draft_parameters=small.num_parameters(),
         warnings=_size_warning(size, small.num_parameters()),
     )
+
+
+def draft_engine(
+    draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
+) -> Engine:
+    """Return a draft's engine, confined to ``tokens`` if they are given (see ``confined.Confined``)."""
+    if tokens is None:
+        return build_engine(draft, vocabulary=vocabulary, pack=pack)
+    return Confined(draft, tokens, vocabulary or draft.get_output_embeddings().weight.shape[0], pack=pack)
 
 
 def _check_heads(directory: str, target: PreTrainedModel) -> None:

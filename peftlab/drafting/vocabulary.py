@@ -1,4 +1,4 @@
-"""A smaller vocabulary for Medusa heads: the tokens the target's text uses most, and what leaving others costs."""
+"""A smaller vocabulary for drafts and heads: the tokens the target's text uses most, and what leaving others costs."""
 
 from __future__ import annotations
 

@@ -15,12 +15,14 @@ from accelerate.utils import DistributedType, set_seed
 from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
 from peftlab.checkpoints.base import load_base
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.decoding.confined import write_tokens
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.medusa import MedusaDrafter, read_medusa
+from peftlab.decoding.pairs import draft_engine
 from peftlab.drafting.examples import Collate
 from peftlab.drafting.export import write_medusa
 from peftlab.drafting.foresight import save_foresight, train_foresight
@@ -69,6 +71,8 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
     folds = METHODS[recipe.method.name].folds
     if recipe.merge and not folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
+    if recipe.vocabulary is not None and not folds and recipe.method.name != "medusa":
+        raise PeftlabError(f"vocabulary: lies beside the merged weights, and {recipe.method.name} has no linear fold")
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
     accelerator = make_accelerator(settings, run_dir)
@@ -210,8 +214,10 @@ def _write_out(
         merged.to(models.target.device)
         if not recipe.early_exit:
             results["merged_metrics"] = work.score(merged)
+    tokens = _vocabulary(recipe, models, sets, results)
+    if tokens is not None and merged is not None:
+        write_tokens(run_dir / "merged", tokens)
     if recipe.method.name == "medusa":
-        tokens = _vocabulary(recipe, models, sets, results)
         write_medusa(models.student, run_dir / "heads", tokens=tokens, overwrite=True)
         _merge_trunk(recipe, models, run_dir)
     if recipe.acceptance_head:
@@ -219,7 +225,7 @@ def _write_out(
         greedy = recipe.data.temperature == 0
         head, results["acceptance_head"] = train_foresight(models.target, draft, sets.train, unseen, greedy=greedy)
         save_foresight(head, run_dir / "acceptance_head.safetensors")
-    after_speed = clock.measure(merged, run_dir / "heads")
+    after_speed = clock.measure(merged, run_dir / "heads", tokens)
     results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
     conclude(run_dir, results)
     print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
@@ -227,7 +233,7 @@ def _write_out(
 
 
 def _vocabulary(recipe: DraftRecipe, models: Models, sets: Sets, results: dict[str, Any]) -> torch.Tensor | None:
-    """Return the heads' reduced vocabulary, and note how much of the target's probability it holds."""
+    """Return the reduced vocabulary of draft or heads, and note how much of the target's probability it holds."""
     if recipe.vocabulary is None:
         return None
     texts = (row["input_ids"][row["prompt"] :] for row in sets.train)
@@ -263,28 +269,31 @@ class _Clock:
         self._prompts: Sequence[list[int]] = sets.prompts[:_DECODED]
         self._ending = Ending(recipe.data.max_new_tokens, models.eos)
 
-    def measure(self, merged: Any = None, heads: Path | None = None) -> dict[str, Any]:
+    def measure(
+        self, merged: Any = None, heads: Path | None = None, tokens: torch.Tensor | None = None
+    ) -> dict[str, Any]:
         """Return block efficiency (tokens a target step) and tokens per second, without and with the draft.
 
         Args:
             merged: the trained model as read from disk; None: the one in memory, before or after training.
             heads: directory of the trained Medusa heads.
+            tokens: what the trained model is confined to when it drafts; None for the whole vocabulary.
         """
-        target, drafter = self._engines(merged, heads)
+        target, drafter = self._engines(merged, heads, tokens)
         plain, seconds = self._decode(target, None)
         drafted, draft_seconds = self._decode(target, drafter)
-        tokens = sum(len(output.tokens) for output in plain)
+        written = sum(len(output.tokens) for output in plain)
         produced = sum(len(output.tokens) for output in drafted)
         statistics = acceptance_statistics(drafted)
         return {
             "block_efficiency": statistics["tau"],
             "accepted": statistics["acceptance"],
-            "plain_tokens_per_second": round(tokens / seconds, 2),
+            "plain_tokens_per_second": round(written / seconds, 2),
             "tokens_per_second": round(produced / draft_seconds, 2),
-            "speed_up": round(produced / draft_seconds / (tokens / seconds), 3),
+            "speed_up": round(produced / draft_seconds / (written / seconds), 3),
         }
 
-    def _engines(self, merged: Any, heads: Path | None) -> tuple[Engine, Drafter]:
+    def _engines(self, merged: Any, heads: Path | None, tokens: torch.Tensor | None) -> tuple[Engine, Drafter]:
         recipe, models = self._recipe, self._models
         if recipe.method.name == "medusa":
             assert heads is not None
@@ -294,7 +303,7 @@ class _Clock:
             layers = recipe.draft.truncate.layers  # type: ignore[union-attr]
             return build_engine(whole), ModelDrafter(build_engine(truncate(whole, layers)))
         draft = merged if merged is not None else models.student
-        return build_engine(models.target), ModelDrafter(build_engine(draft))
+        return build_engine(models.target), ModelDrafter(draft_engine(draft, tokens=tokens))
 
     def _decode(self, target: Engine, drafter: Drafter | None) -> tuple[list[Any], float]:
         decode(target, self._prompts[:1], Ending(4), drafter)  # not timed: what a first pass sets up

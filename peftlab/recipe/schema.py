@@ -325,8 +325,8 @@ class DraftRecipe(Section):
     vocabulary: int | None = Field(
         default=None,
         ge=1,
-        description="Method medusa: the heads written keep only so many tokens, the most frequent of the target's "
-        "text; the map is stored and the ceiling p(V_d) reported. null: all.",
+        description="Draft only so many tokens, the most frequent of the target's text; the map is stored beside the "
+        "draft's weights (heads written lose the other rows) and the ceiling p(V_d) reported. null: all.",
     )
     acceptance_head: bool = Field(
         default=False,
@@ -366,8 +366,10 @@ class DraftRecipe(Section):
         special = medusa or self.early_exit
         if special and (objective.name == "topk_kl" or objective.selective is not None or data.on_policy):
             refuse("objective", "heads and early exit know no topk_kl, no selective filter and no on_policy text")
-        if self.vocabulary is not None and not medusa:
-            refuse("vocabulary", "belongs to method medusa; what serves draft models wants the target's vocabulary")
+        if self.vocabulary is not None and self.early_exit:
+            refuse("vocabulary", "an early exit drafts with the target's own LM head; remove it")
+        if self.vocabulary is not None and not medusa and self.merge is False:
+            refuse("vocabulary", "lies beside the merged weights; remove merge: false")
         if special and self.acceptance_head:
             refuse("acceptance_head", "reads a draft model's states; there is none with heads or early exit")
         if self.early_exit and not isinstance(self.draft, Truncation):

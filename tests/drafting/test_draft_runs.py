@@ -13,10 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from peftlab.checkpoints.base import load_base
 from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter
+from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.medusa import read_medusa
+from peftlab.decoding.pairs import load_pair
 from peftlab.drafting.export import export_draft, write_medusa
 from peftlab.drafting.foresight import load_foresight
 from peftlab.errors import PeftlabError
@@ -126,6 +128,21 @@ class TestRun:
         results = go(stories, out, *overrides, "train.lr=1e-3")
         assert results["score"] > results["baseline_score"]
         assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
+
+    def test_a_draft_of_few_tokens(self, stories: Path, place: Path) -> None:
+        out = place / "few"
+        results = go(stories, out, "vocabulary=96", "train.lr=1e-3")
+        assert results["vocabulary"]["tokens"] == 96 and 0.5 < results["vocabulary"]["ceiling"] < 1
+        assert load_base(str(out / "merged"), "AutoModelForCausalLM")[0].lm_head.out_features == 512
+        pair = load_pair(str(stories), str(out / "merged"))
+        assert pair.draft is not None and pair.draft.kind.endswith("96 of 512 tokens")
+        prompts, ending = [[1, 403, 407], [1, 346]], Ending(40, pair.eos)
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+            drafted = decode(pair.target, prompts, ending, ModelDrafter(pair.draft), sampling=sampling)
+            assert sum(step.accepted for output in drafted for step in output.steps) > 0
+            if not sampling.temperature:
+                plain = decode(pair.target, prompts, ending)
+                assert [output.tokens for output in drafted] == [output.tokens for output in plain]
 
     def test_reduced_heads_and_the_acceptance_head(self, stories: Path, place: Path) -> None:
         results = go(stories, place / "reduced", "method={name: medusa, heads: 1}", "~draft", "vocabulary=128")
@@ -252,7 +269,9 @@ class TestRefused:
             (["method={name: houlsby}", "merge=true"], "no linear fold"),
             (["early_exit=true", "draft={truncate: {layers: [0, 2]}}"], "are not the first ones"),
             (["objective.selective=0.4"], "needs a reference"),
-            (["vocabulary=64"], "belongs to method medusa"),
+            (["vocabulary=64", "early_exit=true"], "the target's own LM head"),
+            (["vocabulary=64", "merge=false"], "remove merge: false"),
+            (["vocabulary=64", "method={name: houlsby}"], "has no linear fold"),
             (["acceptance_head=true", "method=medusa", "~draft"], "there is none with heads"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
