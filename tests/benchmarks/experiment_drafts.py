@@ -145,7 +145,7 @@ def train_all(arguments: argparse.Namespace, size: Size) -> dict[str, dict[str, 
         "medusa": {"target": str(work / "target" / "merged"), "method": {"name": "medusa", "heads": arguments.heads},
                    "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
         "shared": {"target": str(work / "target" / "merged"),
-                   "method": {"name": "medusa", "heads": arguments.heads, "shared_head": True},
+                   "method": {"name": "medusa", "heads": arguments.heads, "shared_head": True}, "vocabulary": 8192,
                    "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
     }  # fmt: skip
     results = {}
