@@ -8,26 +8,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import Engine, Output, build_engine
 from peftlab.errors import PeftlabError
+from peftlab.files import read_json, write_json
 
-FILE = "draft_vocabulary.safetensors"
+FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
 
 
 def write_tokens(directory: str | Path, tokens: Tensor) -> None:
     """Note in a draft's directory which tokens it is confined to, [V_d]."""
-    save_file({"tokens": tokens.contiguous()}, Path(directory) / FILE)
+    write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
 
 
 def read_tokens(directory: str | Path) -> Tensor | None:
     """Return the tokens that a draft's directory confines it to, [V_d]; None for all."""
     file = Path(directory) / FILE
-    return load_file(file)["tokens"] if file.is_file() else None
+    return torch.tensor(read_json(file)["tokens"]) if file.is_file() else None
 
 
 class Confined:
