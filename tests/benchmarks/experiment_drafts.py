@@ -185,11 +185,12 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
     engine = build_engine(target)
     answers = decode_all(engine, prompts, ending)
     rows = make_dataset([Request(p, a) for p, a in zip(prompts, answers, strict=True)])
-    found, drafters = [Row("no draft")], {"no draft": None}
+    found = [Row("no draft")]
+    drafters: dict[str, Drafter | None] = {"no draft": None}
     for name, run in (("(a) old draft", "old"), ("(b) LoRA", "lora"), ("(c) full", "full")):
         draft, _ = load_base(str(work / run / "merged"), "AutoModelForCausalLM")
         found.append(_row(name, runs[run], measure(target, draft, rows)))
-        drafters[name] = ModelDrafter(build_engine(draft))  # type: ignore[assignment]
+        drafters[name] = ModelDrafter(build_engine(draft))
     found[1].trained, found[1].share, found[1].seconds = 0, 0.0, 0.0  # it was trained for the old target
     for name, run in (("(d) Medusa heads", "medusa"), ("(e) Medusa heads, shared LM head", "shared")):
         headed, _ = load_base(reference, "AutoModelForCausalLM")
