@@ -67,7 +67,7 @@ FULL = Size(
     domain=480,
     new_steps=200,
     held_out=60,
-    clocked=20,
+    clocked=8,
     tokens=112,
 )
 
