@@ -49,4 +49,4 @@ def test_the_small_table() -> None:
     cells = table_cells(recipe)
     assert len(cells) == 4 * 5 * 3
     assert {cell.recipe.data.path for cell in cells} == {"somewhere"}
-    assert {cell.recipe.data.max_train_examples for cell in cells if cell.task == "glue/sst2"} == {8000}
+    assert {cell.recipe.data.max_train_examples for cell in cells if cell.task == "glue/sst2"} == {4000}
