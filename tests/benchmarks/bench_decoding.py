@@ -30,7 +30,7 @@ from peftlab.decoding.plan import step_seconds
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
-NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 3, 300
+NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 2, 300
 GAMMA = int(os.environ.get("PEFTLAB_GAMMA", "4"))
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
