@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import Adapter, fill
 from peftlab.checkpoints.shards import Shard, open_shards
@@ -83,7 +84,8 @@ def plan_merge(
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
-    inject(model, adapter.config)
+    with no_init_weights():  # there is nothing behind the model's tensors
+        inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
     leaves = injection(model).replaced
     folded = {f"{leaf}.{key}": leaf for leaf in leaves for key in model.get_submodule(leaf).fold()}  # type: ignore[operator]

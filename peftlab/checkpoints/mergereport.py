@@ -99,13 +99,18 @@ class Tally:
         self.finite = True
 
     def __call__(self, before: Tensor | None, after: Tensor, stored: Tensor) -> None:
-        """Count one block: W0 (None: look for NaN and infinity alone) and the sum in the precision of the fold,
-        and what is stored of the sum."""
+        """Count one block.
+
+        Args:
+            before: its first rows of W0 in the precision of the fold; None: look for NaN and infinity alone.
+            after: the sum in that precision. stored: what is stored of it.
+        """
         if stored.is_floating_point():
             # A finite sum of squares below the square of the largest stored number: all of them are finite.
             self.finite &= _square(after) < torch.finfo(stored.dtype).max ** 2
         if before is None:
             return
+        after, stored = after[: len(before)], stored[: len(before)]
         # In another dtype than the base's W0 itself is rounded, too.
         start = before.to(stored.dtype).to(before.dtype) if self.converted else before
         moved = stored.to(before.dtype) - start

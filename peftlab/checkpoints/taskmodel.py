@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -84,17 +85,20 @@ def _empty(name: str, config: PretrainedConfig, base: Path, trust_remote_code: b
     """Return the model of a class or an auto class, on the meta device."""
     cls = getattr(transformers, name, None)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             if cls is not None and not name.startswith("AutoModel"):
-                return cls._from_config(config).eval()
-            reference = next(
-                (ref for ref in (getattr(config, "auto_map", None) or {}).values() if ref.endswith(name)), ""
-            )
-            if cls is None and not reference:
-                raise PeftlabError(f"transformers has no model class {name!r}")
-            auto = cls or getattr(transformers, next(k for k, v in config.auto_map.items() if v == reference))
-            config._name_or_path = str(base)
-            return auto.from_config(config, trust_remote_code=trust_remote_code).eval()
+                model = cls._from_config(config)
+            else:
+                reference = next(
+                    (ref for ref in (getattr(config, "auto_map", None) or {}).values() if ref.endswith(name)), ""
+                )
+                if cls is None and not reference:
+                    raise PeftlabError(f"transformers has no model class {name!r}")
+                auto = cls or getattr(transformers, next(k for k, v in config.auto_map.items() if v == reference))
+                config._name_or_path = str(base)
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()  # which comes with the initialisation left out
+        return model.eval()
     except (ValueError, ImportError, AttributeError) as error:
         raise PeftlabError(f"{base}: {str(error).strip().splitlines()[0]}") from None
 

@@ -15,41 +15,51 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every layer, [B, H_kv, capacity, D] each, allocated at a layer's first write.
+    """Keys and values of every layer, [B, 2 H_kv, capacity, D], the keys' heads first; allocated at its first write.
 
     Attributes:
         batch: rows B.
         capacity: slots a row.
-        keys: one tensor a layer, as values.
+        states: one tensor a layer.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int):
         self.batch, self.capacity = batch, capacity
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
+        self.states: list[Tensor | None] = [None] * layers
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Store keys and values [b, H_kv, n, D] of a block and return all that its tokens may look at.
+    def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may look at.
 
         Returns:
             Keys and values [b, H_kv, block.end, D] of the block's rows.
         """
-        return _put(self.keys, layer, keys, block, self), _put(self.values, layer, values, block, self)
+        held = self.states[layer]
+        if held is None:
+            held = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
+            self.states[layer] = held
+        if block.rows is None and block.even:
+            held[:, :, block.starts[0] : block.end] = new
+            seen = held[:, :, : block.end]
+        else:
+            rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
+            held[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
+            seen = held[:, :, : block.end] if block.rows is None else held[rows, :, : block.end]
+        keys, values = seen.chunk(2, 1)
+        return keys, values
 
     def move(self, row: int, start: int, nodes: Sequence[int]) -> None:
         """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
         if list(nodes) == list(range(len(nodes))):
             return
-        for tensor in (*self.keys, *self.values):
-            if tensor is not None:
-                kept = tensor[row, :, [start + node for node in nodes]]
-                tensor[row, :, start : start + len(nodes)] = kept
+        for held in self.states:
+            if held is not None:
+                kept = held[row, :, [start + node for node in nodes]]
+                held[row, :, start : start + len(nodes)] = kept
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.batch = len(rows)
-        for store in (self.keys, self.values):
-            store[:] = [tensor if tensor is None else tensor[list(rows)] for tensor in store]
+        self.states[:] = [held if held is None else held[list(rows)] for held in self.states]
 
 
 @dataclass(frozen=True)
@@ -125,16 +135,3 @@ def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
-
-
-def _put(store: list[Tensor | None], layer: int, new: Tensor, block: Block, cache: KVCache) -> Tensor:
-    held = store[layer]
-    if held is None:
-        held = new.new_zeros(cache.batch, new.shape[1], cache.capacity, new.shape[3])
-        store[layer] = held
-    if block.rows is None and block.even:
-        held[:, :, block.starts[0] : block.end] = new
-        return held[:, :, : block.end]
-    rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
-    held[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
-    return held[:, :, : block.end] if block.rows is None else held[rows, :, : block.end]

@@ -150,7 +150,7 @@ class _Slots(CacheLayerMixin):
         """Nothing: the ``KVCache`` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.layer, key_states, value_states, self.block)
+        return self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.block.end, 0

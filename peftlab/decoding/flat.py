@@ -79,43 +79,55 @@ class FlatEngine:
         self._dim, self._groups = attention.head_dim, attention.num_key_value_groups
         self._kv_heads = attention.k_proj.out_features // self._dim
         self._scale = attention.scaling
-        self._eps = body.norm.variance_epsilon
+        self._eps = torch.tensor(body.norm.variance_epsilon, device=self.device)
         self._embed, self._norm = body.embed_tokens.weight.detach(), body.norm.weight.detach()
-        self._head = _product([model.lm_head], pack, self.vocab_size)
+        head, shrink = _product([model.lm_head], pack, self.vocab_size)
+        self._head: Product = lambda h: head(h * shrink)
         self._rope, self._angles = body.rotary_emb, (torch.empty(0), torch.empty(0))
         self._blocks = [_flatten(layer, _window(config, i), pack) for i, layer in enumerate(body.layers)]
 
-    @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
+        # Asking packed weights whether they override torch's functions would take longer than a small product.
+        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            return self._forward(cache, tokens, block, keep)
+
+    def _forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None) -> Output:
         b, n = tokens.shape
         h = F.embedding(tokens, self._embed)
         cos, sin = self._rotation(block, cache.capacity)
         masks = {w: self._mask(block, w) for w in {layer.window for layer in self._blocks}}
         heads = self._kv_heads * self._groups
         for i, layer in enumerate(self._blocks):
-            x = layer.qkv(F.rms_norm(h, h.shape[-1:], layer.before_attention, self._eps))
+            x = layer.qkv(self._normed(h, layer.before_attention))
             x = x.view(b, n, heads + 2 * self._kv_heads, self._dim)
-            turning, values = x[:, :, : heads + self._kv_heads], x[:, :, heads + self._kv_heads :]
-            turning = turning * cos + _half_turned(turning) * sin
-            queries, keys = turning[:, :, :heads], turning[:, :, heads:]
-            keys, values = cache.write(i, keys.transpose(1, 2), values.transpose(1, 2), block)
-            h = layer.out(self._attend(queries, keys, values, masks[layer.window]), h)
-            gate, up = layer.gate_up(F.rms_norm(h, h.shape[-1:], layer.before_mlp, self._eps)).chunk(2, -1)
-            h = layer.down(F.silu(gate) * up, h)
+            turning = x[:, :, : heads + self._kv_heads]
+            torch.addcmul(turning * cos, turning.roll(self._dim // 2, -1), sin, out=turning)
+            keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
+            h = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window]), h)
+            gate, up = layer.gate_up(self._normed(h, layer.before_mlp)).chunk(2, -1)
+            h = layer.down(F.silu(gate).mul_(up), h)
         if keep is not None:
             h = h[:, keep]
-        h = F.rms_norm(h, h.shape[-1:], self._norm, self._eps)
+        h = self._normed(h, self._norm)
         return Output(self._head(h), h)
+
+    def _normed(self, h: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm in the operations that take the least time on a handful of rows; rounded as ``transformers`` does."""
+        wide = h.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.addcmul(self._eps, length, length, value=1 / h.shape[-1]).rsqrt_()
+        return wide.mul(inverse).to(h.dtype).mul_(weight)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """queries [b, n, heads, D], keys and values [b, kv, end, D] -> [b, n, heads * D]."""
         b, n = queries.shape[:2]
         # Query heads that share a key head become further queries of it: [b, kv, groups * n, D].
-        folded = queries.reshape(b, n, self._kv_heads, self._groups, self._dim).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(b, self._kv_heads, self._groups * n, self._dim)
+        folded = queries.view(b, n, self._kv_heads, self._groups, self._dim)
+        folded = folded[:, 0] if n == 1 else folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
         seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
-        seen = seen.view(b, self._kv_heads, self._groups, n, self._dim).permute(0, 3, 1, 2, 4)
+        if n > 1:
+            seen = seen.view(b, self._kv_heads, self._groups, n, self._dim).permute(0, 3, 1, 2, 4)
         return seen.reshape(b, n, -1)
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
@@ -127,7 +139,9 @@ class FlatEngine:
         if len(self._angles[0]) < capacity:
             positions = torch.arange(capacity, device=self.device)[None]
             cos, sin = self._rope(self._embed[:1], positions)
-            self._angles = cos[0], sin[0]
+            # (x1, x2) turns into (x1 cos - x2 sin, x2 cos + x1 sin): the halves change places, the sign is the sine's.
+            first, second = sin[0].chunk(2, -1)
+            self._angles = cos[0], torch.cat((-first, second), -1)
         if block.even and block.tree is None:
             span = slice(block.starts[0], block.end)
             return self._angles[0][None, span, None], self._angles[1][None, span, None]
@@ -155,12 +169,14 @@ def _window(config: Any, layer: int) -> int | None:
 
 def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    qkv, shrink_heads = _product([attention.q_proj, attention.k_proj, attention.v_proj], pack)
+    gate_up, shrink_mlp = _product([mlp.gate_proj, mlp.up_proj], pack)
     return _Layer(
-        before_attention=layer.input_layernorm.weight.detach(),
-        qkv=_product([attention.q_proj, attention.k_proj, attention.v_proj], pack),
+        before_attention=layer.input_layernorm.weight.detach() * shrink_heads,
+        qkv=qkv,
         out=_added(attention.o_proj, pack),
-        before_mlp=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_product([mlp.gate_proj, mlp.up_proj], pack),
+        before_mlp=layer.post_attention_layernorm.weight.detach() * shrink_mlp,
+        gate_up=gate_up,
         down=_added(mlp.down_proj, pack),
         window=window,
     )
@@ -174,28 +190,28 @@ def _stacked(linears: list[nn.Linear], outputs: int | None = None) -> tuple[Tens
     return weight, None if biases[0] is None else torch.cat([b.detach() for b in biases])[:outputs]
 
 
-def _packed(weight: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
-
-
-def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> Product:
-    """x -> x Wᵀ + bias, its first ``outputs`` numbers."""
+def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> tuple[Product, float]:
+    """x -> (x / shrink) Wᵀ + bias, its first ``outputs`` numbers; and shrink, which the norm before it takes in."""
     weight, bias = _stacked(linears, outputs)
     if not pack:
-        return lambda x: F.linear(x, weight, bias)
+        return lambda x: F.linear(x, weight, bias), 1.0
+    if (grow := _growth(weight)) is not None:
+        return _half(weight * grow, bias), 1 / grow
     packed, linear = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
     if weight.dtype != torch.float32:
-        return lambda x: linear(x, packed, bias, "none", [], "")
+        return lambda x: linear(x, packed, bias, "none", [], ""), 1.0
     # One token in float32 is bound by memory, and there the plain layout is the faster one to stream.
-    return lambda x: F.linear(x, weight, bias) if _one(x) else linear(x, packed, bias, "none", [], "")
+    return lambda x: F.linear(x, weight, bias) if _one(x) else linear(x, packed, bias, "none", [], ""), 1.0
 
 
 def _added(linear: nn.Linear, pack: bool) -> Added:
-    """(x, residual) -> residual + x Wᵀ + bias, one kernel where weights are packed."""
+    """(x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
     weight, bias = _stacked([linear])
     if not pack:
         return lambda x, residual: residual + F.linear(x, weight, bias)
+    if (grow := _growth(weight)) is not None:
+        product, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
+        return lambda x, residual: torch.add(residual, product(x), alpha=shrink)
     packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
     if weight.dtype != torch.float32:
         return lambda x, residual: fused(x, residual, packed, bias, "add")
@@ -206,11 +222,34 @@ def _added(linear: nn.Linear, pack: bool) -> Added:
     return added
 
 
+def _packed(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
+
+
+def _growth(weight: Tensor) -> float | None:
+    """The power of two that moves float32 weights into float16 without rounding a single one; None where none does.
+
+    Checkpoints in bfloat16 or float16 hold numbers that float16 can hold, too, once the largest is moved to the top of
+    its range: with activations, products and sums in float32, the result is the same from half the bytes.
+    """
+    if (
+        weight.dtype != torch.float32
+        or not torch.any(weight)
+        or "fbgemm" not in torch.backends.quantized.supported_engines
+    ):
+        return None
+    grow = 2.0 ** (15 - int(torch.frexp(weight.abs().max()).exponent))
+    grown = weight * grow
+    return grow if torch.equal(grown.half().float(), grown) else None
+
+
+def _half(weight: Tensor, bias: Tensor | None) -> Product:
+    """x -> x Wᵀ + bias in float32, the weights kept in 16 bits."""
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+    linear = torch.ops.quantized.linear_dynamic_fp16.default
+    return lambda x: linear(x, packed)
+
+
 def _one(x: Tensor) -> bool:
     return x.shape[0] * x.shape[1] == 1
-
-
-def _half_turned(x: Tensor) -> Tensor:
-    """(x1, x2) -> (-x2, x1), halves of the last dimension."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)

@@ -19,7 +19,8 @@ from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
 FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
-WATCHED = 4  # blocks of a weight, at least, that figures of its rounding are taken from, evenly over its height
+WATCHED = 16  # blocks of a weight, at least where it has as many, whose first rows its figures are taken from
+SAMPLE = 1 << 14  # weights of such a block that are counted
 
 
 class LowRank(Adapted):
@@ -219,10 +220,11 @@ def _fold_matrix(
     step = max(1, FOLD_BLOCK // weight.shape[1])
     scratch = torch.empty(min(step, weight.shape[0]), weight.shape[1], dtype=dtype, device=weight.device)
     blocks = list(zip(weight.split(step), left.split(step), out.split(step), strict=True))
+    counted = max(1, SAMPLE // weight.shape[1])
     for index, (old, factor, new) in enumerate(blocks):
         total = scratch[: len(old)].copy_(old)
         watched = how.watch is not None and index % max(1, len(blocks) // WATCHED) == 0
-        before = total.clone() if watched else None
+        before = total[:counted].clone() if watched else None
         total.addmm_(factor, right, alpha=scale)
         if gain is not None:
             total *= gain if transposed else gain[index * step :][: len(old), None]

@@ -19,19 +19,21 @@ from typing import Any
 import torch
 
 from peftlab.checkpoints.base import load_base, load_tokenizer
-from peftlab.decoding.bench import Question, Settings, Stopwatch, bench
-from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.bench import Question, Stopwatch
+from peftlab.decoding.decoder import Ending, Generation, decode
 from peftlab.decoding.drafters import Drafter
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import PromptLookup, Recycling
 from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.pairs import eos_ids, load_pair, make_drafter
 from peftlab.decoding.plan import step_seconds
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
-NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 2, 300
+NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 3, 300
 GAMMA = int(os.environ.get("PEFTLAB_GAMMA", "4"))
+Contender = Callable[[], Callable[[Question], Generation]]
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
 
@@ -57,28 +59,55 @@ def steps(model: Any) -> None:
         print(f"| {name} | " + " | ".join(f"{1e3 * seconds[name, k]:.1f} ms" for k in (1, 2, 4, 8)) + " |")
 
 
-def library(model: Any, asked: list[Question], **options: Any) -> tuple[float, list[list[int]]]:
-    """Return tokens a second of ``transformers.generate``, the median over repeats, and its outputs."""
-    rates, outputs = [], []
-    for _ in range(REPEATS + 1):
-        outputs, began = [], time.perf_counter()
-        for q in asked:
-            ids = torch.tensor([q.ids])
-            mask = torch.ones_like(ids)
-            new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
-            outputs.append(new[0, len(q.ids) :].tolist())
-        rates.append(sum(map(len, outputs)) / (time.perf_counter() - began))
-    return statistics.median(rates[1:]), outputs
+def library(model: Any, **options: Any) -> Contender:
+    """Return ``transformers.generate`` as a contender."""
+
+    def generate(question: Question) -> Generation:
+        ids = torch.tensor([question.ids])
+        mask = torch.ones_like(ids)
+        new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+        return Generation(new[0, len(question.ids) :].tolist())
+
+    return lambda: generate
 
 
-def gate(model: Any, asked: list[Question], expected: list[list[int]]) -> None:
+def ours(target: Engine, ending: Ending, make: Callable[[], Drafter] | None = None) -> Contender:
+    """Return a decoder as a contender; its drafter is made anew for every pass."""
+
+    def contender() -> Callable[[Question], Generation]:
+        drafter = make and make()
+        return lambda q: decode(target, [q.ids], ending, drafter, policy=partial(Fixed, GAMMA))[0]
+
+    return contender
+
+
+def race(contenders: dict[str, Contender], asked: list[Question]) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Return tokens a second, the median over ``REPEATS`` passes, and the outputs; all take turns at every prompt."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    outputs: dict[str, list[Generation]] = {}
+    for repeat in range(REPEATS + 1):  # the first is the warm-up
+        answer = {name: make() for name, make in contenders.items()}
+        outputs, seconds = {name: [] for name in names}, dict.fromkeys(names, 0.0)
+        for i, question in enumerate(asked):
+            turn = (i + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                began = time.perf_counter()
+                outputs[name].append(answer[name](question))
+                seconds[name] += time.perf_counter() - began
+        for name in names:
+            rates[name].append(sum(len(one.tokens) for one in outputs[name]) / seconds[name])
+    return {name: statistics.median(of[1:]) for name, of in rates.items()}, outputs
+
+
+def gate(model: Any, asked: list[Question], expected: list[Generation]) -> None:
     """Print in how many outputs plain and speculative decoding, packing off, equal ``transformers.generate``."""
     target: Engine = build_engine(model, pack=False)
     ending = Ending(NEW, eos_ids(model))
     for name, make in {"plain": None, "lookup": PromptLookup, "recycling": Recycling}.items():
         outputs = [decode(target, [q.ids], ending, make and make())[0].tokens for q in asked]
-        same = sum(one == other for one, other in zip(outputs, expected, strict=True))
-        print(f"{name}: {same} of {len(asked)} outputs equal those of transformers.generate")
+        same = sum(one == other.tokens for one, other in zip(outputs, expected, strict=True))
+        print(f"{name}, packing off: {same} of {len(asked)} outputs equal those of transformers.generate")
 
 
 def contest(target: str, dtype: torch.dtype) -> None:
@@ -87,44 +116,61 @@ def contest(target: str, dtype: torch.dtype) -> None:
     model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     asked = questions(target)
     steps(model)
-    rate, expected = library(model, asked)
-    if dtype == torch.float32:
-        gate(model, asked, expected)
     pair = load_pair(target, reference, dtype=dtype, draft_dtype=torch.bfloat16)
+    print(f"\npeftlab's step: {pair.target.kind}")
     watches = [Stopwatch(pair.target)]
-    pair.target = watches[0]
     drafters: dict[str, Callable[[], Drafter]] = {}
-    rows = {"transformers.generate": rate}
+    contenders = {"transformers.generate": library(model)}
     if pair.draft is not None:
         small, _ = load_base(str(reference), "AutoModelForCausalLM", dtype=dtype)
         watches.append(Stopwatch(pair.draft))
         pair.draft = watches[1]
         drafters["draft"] = partial(make_drafter, "draft", pair)
-        rows["transformers, assisted by the draft"] = library(model, asked, assistant_model=small)[0]
+        contenders["transformers, assisted by the draft"] = library(model, assistant_model=small)
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
         drafters["heads"] = partial(make_drafter, "draft", pair)
         for width in (3, 5):
             drafters[f"heads, tree of {width} choices"] = partial(make_drafter, "draft", pair, width)
-    rows["transformers, prompt lookup"] = library(model, asked, prompt_lookup_num_tokens=GAMMA)[0]
+    contenders["transformers, prompt lookup"] = library(model, prompt_lookup_num_tokens=GAMMA)
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
-    settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), repeats=REPEATS)
-    result = bench(watches[0], drafters, asked, settings, models=watches)
-    plain = result["baseline_tokens_per_second"]
-    rows["peftlab, plain"] = plain
-    rows |= {f"peftlab, {name}": of["tokens_per_second"] for name, of in result["drafters"].items()}
+    ending = Ending(NEW, eos_ids(model))
+    contenders["peftlab, plain"] = ours(watches[0], ending)
+    contenders |= {f"peftlab, {name}": ours(watches[0], ending, make) for name, make in drafters.items()}
+    rates, outputs = race(contenders, asked)
+    plain, theirs = rates["peftlab, plain"], rates["transformers.generate"]
     print(
         f"\n| {dtype}, {len(asked)} prompts, {NEW} new tokens, gamma {GAMMA} | tokens/s | of generate | of our plain |"
     )
     print("| --- | --- | --- | --- |")
-    for name, value in rows.items():
-        print(f"| {name} | {value:.1f} | {value / rate:.2f} | {value / plain:.2f} |")
+    for name, rate in rates.items():
+        print(f"| {name} | {rate:.1f} | {rate / theirs:.2f} | {rate / plain:.2f} |")
     print()
-    for name, of in result["drafters"].items():
+    for name in drafters:
+        mine = outputs[f"peftlab, {name}"]
+        facts = acceptance_statistics(mine)
+        same = sum(one.tokens == other.tokens for one, other in zip(mine, outputs["peftlab, plain"], strict=True))
         print(
-            f"{name}: tau {of['tau']:.2f}, acceptance {of['acceptance']:.2f}, lossless {of['lossless']}; {of['verdict']}"
+            f"{name}: tau {facts['tau']:.2f}, acceptance {facts['acceptance']:.2f}; "
+            f"{same} of {len(asked)} outputs equal plain decoding's"
         )
-    print(f"time outside the models: {100 * result['overhead']:.1f} %\n", flush=True)
+    if dtype == torch.float32:
+        gate(model, asked, outputs["transformers.generate"])
+    print(f"time outside the models: {100 * overhead(watches, asked, ending, drafters):.1f} %\n", flush=True)
+
+
+def overhead(
+    watches: list[Stopwatch], asked: list[Question], ending: Ending, drafters: dict[str, Callable[[], Drafter]]
+) -> float:
+    """Return the share of the decoder's time that is not spent in its models, over all drafters and plain decoding."""
+    for watch in watches:
+        watch.seconds = 0.0
+    began = time.perf_counter()
+    for make in (None, *drafters.values()):
+        answer = ours(watches[0], ending, make)()
+        for question in asked:
+            answer(question)
+    return 1 - sum(watch.seconds for watch in watches) / (time.perf_counter() - began)
 
 
 def main() -> None:
