@@ -16,7 +16,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -24,6 +23,7 @@ from transformers.core_model_loading import (
     apply_renamings,
     rename_source_key,
 )
+from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -23,6 +25,7 @@ from transformers import (
 
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import build_engine
+from peftlab.decoding.flat import growth
 from peftlab.decoding.trees import best_tree, shape_of
 from peftlab.errors import PeftlabError
 
@@ -54,6 +57,8 @@ MODELS = {
         GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
     ),
 }
+for known in ("llama, biases, scaled rope", "qwen2, some windows"):
+    MODELS[f"{known}, 16 bits"] = MODELS[known]
 WAYS = {"packed": {}, "flat": {"pack": False}, "transformers": {"flat": False}}
 CASES = [(m, w) for m in MODELS for w in WAYS if w == "transformers" or not m.startswith(("gemma", "gpt2"))]
 
@@ -64,6 +69,8 @@ def build(name):
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # biases start at zero, where leaving one out is not seen
             torch.nn.init.normal_(parameter)
+        if name.endswith("16 bits"):
+            parameter.data = parameter.data.bfloat16().float()
     return model
 
 
@@ -73,6 +80,7 @@ def built(request):
     model = build(name)
     engine = build_engine(model, **WAYS[way])
     assert engine.kind.startswith("transformers" if way == "transformers" else "flat")
+    assert ("16 bits" in engine.kind) == ("16 bits" in name and way == "packed")
     return model, engine
 
 
@@ -151,6 +159,17 @@ def test_vocabulary_cuts_the_padding():
         engine = build_engine(model, vocabulary=90, **way)
         assert engine.vocab_size == 90
         close(engine.forward(KVCache(engine.layers, 1, 5), ids, Block((0,), 5)).logits, want.detach())
+
+
+@pytest.mark.parametrize("largest", [3e-30, 0.37, 65504.0, 3e30])
+def test_weights_are_halved_only_where_none_is_rounded(largest):
+    weight = torch.randn(24, 16).clamp(-1, 1).bfloat16().float() * 2.0 ** round(math.log2(largest))
+    grow = growth(weight)
+    assert grow is not None and torch.equal((weight * grow).half().float() / grow, weight)
+    weight[3, 5] *= 1 + 2**-12  # a number that float16 has no room for
+    assert growth(weight) is None
+    weight[3, 5] = weight.abs().max() * 2**-40
+    assert growth(weight) is None
 
 
 def wrap(model):
