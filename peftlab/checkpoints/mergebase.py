@@ -94,12 +94,14 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_
     architecture = adapter.base.get("architecture") or "AutoModelForCausalLM"
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
-    if getattr(model.config, "quantization_config", None) is not None:
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    if quantised:
         try:
             model = model.dequantize()
         except (NotImplementedError, ValueError, AttributeError) as error:
             raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
-    model.save_pretrained(directory)
+    # The original format of a quantised checkpoint would be the quantised one.
+    model.save_pretrained(directory, save_original_format=not quantised)
     with suppress(PeftlabError):  # a base without a tokenizer has none to hand on
         load_tokenizer(reference).save_pretrained(directory)
 

@@ -15,7 +15,7 @@ from models import adapt, build, load, reference, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.adapter import load_adapter
+from peftlab.checkpoints.adapter import load_adapter, read_adapter
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
@@ -330,3 +330,29 @@ def test_gguf_is_dequantised_and_said_to_be(tmp_path: Path, smollm2: str) -> Non
     assert torch.equal(merged["model.layers.0.mlp.down_proj.weight"], weight.addmm(b, a).to(torch.bfloat16))
     assert {path.name for path in (tmp_path / "merged").iterdir()} >= {"tokenizer.json", "config.json"}
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_is_dequantised_when_asked(tmp_path: Path, bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = build("llama").to(torch.bfloat16)
+    base = save_base(plain, tmp_path / "plain")
+    adapter = adapt(load(type(plain), base, torch.float32), tmp_path / "adapter", "lora", target_modules="all-linear")
+    how = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True, "bnb_4bit_quant_type": "nf4"})
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=how, device_map="cpu")
+    quantised.save_pretrained(tmp_path / "quantised")
+    with pytest.raises(PeftlabError, match=r"quantised \(bitsandbytes\).*--dequantize"):
+        merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged")
+    report = merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged", dequantize=True)
+    assert "dequantised to float32 first" in report.notes[0] and not list(tmp_path.glob("*base-merged*"))
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert getattr(merged.config, "quantization_config", None) is None
+    again = load(type(plain), tmp_path / "quantised", torch.float32).dequantize()
+    name = "model.layers.0.mlp.down_proj"
+    levels = again.get_submodule(name).weight.float()
+    assert not torch.equal(levels, plain.get_submodule(name).weight.float())
+    a, b = (read_adapter(adapter).tensors[f"{name}.lora_{factor}"] for factor in "AB")
+    scale = read_adapter(adapter).config.lora_alpha / read_adapter(adapter).config.r
+    torch.testing.assert_close(merged.get_submodule(name).weight, levels + scale * b @ a)
