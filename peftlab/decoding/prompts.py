@@ -10,7 +10,8 @@ from typing import Any
 
 from peftlab.errors import PeftlabError
 
-_FIELDS = ("turns", "messages", "prompt", "text")
+_ASKED = ("question", "instruction")
+_FIELDS = ("turns", "messages", *_ASKED, "prompt", "text")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Read prompts from a ``.jsonl`` file, or one a line from any other.
 
     A JSON object has ``turns`` (Spec-Bench: a list of which the first is asked), ``messages`` (role and
-    content), ``prompt`` or ``text``, and optionally ``question_id`` or ``id``, and ``category``. Turns and
-    messages go through the chat template where there is one; a prompt or a text never does.
+    content), ``question`` or ``instruction``, ``prompt`` or ``text``, and optionally ``question_id`` or ``id``,
+    and ``category``. All but a prompt or a text go through the chat template where there is one.
 
     Raises:
         PeftlabError: no such file, no prompt in it, or a line that is none; file and line are named.
@@ -70,6 +71,8 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     content = value[field]
     if field in ("prompt", "text") and isinstance(content, str):
         return Prompt(identity, category, content)
+    if field in _ASKED and isinstance(content, str):
+        return Prompt(identity, category, content, [{"role": "user", "content": content}])
     if field == "turns" and isinstance(content, list) and content and isinstance(content[0], str):
         return Prompt(identity, category, content[0], [{"role": "user", "content": content[0]}])
     if field == "messages" and isinstance(content, list) and content and all(map(_is_message, content)):

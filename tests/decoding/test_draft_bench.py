@@ -256,6 +256,13 @@ def test_prompt_files_that_are_wrong(tmp_path, line, reason):
         read_prompts(path)
 
 
+@pytest.mark.parametrize("field", ["question", "instruction"])
+def test_a_question_is_one_turn_of_a_chat(tmp_path, field):
+    (tmp_path / "p.jsonl").write_text(json.dumps({field: "Why?", "answer": "So."}))
+    (prompt,) = read_prompts(tmp_path / "p.jsonl")
+    assert prompt.messages == [{"role": "user", "content": "Why?"}] and prompt.text == "Why?"
+
+
 def test_prompt_files_that_hold_nothing(tmp_path):
     (tmp_path / "p.txt").write_text("\n\n")
     with pytest.raises(PeftlabError, match="no prompt in it"):
