@@ -99,7 +99,7 @@ def bench(
     from peftlab.decoding import pages
     from peftlab.decoding.drafters import Sampling
     from peftlab.decoding.free import PromptLookup, Recycling
-    from peftlab.decoding.pairs import load_pair, make_drafter
+    from peftlab.decoding.pairs import BOTH, load_pair, make_drafter
     from peftlab.decoding.prompts import encode, read_prompts, spread
 
     settings = benches.Settings(
@@ -123,7 +123,7 @@ def bench(
         pair.heads = watches[0].including(pair.heads)
     if draft is not None:
         make_drafter("draft", pair, width)  # a wrong width is found before anything is timed
-        drafters["draft"] = partial(make_drafter, "draft", pair, width)
+        drafters |= {name: partial(make_drafter, name, pair, width) for name in ("draft", BOTH)}
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     questions = [benches.Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     result: dict[str, Any] = {
@@ -181,7 +181,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--drafter", help="Without a draft model: lookup, recycling or ngram."),
+        typer.Option("--drafter", help="lookup, recycling or ngram; with --draft: lookup+draft."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
@@ -204,17 +204,17 @@ def generate(
     from peftlab.decoding.decoder import Ending, decode
     from peftlab.decoding.drafters import Sampling
     from peftlab.decoding.measures import acceptance_statistics
-    from peftlab.decoding.pairs import load_pair, make_drafter
+    from peftlab.decoding.pairs import BOTH, load_pair, make_drafter
     from peftlab.decoding.prompts import Prompt, encode
     from peftlab.decoding.streaming import TextStream, stop_at
 
-    if draft is not None and drafter not in (None, "draft"):
-        raise PeftlabError(f"--draft and --drafter {drafter}: give one of them")
+    if draft is not None and drafter not in (None, "draft", BOTH):
+        raise PeftlabError(f"--draft and --drafter {drafter}: give one of them, or --drafter {BOTH}")
     if draft is None and width != 1:
         raise PeftlabError(f"--width {width}: belongs to Medusa heads; name their directory (--draft)")
     sampling, make_policy = Sampling(temperature, top_k, top_p, seed), _policy(policy, gamma)
     pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
-    name = "draft" if draft is not None else drafter
+    name = drafter or ("draft" if draft is not None else None)
     messages = [{"role": "user", "content": prompt}] if chat else None
     if chat and not getattr(pair.tokenizer, "chat_template", None):
         raise PeftlabError(f"--chat: the tokenizer of {target!r} has no chat template")

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters import Draft, Row, Start, Verified, right_padded
+from peftlab.decoding.drafters import Draft, Drafter, Row, Start, Verified, right_padded
 from peftlab.decoding.trees import best_tree, shape_of
 
 
@@ -20,10 +20,11 @@ class PromptLookup:
     """What followed the last few tokens when they last stood in this sequence.
 
     Prompt lookup decoding (Saxena 2023): the longest suffix of at most ``longest`` tokens that occurred
-    before wins, and of its occurrences the latest.
+    before wins, and of its occurrences the latest. Suffixes shorter than ``shortest`` are not looked up.
     """
 
     longest: int = 3
+    shortest: int = 1
     name: str = "lookup"
     _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
@@ -38,10 +39,10 @@ class PromptLookup:
     def _guess(self, row: Row, budget: int) -> list[int]:
         after, tokens = self._after[row.place], row.tokens
         for end in range(self._indexed[row.place] + 1, len(tokens)):
-            for n in range(1, min(self.longest, end) + 1):
+            for n in range(self.shortest, min(self.longest, end) + 1):
                 after[tuple(tokens[end - n : end])] = end
         self._indexed[row.place] = len(tokens) - 1
-        for n in range(min(self.longest, len(tokens)), 0, -1):
+        for n in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
             start = after.get(tuple(tokens[-n:]))
             if start is not None:
                 return tokens[start : start + budget]
@@ -141,3 +142,38 @@ class Recycling:
 
     def select(self, slots: list[int]) -> None:
         pass
+
+
+@dataclass
+class Either:
+    """What the text itself proposes, and in steps where it has nothing for some row, what a trained draft does.
+
+    Copied text is long and certain where there is any; a draft guesses anywhere. Each step is wholly one or the
+    other's, so the draft may draw its tokens and form trees.
+
+    Attributes:
+        first: asked at every step; it must not learn from what it did not propose.
+        second: asked where ``first`` leaves a row empty; it must bear steps that were not its own.
+    """
+
+    first: PromptLookup
+    second: Drafter
+    name: str = "lookup+draft"
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        self.first.start(rows, state)
+        self.second.start(rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        copied = self.first.propose(rows, budgets)
+        if copied.tokens.shape[1] and bool((copied.tokens[:, 0] >= 0).all()):
+            return copied
+        return self.second.propose(rows, budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.first.accept(rows, verified)
+        self.second.accept(rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.first.select(slots)
+        self.second.select(slots)

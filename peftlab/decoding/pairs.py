@@ -14,11 +14,12 @@ from peftlab.checkpoints.base import load_base, load_tokenizer
 from peftlab.decoding.confined import Confined, read_tokens
 from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
-from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
 from peftlab.decoding.medusa import MedusaDrafter, is_medusa, read_medusa
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_json
 
+BOTH = "lookup+draft"
 FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
 """Name -> drafter that needs no model."""
 
@@ -154,7 +155,8 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
-    """Return a new drafter: ``"draft"`` is the pair's model or heads, the others are ``FREE``.
+    """Return a new drafter: ``"draft"`` is the pair's model or heads, the others are ``FREE``, and ``BOTH`` copies
+    what stood after two or three equal tokens before, and drafts elsewhere.
 
     Args:
         width: choices of each Medusa head that a tree may use; 1 is a chain.
@@ -166,8 +168,11 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
         raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
     if name in FREE:
         return FREE[name]()
+    if name == BOTH:
+        return Either(PromptLookup(shortest=2), make_drafter("draft", pair, width))
     if name != "draft":
-        raise PeftlabError(f"drafter {name!r}: none of {', '.join(FREE)}{did_you_mean(name, FREE)}")
+        names = ("draft", BOTH, *FREE)
+        raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return MedusaDrafter(pair.heads, width)
     if pair.draft is None:

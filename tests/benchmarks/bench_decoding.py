@@ -26,7 +26,7 @@ from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import PromptLookup, Recycling
 from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.pairs import eos_ids, load_pair, make_drafter
+from peftlab.decoding.pairs import BOTH, eos_ids, load_pair, make_drafter
 from peftlab.decoding.plan import step_seconds
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
@@ -130,8 +130,9 @@ def contest(target: str, dtype: torch.dtype) -> None:
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
         drafters["heads"] = partial(make_drafter, "draft", pair)
-        for width in (3, 5):
-            drafters[f"heads, tree of {width} choices"] = partial(make_drafter, "draft", pair, width)
+        drafters["heads, tree of 3 choices"] = partial(make_drafter, "draft", pair, 3)
+        drafters["lookup, else heads"] = partial(make_drafter, BOTH, pair)
+        drafters["lookup, else tree of 3"] = partial(make_drafter, BOTH, pair, 3)
     contenders["transformers, prompt lookup"] = library(model, prompt_lookup_num_tokens=GAMMA)
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     ending = Ending(NEW, eos_ids(model))

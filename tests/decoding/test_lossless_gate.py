@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter
 from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
 from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.measures import acceptance_statistics, divergence
 from peftlab.decoding.medusa import MedusaDrafter
@@ -31,6 +31,8 @@ DRAFTERS = {
     "recycling chain": lambda m, way: Recycling(width=1),
     "medusa": lambda m, way: MedusaDrafter(heads(m)),
     "medusa tree": lambda m, way: MedusaDrafter(heads(m), width=4),
+    "lookup+heads": lambda m, way: Either(PromptLookup(shortest=2), MedusaDrafter(heads(m), width=3)),
+    "lookup+layers": lambda m, way: Either(PromptLookup(), DRAFTERS["first layers"](m, way)),
     "shared heads": lambda m, way: MedusaDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: MedusaDrafter(shared_heads(m), width=4),
 }

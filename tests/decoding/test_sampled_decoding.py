@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import NGram, PromptLookup, Recycling
+from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
 from peftlab.decoding.lengths import Confidence, Fixed
 from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.medusa import MedusaDrafter
@@ -81,6 +81,7 @@ DRAFTERS = {
     ),
     "lookup": (lambda m: PromptLookup(), Fixed),
     "n-gram": (lambda m: NGram(), Fixed),
+    "lookup+medusa": (lambda m: Either(PromptLookup(), MedusaDrafter(Frequent(m), width=3)), Fixed),
     "medusa": (lambda m: MedusaDrafter(Frequent(m)), Fixed),
     "medusa tree": (lambda m: MedusaDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
