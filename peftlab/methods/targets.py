@@ -185,9 +185,27 @@ def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: 
 
 
 def parameters_under(model: nn.Module, modules: Iterable[str]) -> list[str]:
-    """Return the names of all parameters below the named modules, in the model's order."""
+    """Return the names of all parameters below the named modules, in the model's order.
+
+    Raises:
+        PeftlabError: a module has no parameter but those that it shares with others, whose names they bear.
+    """
     prefixes = tuple(f"{name}." for name in modules)
-    return [name for name, _ in model.named_parameters() if name.startswith(prefixes)] if prefixes else []
+    if not prefixes:
+        return []
+    parameters = dict(model.named_parameters())
+    for prefix in prefixes:
+        own = model.get_submodule(prefix[:-1])
+        # On the meta device a model stands for a checkpoint, whose adapter may have parted what the model shares.
+        if any(name.startswith(prefix) for name in parameters) or any(p.is_meta for p in own.parameters()):
+            continue
+        shared = next((name for name, p in parameters.items() if any(p is q for q in own.parameters())), None)
+        if shared is not None:
+            raise PeftlabError(
+                f"modules_to_save: all weights of {prefix[:-1]} are those of {shared.rpartition('.')[0]} (tied); "
+                f"name {shared.rpartition('.')[0]}, which trains both"
+            )
+    return [name for name in parameters if name.startswith(prefixes)]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:

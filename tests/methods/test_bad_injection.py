@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import base, batch, injected, logits, trained
 
@@ -76,6 +77,19 @@ def test_a_patched_leaf_would_hide_the_adapter(method):
     with pytest.raises(PeftlabError, match=r"layers.0.self_attn.*forward of its own"):
         peftlab.inject(model, METHODS[method].config())
     assert not is_injected(model)
+
+
+def test_a_tied_module_to_save_names_its_twin():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(PeftlabError, match=r"lm_head are those of model.embed_tokens .*name model.embed_tokens"):
+        peftlab.inject_lora(model, modules_to_save=["lm_head"])
+    assert not is_injected(model)
+    peftlab.inject_lora(model, modules_to_save=["embed_tokens"])
+    assert model.lm_head.weight.requires_grad
 
 
 def test_head_without_a_head():
