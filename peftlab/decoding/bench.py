@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decoder import Ending, Generation, decode
@@ -19,6 +19,7 @@ from peftlab.decoding.engine import Engine, Output
 from peftlab.decoding.lengths import Fixed, Policy
 from peftlab.decoding.measures import Overlap, acceptance_statistics, divergence, rate_intervals
 from peftlab.errors import PeftlabError
+from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 PLAIN = "plain"
 
@@ -50,10 +51,10 @@ class Stopwatch:
         """See ``Engine.forward``."""
         return self._timed(self._engine.forward, cache, tokens, block, keep)
 
-    def including(self, heads: nn.Module) -> nn.Module:
+    def including(self, heads: MedusaHeads | ReducedHeads) -> MedusaHeads | ReducedHeads:
         """Return ``heads`` with their time counted as this engine's."""
-        inner = heads.forward
-        heads.forward = lambda hidden: self._timed(inner, hidden)
+        inner = heads.best
+        heads.best = lambda hidden, width: self._timed(inner, hidden, width)  # type: ignore[method-assign]
         return heads
 
     def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:

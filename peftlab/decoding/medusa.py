@@ -24,12 +24,12 @@ class MedusaDrafter:
     the heads' best choices. Candidates are the heads' top tokens, so verification takes them as certain.
 
     Attributes:
-        heads: [b, H] -> [K, b, V]; head i predicts i + 2 positions ahead (``methods.medusa_heads.MedusaHeads``).
+        heads: their ``best`` is asked; head i predicts i + 2 positions ahead.
         width: choices of a head that a tree may use; 1 is a chain.
         name: for reports.
     """
 
-    heads: nn.Module
+    heads: MedusaHeads | ReducedHeads
     width: int = 1
     name: str = "medusa"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
@@ -49,11 +49,10 @@ class MedusaDrafter:
             return Draft(torch.full((len(rows), 0), -1, device=device))
         blank = torch.zeros_like(next(iter(self._hidden.values())))
         hidden = torch.stack([self._hidden.get(row.place, blank) for row in rows])
-        logits = self.heads(hidden.to(weight.dtype))  # [K, b, V]
-        if logits.shape[-1] != self._vocab:
-            raise PeftlabError(f"medusa: vocabulary of {logits.shape[-1]}, but the target's has {self._vocab}")
-        best = logits.topk(self.width, -1).indices  # [K, b, width]
-        tree = best_tree(max(budgets), len(logits), self.width)
+        if self.heads.vocab_size != self._vocab:
+            raise PeftlabError(f"medusa: vocabulary of {self.heads.vocab_size}, but the target's has {self._vocab}")
+        best = self.heads.best(hidden.to(weight.dtype), self.width)  # [K, b, width]
+        tree = best_tree(max(budgets), len(best), self.width)
         tokens = torch.stack([best[len(path) - 1, :, path[-1]] for path in tree], 1)
         allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
         return Draft(torch.where(allowed, tokens, -1), shape=shape_of(tree) if self.width > 1 else None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.base import load_base, load_tokenizer
@@ -18,6 +18,7 @@ from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
 from peftlab.decoding.medusa import MedusaDrafter, is_medusa, read_medusa
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_json
+from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 BOTH = "lookup+draft"
 FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
@@ -36,7 +37,7 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
     draft: Engine | None = None
-    heads: nn.Module | None = None
+    heads: MedusaHeads | ReducedHeads | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()

@@ -64,6 +64,15 @@ class MedusaHeads(nn.Module):
             return self.lm_heads[0](torch.stack([block(hidden) for block in self.blocks]))
         return torch.stack([F.linear(block(hidden), weight) for block, weight in self])
 
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.lm_heads[0].get_parameter("weight").shape[0]
+
+    def best(self, hidden: Tensor, width: int) -> Tensor:
+        """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
+        return self(hidden).topk(width, -1).indices
+
 
 class ReducedHeads(nn.Module):
     """Medusa heads over some of the vocabulary; the logits of all other tokens are -inf.
@@ -75,6 +84,7 @@ class ReducedHeads(nn.Module):
     def __init__(self, heads: MedusaHeads, tokens: Tensor, vocab_size: int):
         super().__init__()
         self.heads, self.vocab_size = heads, vocab_size
+        self.tokens: Tensor
         self.register_buffer("tokens", tokens, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -83,3 +93,7 @@ class ReducedHeads(nn.Module):
         everything = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
         everything[..., self.tokens] = some
         return everything
+
+    def best(self, hidden: Tensor, width: int) -> Tensor:
+        """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
+        return self.tokens[self.heads(hidden).topk(width, -1).indices]

@@ -206,15 +206,15 @@ class Oracle(torch.nn.Module):
         with torch.inference_mode():
             states = model.model(torch.tensor([text])).last_hidden_state[0]
         self.states = torch.nn.Parameter(states.clone())
-        self.text = text
+        self.text, self.vocab_size = text, 512
 
-    def forward(self, hidden):
+    def best(self, hidden, width):
         logits = torch.zeros(3, len(hidden), 512)
         for row, t in enumerate(torch.cdist(hidden, self.states).argmin(-1).tolist()):
             for head in range(3):
                 if t + 2 + head < len(self.text):
                     logits[head, row, self.text[t + 2 + head]] = 1
-        return logits
+        return logits.topk(width).indices
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -97,8 +97,10 @@ class Frequent(torch.nn.Module):
         for score, token in enumerate((432, 352, 388, 414, 259, 268), start=1):
             self.scores.data[token] = score
 
-    def forward(self, hidden):
-        return self.scores.expand(3, len(hidden), -1)
+        self.vocab_size = len(self.scores)
+
+    def best(self, hidden, width):
+        return self.scores.topk(width).indices.expand(3, len(hidden), -1)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
