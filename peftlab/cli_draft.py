@@ -35,7 +35,7 @@ DraftDtype = Annotated[
 ]
 Json = Annotated[Optional[Path], typer.Option("--json", help="Write the result here.")]  # noqa: UP045
 Html = Annotated[Optional[Path], typer.Option("--html", help="Write a page here.")]  # noqa: UP045
-Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Let oneDNN lay out the weights (CPU).")]
+Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Lay the weights out for fast kernels (CPU).")]
 
 
 @draft_app.command()

@@ -62,8 +62,8 @@ def build_engine(
         model: a causal language model in eval mode; its weights must not change afterwards.
         vocabulary: give logits for the first so many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
-        pack: on the CPU, let oneDNN lay out every weight once for its own kernels (a second copy in memory).
-            Sums are then rounded in another order than in ``transformers``.
+        pack: on the CPU, lay every weight out once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
+            ``flat.py``). Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
 
     Raises:
