@@ -26,7 +26,7 @@ class TensorReport:
         changed: share of the weights that differ from W0 after rounding.
         survived: share of ΔW that is left after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
             weights differ by. Of a tensor of more than 16 thousand weights these three are taken from strips of
-            rows of that size, spread over it: one in eight weights, up to half a million.
+            rows of that size, spread over it: one in eight weights, up to a quarter million.
         nonfinite: how many of the stored weights are NaN or infinite.
     """
 

@@ -19,7 +19,7 @@ from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
 FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
-WATCHED = 16  # blocks of a weight, at least where it has as many, whose first rows its figures are taken from
+WATCHED = 8  # blocks of a weight, at least where it has as many, whose first rows its figures are taken from
 SAMPLE = 1 << 14  # weights of such a block that are counted
 
 
