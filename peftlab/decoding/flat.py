@@ -152,7 +152,7 @@ class FlatEngine:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether oneDNN can lay out this model's weights: on the CPU, in float32 or bfloat16."""
+    """Return whether this model's weights can be laid out for the CPU: with oneDNN, in float32 or bfloat16."""
     return (
         model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
