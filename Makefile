@@ -14,8 +14,8 @@ help:
 	@echo "make demo    install into $(VENV) and run the quickstart (some minutes on two cores)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   the benchmarks behind docs/benchmarks.md (alone on the machine, please)"
-	@echo "make docs    write the generated pages of docs/"
+	@echo "make bench   the benchmarks behind docs/benchmarks (alone on the machine, please)"
+	@echo "make docs    write the generated pages of docs/ and build the site into docs/_build"
 
 install: $(VENV)/.installed
 
@@ -46,8 +46,13 @@ lint: install
 bench: install
 	$(BIN)/python -m tests.benchmarks
 
-docs: install
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
 	$(BIN)/python -m peftlab.recipe.document
+	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs docs/_build
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

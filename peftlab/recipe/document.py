@@ -1,4 +1,4 @@
-"""The recipe reference, made from the schema: JSON Schema for editors and ``docs/recipes.md`` for people.
+"""The recipe reference, made from the schema: JSON Schema for editors and ``docs/reference/recipes.md`` for people.
 
 ``python -m peftlab.recipe.document`` writes the page into the repository.
 """
@@ -29,7 +29,7 @@ loaded; every mistake is told with file, line and the nearest right spelling.
     peftlab run glue/cola-lora                          # a shipped recipe by its short name
     peftlab run my.yaml train.lr=2e-4 method.r=16       # overrides: key=value, the value is YAML
     peftlab run my.yaml method=full '~data.validation'  # another method by name; ~ removes a key
-    peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'         # a grid: see table.md
+    peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'         # a grid: see guide/tables.md
 
 Overrides apply from left to right. The run directory keeps the resolved recipe, which runs again as it is.
 """
@@ -100,4 +100,4 @@ def _table(head: tuple[str, ...], rows: Any) -> str:
 
 
 if __name__ == "__main__":
-    write_text(library.recipes_root().parent / "docs" / "recipes.md", reference_markdown())
+    write_text(library.recipes_root().parent / "docs" / "reference" / "recipes.md", reference_markdown())

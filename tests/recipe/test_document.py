@@ -9,7 +9,7 @@ from peftlab.recipe.schema import KINDS, DraftData, DraftObjective, DraftRecipe,
 
 
 def test_the_page_is_up_to_date() -> None:
-    page = library.recipes_root().parent / "docs" / "recipes.md"
+    page = library.recipes_root().parent / "docs" / "reference" / "recipes.md"
     assert page.read_text(encoding="utf-8") == reference_markdown(), "run python -m peftlab.recipe.document"
 
 

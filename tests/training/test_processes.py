@@ -34,7 +34,7 @@ SHARDED = {
 
 # --multi_gpu makes accelerate start processes itself; with --cpu it leaves that to mpirun.
 TWO = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "guide" / "training.md"
 
 
 def documented(kind, tmp_path, **changes):
