@@ -11,18 +11,16 @@ import os
 import subprocess
 import sys
 
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-# ATen's own kernels and the libraries' matrix products, apart and together, with one thread and with two.
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel's CPUs alone, MKL_CBWR everywhere.
+OLDEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+TWO = {"PEFTLAB_TEST_THREADS": "2"}
 SETTINGS: dict[str, dict[str, str]] = {
-    "this CPU, 2 threads": {"PEFTLAB_TEST_THREADS": "2"},
-    "AVX2, 1 thread": {"ATEN_CPU_CAPABILITY": "avx2", **AVX2},
-    "AVX2, 2 threads": {"ATEN_CPU_CAPABILITY": "avx2", **AVX2, "PEFTLAB_TEST_THREADS": "2"},
-    "ATen without vectors, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
-    "ATen without vectors, libraries AVX2, 2 threads": {
-        "ATEN_CPU_CAPABILITY": "default",
-        **AVX2,
-        "PEFTLAB_TEST_THREADS": "2",
-    },
+    "this CPU's kernels, 2 threads": TWO,
+    "AVX2, 1 thread": AVX2,
+    "AVX2, 2 threads": AVX2 | TWO,
+    "ATen without vector instructions, libraries AVX2, 2 threads": AVX2 | {"ATEN_CPU_CAPABILITY": "default"} | TWO,
+    "the oldest kernels, 1 thread": OLDEST,
 }
 
 
