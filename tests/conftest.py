@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread a worker, no hub, and the data beside the checkout."""
+"""What every test shares: a number of torch threads, no hub, and the data beside the checkout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread a worker, also in the processes that tests start; `make test-cpus` sets two.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("PEFTLAB_TEST_THREADS", "1")
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from peftlab.errors import PeftlabError
 from peftlab.references import locate
 from tests.packages import MINILM, REVIEWS, SMOLLM2
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

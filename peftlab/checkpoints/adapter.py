@@ -26,7 +26,7 @@ from peftlab.files import read_json, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora import LoraConfig
-from peftlab.methods.lora_layers import one_thread
+from peftlab.methods.lora_fold import one_thread
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

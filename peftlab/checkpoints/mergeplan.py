@@ -19,6 +19,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods import inject, injection, trainable_parameters
 
 _BASE_LAYER = ".base_layer."
+_SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that hold a sum; narrower ones are codes of some quantisation
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def plan_merge(
     main = _main_dtype(shards) if stored is None else stored
     plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
     found = _place_base(plan, known)
+    _refuse_codes(plan, found)
     extra = _tie(plan, found, tied, shared)
     _refuse_missing(plan, known, found, tied, extra, directory)
     for shard in shards:
@@ -151,6 +153,18 @@ def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Plac
     if not found:
         raise PeftlabError(f"{plan.shards[0].path.parent}: none of its weights belongs to {kind}")
     return found
+
+
+def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
+    """Refuse to change weights that are stored as integers or in eight bits."""
+    for shard in plan.shards:
+        for key, entry in shard.entries.items():
+            names = found[key].names if key in found else ()
+            if entry.dtype not in _SUMMABLE and any(name in plan.folded or name in plan.given for name in names):
+                raise PeftlabError(
+                    f"{shard.path}: {key!r} is stored as {entry.dtype}, which cannot hold W0 + ΔW; config.json names "
+                    "no quantization_config that says how to read it; merge into the model that was quantised"
+                )
 
 
 def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared: set[str]) -> list[Target]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
 from peftlab.checkpoints.mergeplan import MergePlan, Target
-from peftlab.checkpoints.mergereport import MergeReport, Tally, replaced
+from peftlab.checkpoints.mergereport import MergeReport, Tally, out_of_range, replaced
 from peftlab.checkpoints.shards import Shard
 from peftlab.checkpoints.stream import Copy, Job, OutputFile, copying
 from peftlab.checkpoints.tensorfiles import DTYPES
@@ -71,7 +71,7 @@ class Steps:
             return copying(shard, key, output, target.key)
 
         def convert(read: list[Tensor]) -> dict[str, Tensor]:
-            return {target.key: read[0].to(DTYPES[target.dtype])}
+            return {target.key: self._converted(target, read[0])}
 
         return Job(reads, convert, self.outputs, entry.nbytes + output.entries[target.key].nbytes)
 
@@ -85,16 +85,37 @@ class Steps:
             tally = Tally(start.dtype != stored)
             value = self._fold(name, start, stored, tally)
             row = tally.row(target.key, "folded", value)
+            underflow = tally.underflow
         else:
             assert given is not None
             value = given.to(stored)
             row = replaced(target.key, base, given, value)
+            underflow = out_of_range(given, value)[1]
         if row.nonfinite and not self.allow_nonfinite:
             raise PeftlabError(
                 f"{target.key}: {row.nonfinite} merged weights are NaN or infinite; --allow-nonfinite writes them"
             )
         self.report.tensors.append(row)
+        if underflow:
+            self.report.underflow[target.key] = underflow
         return value
+
+    def _converted(self, target: Target, value: Tensor) -> Tensor:
+        """Return a base tensor in the dtype it is stored in; note what that dtype's range does not hold."""
+        stored = value.to(DTYPES[target.dtype])
+        if stored.dtype == value.dtype:
+            return value
+        overflow, underflow = out_of_range(value, stored)
+        if overflow and not self.allow_nonfinite:
+            raise PeftlabError(
+                f"{target.key}: {overflow} weights are too large for {target.dtype}; choose another --dtype, or "
+                "--allow-nonfinite writes infinity"
+            )
+        if overflow:
+            self.report.overflow[target.key] = overflow
+        if underflow:
+            self.report.underflow[target.key] = underflow
+        return stored
 
     def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
         """Fold by the leaf's own function, on a copy of the empty leaf that holds weight and adapter."""
@@ -158,7 +179,7 @@ class Steps:
                 assert target.place is not None
                 bare = target.place.bare
                 name = next(n for n in split if n == bare or n.endswith(f".{bare}") or bare.endswith(f".{n}"))
-                found[target.key] = split.pop(name).to(DTYPES[target.dtype])
+                found[target.key] = self._converted(target, split.pop(name))
             return found
 
         return make

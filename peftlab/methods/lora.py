@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora_experts import adapt_experts
-from peftlab.methods.lora_layers import LEAVES, row_norms
+from peftlab.methods.lora_fold import row_norms
+from peftlab.methods.lora_layers import LEAVES
 from peftlab.methods.plan import Plan, adopt, trainable_dtype
 from peftlab.methods.targets import (
     ALL_LINEAR,

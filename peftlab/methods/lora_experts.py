@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftlab.methods.lora_layers import expert_factors, fold_weight
+from peftlab.methods.lora_fold import expert_factors, fold_weight
 from peftlab.methods.plan import FOLDING, AnyLeaf, Folding, adapted_class, adopt
 
 

@@ -1,4 +1,4 @@
-"""Leaves with a low-rank addition, and the one function that folds it into their weights.
+"""Leaves with a low-rank addition.
 
 In the layout of a linear map, W is (out, in), A (r, in), B (out, r) and the update scale·B·A. GPT-2's ``Conv1D``
 and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
@@ -6,8 +6,6 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from peftlab.methods.lora_fold import fold_weight, row_norms
 from peftlab.methods.lora_function import low_rank_linear
 from peftlab.methods.plan import FOLDING, Adapted, Folding
-
-FOLD_BLOCK = 1 << 17  # weights summed in fp32 at a time: a block of this size stays in a core's cache
-WATCHED = 8  # blocks of a weight, at least where it has as many, whose first rows its figures are taken from
-SAMPLE = 1 << 14  # weights of such a block that are counted
 
 
 class LowRank(Adapted):
@@ -158,112 +153,6 @@ LEAVES: dict[type[nn.Module], type[LowRank]] = {
 }
 
 
-def fold_weight(
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    *,
-    transposed: bool = False,
-    magnitude: Tensor | None = None,
-    how: Folding = FOLDING,
-) -> Tensor:
-    """Return W + scale·B·A: product and sum in fp32, rounded once to W's dtype (``how`` may say otherwise).
-
-    With ``magnitude`` (DoRA) each output row of that sum is scaled to the norm it gives. Computed over blocks
-    of rows so that the intermediates stay in the cache, and with one thread: threads that meet after every
-    block lose more than they gain, and the bits would depend on their number. The same function folds in memory
-    and on disk.
-
-    Args:
-        weight: (out, in); (in, out) with ``transposed``; (out, in, ...) for a convolution; for experts
-            (experts, out, in), or (experts, in, out) with ``transposed``.
-        a: (r, in) or (r, in, ...); for experts (experts·r, in). b: (out, r, ...); for experts (out, r·experts).
-        magnitude: (out), in any shape.
-    """
-    if how.in_place:
-        out = weight.detach()
-    else:
-        out = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
-    if out.is_meta:
-        return out
-    with one_thread():
-        if weight.ndim == 3 and a.ndim == 2:
-            for w, x, y, z in zip(weight.detach(), *expert_factors(a, b, weight.shape[0]), out, strict=True):
-                _fold_matrix(w, x, y, z, scale, transposed, None, how)
-        else:
-            w, x, y, z = (tensor.detach().flatten(1) for tensor in (weight, a, b, out))
-            _fold_matrix(w, x, y, z, scale, transposed, magnitude, how)
-    return out
-
-
-def _fold_matrix(
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    scale: float,
-    transposed: bool,
-    magnitude: Tensor | None,
-    how: Folding,
-) -> None:
-    """Fold one matrix into ``out``, block by block."""
-    dtype = how.precision
-    a, b = a.detach().to(dtype), b.detach().to(dtype)
-    left, right = (a.t(), b.t()) if transposed else (b, a)
-    right = right.contiguous()
-    gain = None
-    if magnitude is not None:
-        gain = magnitude.detach().flatten().to(dtype) / _norms_by_block(
-            weight.t() if transposed else weight, a, b, scale
-        )
-    step = max(1, FOLD_BLOCK // weight.shape[1])
-    scratch = torch.empty(min(step, weight.shape[0]), weight.shape[1], dtype=dtype, device=weight.device)
-    blocks = list(zip(weight.split(step), left.split(step), out.split(step), strict=True))
-    counted = max(1, SAMPLE // weight.shape[1])
-    for index, (old, factor, new) in enumerate(blocks):
-        total = scratch[: len(old)].copy_(old)
-        watched = how.watch is not None and index % max(1, len(blocks) // WATCHED) == 0
-        before = total[:counted].clone() if watched else None
-        total.addmm_(factor, right, alpha=scale)
-        if gain is not None:
-            total *= gain if transposed else gain[index * step :][: len(old), None]
-        new.copy_(total)
-        if how.watch is not None:
-            how.watch(before, total, new)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread of the CPU for the while."""
-    threads = torch.get_num_threads()
-    if threads > 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if threads > 1:
-            torch.set_num_threads(threads)
-
-
-def _norms_by_block(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    step = max(1, FOLD_BLOCK // weight.shape[1])
-    blocks = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
-    return torch.cat([row_norms(weight[rows], a, b[rows], scale) for rows in blocks])
-
-
-def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ‖W + scale·B·A‖ of each row (out), without a gradient (DoRA, arXiv 2402.09353, section 4.3).
-
-    The squared norm is ‖w‖² + 2s·w·Aᵀ·b + s²·bᵀ·A·Aᵀ·b: the update itself is never formed.
-    """
-    with torch.no_grad():
-        a, w = a.to(b.dtype), weight.to(b.dtype)
-        cross = ((w @ a.t()) * b).sum(1)
-        square = ((b @ (a @ a.t())) * b).sum(1)
-        return (w.square().sum(1) + 2 * scale * cross + scale**2 * square).clamp_min(0).sqrt()
-
-
 def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:
     """Return the dense B (out, parts·r) of a fused projection from its parts' rows (Σ sizes, r)."""
     blocks = torch.block_diag(*b.split(list(sizes)))
@@ -275,11 +164,6 @@ def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
     r = dense.shape[1] // len(sizes)
     blocks = dense[rows].split(list(sizes))
     return torch.cat([block[:, i * r : (i + 1) * r] for i, block in enumerate(blocks)])
-
-
-def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A (experts, r, in) and B (experts, out, r) from peft's layout: (experts·r, in), (out, r·experts)."""
-    return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
 def _dora(

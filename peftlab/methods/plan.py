@@ -31,17 +31,16 @@ class Folding:
     """How a fold is computed and stored.
 
     Attributes:
-        precision: dtype of product and sum.
+        precision: dtype of product and sum; an fp64 weight is folded in fp64 in any case.
         stored: dtype that the sum is rounded to, once; None for the weight's own.
-        watch: called for each block with W0, or None where only some blocks are looked at, the sum, both in
-            ``precision``, and what is stored of it.
+        watch: called for each block with W0, ΔW and W0 + ΔW in the dtype of the sum, and what is stored of the sum.
         in_place: put the result where the weight is (only without ``stored``).
         only: the one parameter of the leaf to fold; None for all.
     """
 
     precision: torch.dtype = torch.float32
     stored: torch.dtype | None = None
-    watch: Callable[[Tensor | None, Tensor, Tensor], None] | None = None
+    watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
     in_place: bool = False
     only: str | None = None
 

@@ -115,7 +115,7 @@ def run_fold(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Fold the same tensors, all of them in memory already."""
     from peftlab.checkpoints.adapter import read_adapter
     from peftlab.checkpoints.shards import open_shards
-    from peftlab.methods.lora_layers import fold_weight
+    from peftlab.methods.lora_fold import fold_weight
 
     tensors = read_adapter(adapter).tensors
     work = []

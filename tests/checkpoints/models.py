@@ -90,3 +90,11 @@ def reference(model: transformers.PreTrainedModel, directory: Path, **options: o
 def weight_files(directory: Path) -> dict[str, bytes]:
     """Return the bytes of a directory's weight files and index, by name."""
     return {p.name: p.read_bytes() for p in sorted(directory.iterdir()) if ".safetensors" in p.name}
+
+
+def assert_rounded_once(stored: torch.Tensor, exact: torch.Tensor, slack: float) -> None:
+    """Assert that each number is within half a step of its dtype of the exact one (fp64), and of ``slack``: what the
+    sum that was rounded may itself be off by, which differs from CPU to CPU."""
+    info = torch.finfo(stored.dtype)
+    half_a_step = info.eps / 2 * exact.abs().clamp_min(info.tiny)
+    assert ((stored.double() - exact).abs() <= half_a_step + slack).all()

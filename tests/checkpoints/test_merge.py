@@ -9,8 +9,6 @@ import torch
 from models import adapt, build, load, reference, save_base, weight_files
 
 from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.methods.lora_layers import fold_weight
-from peftlab.methods.plan import Folding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = {
@@ -55,23 +53,3 @@ def test_same_bytes_as_in_memory(tmp_path: Path, family: str, dtype: torch.dtype
         assert weight_files(tmp_path / name / "merged") == weight_files(expected), name
         load(kind, tmp_path / name / "merged", dtype)
         assert report.tensors, name
-
-
-@pytest.mark.parametrize("shape", [(48, 32), (2048, 520), (300, 1100)])
-@pytest.mark.parametrize("rank", [3, 16, 300])
-def test_the_number_of_threads_does_not_show(shape: tuple[int, int], rank: int) -> None:
-    """Merging on disk folds with one thread a tensor, in memory torch's own threads do: the bits are the same."""
-    torch.manual_seed(0)
-    weight = torch.randn(shape).to(torch.bfloat16)
-    a, b = torch.randn(rank, shape[1]), torch.randn(shape[0], rank)
-    threads = torch.get_num_threads()
-    folds = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            how = Folding(stored=torch.float32)
-            folds.append(fold_weight(weight, a, b, 0.7, how=how))
-            folds.append(fold_weight(weight.t().contiguous(), a, b, 0.7, transposed=True, how=how))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(fold, folds[i % 2]) for i, fold in enumerate(folds))

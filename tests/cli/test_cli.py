@@ -18,7 +18,7 @@ from peftlab.pipelines.evaluate import run_evaluate
 
 
 def peftlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
     root = Path(__file__).resolve().parents[2]
     environment["PYTHONPATH"] = str(root)
     return subprocess.run(

@@ -67,7 +67,6 @@ def dying(recipe: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for recipe in sys.argv[1:]:
         assert child(lambda file=recipe: dying(file)) == -signal.SIGKILL, recipe  # type: ignore[misc]
         newest = max((Path(recipe).parent / "run" / "checkpoints").glob("*.pt")).name

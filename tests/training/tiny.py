@@ -84,7 +84,7 @@ def write_recipe(values: dict[str, Any], file: Path) -> Path:
 
 
 def command(*arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run Python with arguments and return what it said; one thread, no hub."""
+    """Run Python with arguments and return what it said; no hub."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -96,9 +96,9 @@ def command(*arguments: Any, timeout: float = 120) -> subprocess.CompletedProces
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a subprocess: one thread, no hub, the same package."""
+    """Return the environment of a subprocess: this one, with the same package."""
     root = Path(__file__).resolve().parents[2]
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
 
 
 def assert_same(one: Any, other: Any, at: str = "") -> None:
