@@ -17,8 +17,10 @@ import pytest
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json
+from peftlab.outputs import write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.cells import Stopped
+from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.table import CellsFailed, run_table
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
@@ -166,10 +168,10 @@ def test_directories_of_others_are_left_alone(values: dict[str, Any]) -> None:
     directory = Path(values["output_dir"])
     directory.mkdir()
     (directory / "thesis.tex").write_text("")
-    with pytest.raises(PeftlabError, match="holds something else already"):
+    with pytest.raises(PeftlabError, match=r"was not written by peftlab \(it has no peftlab.json\)"):
         run_table(table(values))
-    (directory / "recipe.yaml").write_text(f"model: m\ntask: glue/cola\noutput_dir: {directory}\n")
-    with pytest.raises(PeftlabError, match="holds a run of kind finetune"):
+    write_mark(directory, RUN)
+    with pytest.raises(PeftlabError, match="is a run, not a table"):
         run_table(table(values), overwrite=True)
     assert (directory / "thesis.tex").exists()
 
