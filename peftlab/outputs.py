@@ -230,10 +230,10 @@ def _kept(inputs: Inputs) -> list[tuple[str, Path]]:
 
 
 def _identities(kept: list[tuple[str, Path]]) -> dict[tuple[int, int], str]:
-    """Return the names by device and inode; the hub's cache and others keep a model as links to its files."""
+    """Return the names by device and inode, of linked files too: the hub's cache keeps a model as links."""
     names = {}
     for name, path in kept:
-        links = [each for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
+        links = [each for each in path.iterdir() if each.is_symlink() and each.is_file()] if path.is_dir() else []
         for each in (path, *links):
             with suppress(OSError):
                 state = each.stat()
