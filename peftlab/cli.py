@@ -35,7 +35,7 @@ Overrides = Annotated[
         metavar="[key=value]...",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,7 +73,9 @@ def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")]) 
 
     if not (directory / "recipe.yaml").exists():
         raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
-    run_recipe(load_recipe(directory / "recipe.yaml", [f"output_dir={directory}"]), resume=True)
+    recipe = load_recipe(directory / "recipe.yaml")
+    # Set as a value: a path in an override would be read as YAML.
+    run_recipe(recipe.model_copy(update={"output_dir": str(directory)}), resume=True)
 
 
 @app.command()

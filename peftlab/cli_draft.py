@@ -166,7 +166,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     target: Target,
     gamma: Gamma = 4,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")] = False,
 ) -> None:
     """Write a trained draft as its consumer loads it, compare logits, and print the command that serves it."""
     from peftlab.drafting.export import export_draft

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{STAGING_PREFIX}{os.getpid()}-{path.name}")
+    temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
         yield temporary
         fsync_path(temporary)
@@ -64,47 +63,3 @@ def read_json(path: str | Path) -> Any:
         raise PeftlabError(f"{path}: no such file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PeftlabError(f"{path}: not valid JSON ({error})") from None
-
-
-@contextmanager
-def staged_directory(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty directory beside ``path`` that becomes ``path`` by one rename on success.
-
-    Whatever happens before that, ``path`` is untouched: absent, or (with ``overwrite``) as it was. Leftovers
-    of processes that died while staging the same ``path`` are removed first.
-
-    Raises:
-        PeftlabError: ``path`` exists and ``overwrite`` is false.
-    """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise PeftlabError(f"{path} exists already; choose another directory or pass --overwrite")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{STAGING_PREFIX}{path.name}-"
-    for leftover in path.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-    staging.chmod(0o777 & ~_umask())
-    try:
-        yield staging
-        for file in staging.rglob("*"):
-            if file.is_file():
-                fsync_path(file)
-        fsync_path(staging)
-        if path.exists():
-            retired = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-            os.replace(path, retired / "old")
-            os.replace(staging, path)
-            shutil.rmtree(retired)
-        else:
-            os.replace(staging, path)
-        fsync_path(path.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

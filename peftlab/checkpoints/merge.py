@@ -21,8 +21,9 @@ from peftlab.checkpoints.mergesteps import Steps
 from peftlab.checkpoints.sidefiles import copy_side_files, merge_card, write_model_config
 from peftlab.checkpoints.stream import OutputFile, run
 from peftlab.errors import PeftlabError
-from peftlab.files import staged_directory, write_json, write_text
+from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS
+from peftlab.outputs import staged_directory
 
 __all__ = ["MergeReport", "merge_checkpoint", "verify_merge"]
 
@@ -55,7 +56,7 @@ def merge_checkpoint(
         base: reference of the base model; None for the one the adapter names.
         dtype: of the merged weights; None: each as it is stored.
         fp64: product and sum in fp64.
-        overwrite: replace ``out`` if it exists.
+        overwrite: replace ``out`` if it is a model directory that peftlab wrote.
         allow_nonfinite: write NaN and infinity where they arise.
         dequantize: accept a bitsandbytes, GPTQ or AWQ base; it becomes a plain one, several times as large.
         trust_remote_code: run the model code that the base directory brings along.
@@ -65,7 +66,7 @@ def merge_checkpoint(
 
     Raises:
         PeftlabError: the adapter has no linear fold or does not fit the base; a file is missing or damaged;
-            a parameter is in neither; ``out`` exists or lies in the base directory; the disk is full.
+            a parameter is in neither; ``out`` exists or is inside the base directory; the disk is full.
     """
     started = time.perf_counter()
     name = str(adapter) if not isinstance(adapter, Adapter) else "combined"
@@ -90,11 +91,12 @@ def merge_checkpoint(
         report = MergeReport(str(out), name, reference, kind, held.config.name, plan.dtype, dropped=plan.dropped)
         report.notes = plan.notes
         precision = torch.float64 if fp64 else torch.float32
+        own = Path(adapter) if not isinstance(adapter, Adapter) else None
+        inputs = {"the base model": directory, "the adapter": own}
         try:
-            with staged_directory(out, overwrite=overwrite) as staging:
+            with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
                 _write_weights(plan, staging, report, precision, allow_nonfinite)
                 report.judge()
-                own = Path(adapter) if not isinstance(adapter, Adapter) else None
                 copy_side_files(directory, own, staging)
                 write_model_config(plan.model, staging, plan.dtype)
                 write_text(staging / "README.md", card or merge_card(report, directory, recipe))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.errors import PeftlabError
-from peftlab.files import STAGING_PREFIX
+from peftlab.outputs import contains, real, scratch_directory
 from peftlab.references import locate
 
 
@@ -53,13 +51,9 @@ def plain_base(
         note = (
             f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{STAGING_PREFIX}base-{out.name}-"
-    for leftover in out.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent) as directory:
-        _save_plain(reference, adapter, Path(directory), trust_remote_code)
-        yield Path(directory), [note]
+    with scratch_directory(real(out), "base") as directory:
+        _save_plain(reference, adapter, directory, trust_remote_code)
+        yield directory, [note]
 
 
 def base_directory(reference: str) -> Path:
@@ -76,10 +70,9 @@ def _located(reference: str) -> Path:
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
-    """Refuse an output that is, lies in or holds the base directory."""
-    target, source = out.resolve(), base.resolve()
-    if target == source or source in target.parents or target in source.parents:
-        raise PeftlabError(f"{out} is, lies in or holds the base directory {base}; choose another place")
+    """Refuse an output that is, is inside or contains the base directory."""
+    if contains(base, out) or contains(out, base):
+        raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
 
 
 def _quantisation(config: Any) -> str:

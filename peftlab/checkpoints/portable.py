@@ -14,8 +14,9 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from peftlab.checkpoints.formats import PREFIX
 from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, staged_directory, write_json
+from peftlab.files import read_json, write_json
 from peftlab.methods.lora import LoraConfig
+from peftlab.outputs import staged_directory
 
 Consumer = Literal["vllm", "llamacpp", "lorax"]
 
@@ -74,7 +75,7 @@ def export_adapter(source: str | Path, out: str | Path, for_: Consumer) -> str:
         "bias": "none",
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
-    with staged_directory(out) as staging:
+    with staged_directory(out, "adapter") as staging:
         write_tensors(staging / WEIGHTS_FILE, tensors, {})
         write_json(staging / CONFIG_FILE, json.loads(json.dumps(raw)))
     return _NOTES[for_].format(rank=rank)

@@ -8,7 +8,8 @@ from pathlib import Path
 from peftlab.checkpoints.mergebase import base_directory, refuse_overlap
 from peftlab.checkpoints.shards import Shard, open_shards
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, staged_directory
+from peftlab.files import read_json
+from peftlab.outputs import MARK, staged_directory
 
 
 def unmerge_checkpoint(
@@ -32,8 +33,9 @@ def unmerge_checkpoint(
     for place in (merged, directory):
         refuse_overlap(out, place)
     _same_base(merged, directory, {row["name"] for row in report["tensors"]} | set(report["dropped"]))
-    with staged_directory(out, overwrite=overwrite) as staging:
-        shutil.copytree(directory, staging, dirs_exist_ok=True)
+    inputs = {"the merged model": merged, "the base model": directory}
+    with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
+        shutil.copytree(directory, staging, dirs_exist_ok=True, ignore=lambda place, names: {MARK} & set(names))
     return out
 
 

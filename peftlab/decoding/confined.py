@@ -15,12 +15,14 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import Engine, Output, build_engine
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_json
+from peftlab.outputs import record
 
 FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
 
 
 def write_tokens(directory: str | Path, tokens: Tensor) -> None:
     """Note in a draft's directory which tokens it is confined to, [V_d]."""
+    record(Path(directory), FILE)
     write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
 
 

@@ -26,9 +26,10 @@ from peftlab.decoding.medusa import read_medusa
 from peftlab.drafting.preflight import check_tokenizers
 from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, staged_directory, write_json
+from peftlab.files import read_json, write_json
 from peftlab.methods.medusa import MedusaConfig
 from peftlab.methods.medusa_heads import MedusaHeads
+from peftlab.outputs import MARK, staged_directory
 
 Consumer = Literal["transformers", "vllm", "vllm-medusa", "speculators"]
 CONSUMERS: tuple[str, ...] = ("transformers", "vllm", "vllm-medusa", "speculators")
@@ -64,9 +65,10 @@ def export_draft(
             f"--for {consumer}: the draft's vocab_size is {sizes[1]}, the target's {sizes[0]}; it would not be loaded. "
             f"model.resize_token_embeddings({sizes[0]}) before training makes them equal"
         )
-    with staged_directory(out, overwrite=overwrite) as staging:
+    inputs: dict[str, str | Path | None] = {"the draft": source, "the target": target}
+    with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         for file in plain.iterdir():
-            if file.is_file() and file.name not in ("merge.json",):
+            if file.is_file() and file.name not in ("merge.json", MARK):
                 shutil.copyfile(file, staging / file.name)
         if consumer == "speculators":
             described = read_json(staging / "config.json") | _speculator(goal, target, gamma)
@@ -109,7 +111,7 @@ def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, o
         "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
         "original_lm_head": _count(tensors, "lm_heads") < count,
     }
-    with staged_directory(out, overwrite=overwrite) as staging:
+    with staged_directory(out, "model", overwrite=overwrite) as staging:
         write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
         write_json(staging / "config.json", config)
         read_medusa(staging)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
+from peftlab.outputs import is_locked, remove
+from peftlab.pipelines.directory import RUN, recipe_inputs
 from peftlab.recipe.cells import Cell
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
@@ -40,7 +44,9 @@ class Stopped(PeftlabError):
     """The table was asked to stop by a signal; the running cells have written their checkpoints."""
 
     def __init__(self, number: int, table: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; go on with `peftlab resume {table}`")
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; go on with `peftlab resume {shlex.quote(str(table))}`"
+        )
         self.status = 128 + number
 
 
@@ -50,7 +56,8 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
     A cell must be run anew when it was run by another recipe or starts from such a cell; its directory is removed.
 
     Raises:
-        PeftlabError: without ``overwrite``, there are such cells; they are named with what differs.
+        PeftlabError: without ``overwrite``, there are such cells; they are named with what differs. With it, one
+            of them contains something that we did not write.
     """
     changed = {cell.directory: reason for cell in cells if (reason := _difference(cell))}
     if changed and not overwrite:
@@ -59,8 +66,9 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
         advice = "pass --overwrite to run the changed cells anew, or choose another output_dir"
         raise PeftlabError("\n".join(lines[:5]) + f"{more}\n{advice}")
     anew = {*changed, *(cell.directory for cell in cells if Path(cell.recipe.init_from or "") in changed)}
-    for directory in anew:
-        shutil.rmtree(directory, ignore_errors=True)
+    for cell in cells:
+        if cell.directory in anew:
+            remove(cell.directory, RUN.kind, recipe_inputs(cell.recipe))
     return [cell for cell in cells if not (cell.directory / RESULTS).exists()]
 
 
@@ -85,6 +93,13 @@ def _settings(recipe: Any) -> dict[str, Any]:
     if values.get("init_from"):
         values["init_from"] = Path(values["init_from"]).name
     return values
+
+
+def let_end(cells: Sequence[Cell], seconds: float = 60.0) -> None:
+    """Wait for cells of a table that was killed: they notice within a step, write a checkpoint and end."""
+    until = time.monotonic() + seconds
+    while any(is_locked(cell.directory) for cell in cells) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def gpu_slots() -> list[str]:

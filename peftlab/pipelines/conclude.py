@@ -11,11 +11,19 @@ from peftlab.reporting.console import print_results
 from peftlab.reporting.html import write_report
 
 
-def conclude(run_dir: Path, results: dict[str, Any]) -> None:
-    """Write ``results.json`` and ``report.html`` (or say why there is none), and print the results."""
+def write_results(run_dir: Path, results: dict[str, Any]) -> None:
+    """Write ``results.json`` and ``report.html``, or say why there is no report.
+
+    Called before whatever is only measured, so that a measurement that fails costs nothing else.
+    """
     write_json(run_dir / "results.json", results)
     try:
         write_report(run_dir)
     except PeftlabError as error:
         print(f"no report.html: {error}")
+
+
+def conclude(run_dir: Path, results: dict[str, Any]) -> None:
+    """Write the results, as ``write_results`` does, and print them."""
+    write_results(run_dir, results)
     print_results(results, run_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,9 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.medusa import MedusaConfig
-from peftlab.pipelines.conclude import conclude
+from peftlab.outputs import Claim, staged_directory
+from peftlab.pipelines.conclude import conclude, write_results
+from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.draftparts import (
     Models,
     Sets,
@@ -60,14 +61,14 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
     """Run ``recipe`` and return what ``results.json`` holds.
 
     Raises:
-        PeftlabError: anything the user can mend; the run directory is only made once target, draft and data fit.
+        PeftlabError: anything the user can mend; the run directory changes only once target, draft and data fit.
     """
-    run_dir, settings = Path(recipe.output_dir), recipe.train
-    if run_dir.exists() and not (overwrite or resume):
-        raise PeftlabError(
-            f"output_dir: {run_dir} exists already; choose another, go on with `peftlab resume {run_dir}`, "
-            "or pass --overwrite to lose it"
-        )
+    with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
+        return _run(recipe, directory, resume)
+
+
+def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
+    run_dir, settings = directory.path, recipe.train
     folds = METHODS[recipe.method.name].folds
     if recipe.merge and not folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
@@ -86,7 +87,7 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
     sets = make_sets(recipe, text, models, cache, accelerator.main_process_first())
     if accelerator.is_main_process:
-        _start(recipe, run_dir, models, text.tokenizer, sets, accelerator, overwrite)
+        _start(recipe, directory, models, text.tokenizer, sets, accelerator)
     accelerator.wait_for_everyone()
     clock = _Clock(recipe, models, sets)
     before_speed = clock.measure() if recipe.method.name != "medusa" else {}
@@ -115,23 +116,17 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
 
 
 def _start(
-    recipe: DraftRecipe,
-    run_dir: Path,
-    models: Models,
-    tokenizer: Any,
-    sets: Sets,
-    accelerator: Accelerator,
-    overwrite: bool,
+    recipe: DraftRecipe, directory: Claim, models: Models, tokenizer: Any, sets: Sets, accelerator: Accelerator
 ) -> None:
     """Make the run directory; a draft cut from the target becomes a plain model in it, the adapter's base."""
-    if overwrite and run_dir.exists():
-        shutil.rmtree(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    directory.begin()
+    run_dir = directory.path
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
     write_json(run_dir / "provenance.json", provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes))
     if models.base == str(run_dir / "base") and not (run_dir / "base" / "config.json").exists():
-        models.student.save_pretrained(run_dir / "base")
-        tokenizer.save_pretrained(run_dir / "base")
+        with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
+            models.student.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
 
 
 def _work(recipe: DraftRecipe, models: Models, sets: Sets) -> Work:
@@ -201,25 +196,31 @@ def _write_out(
     clock: _Clock,
     before_speed: dict[str, Any],
 ) -> None:
-    """Save the adapter, merge it, measure what is on disk, and write the results."""
+    """Write adapter, merged model or heads, and results; then measure what is on disk, and write that as well."""
     assert work.score is not None
-    save_adapter(models.student, run_dir / "adapter", base=models.base)
-    merged: Any = None
-    if METHODS[recipe.method.name].folds and recipe.merge is not False:
-        batches = _samples(sets)
+    with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
+        save_adapter(models.student, staging, base=models.base)
+    folded = METHODS[recipe.method.name].folds and recipe.merge is not False
+    if folded:
         text = dump_recipe(recipe)
         merge_checkpoint(run_dir / "adapter", models.base, run_dir / "merged", recipe=text, overwrite=True)
-        results["merge"] = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", batches)
-        merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
-        merged.to(models.target.device)
-        if not recipe.early_exit:
-            results["merged_metrics"] = work.score(merged)
-    tokens = _vocabulary(recipe, models, sets, results)
-    if tokens is not None and merged is not None:
+    tokens = _vocabulary(recipe, models, sets)
+    if tokens is not None and folded:
         write_tokens(run_dir / "merged", tokens)
     if recipe.method.name == "medusa":
         write_medusa(models.student, run_dir / "heads", tokens=tokens, overwrite=True)
         _merge_trunk(recipe, models, run_dir)
+    write_results(run_dir, results)
+    merged: Any = None
+    if folded:
+        results["merge"] = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", _samples(sets))
+        merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
+        merged.to(models.target.device)
+        if not recipe.early_exit:
+            results["merged_metrics"] = work.score(merged)
+    if tokens is not None:
+        held = next(iter(sets.held_out.values()))
+        results["vocabulary"] = {"tokens": len(tokens), "ceiling": ceiling(models.target, held, tokens)}
     if recipe.acceptance_head:
         draft, unseen = merged or models.student, next(iter(sets.held_out.values()))
         greedy = recipe.data.temperature == 0
@@ -232,15 +233,12 @@ def _write_out(
     print(_verdict(before_speed, after_speed))
 
 
-def _vocabulary(recipe: DraftRecipe, models: Models, sets: Sets, results: dict[str, Any]) -> torch.Tensor | None:
-    """Return the reduced vocabulary of draft or heads, and note how much of the target's probability it holds."""
+def _vocabulary(recipe: DraftRecipe, models: Models, sets: Sets) -> torch.Tensor | None:
+    """Return the reduced vocabulary of draft or heads, or None."""
     if recipe.vocabulary is None:
         return None
     texts = (row["input_ids"][row["prompt"] :] for row in sets.train)
-    tokens = frequent_tokens(texts, recipe.vocabulary, len(head_weight(models.target)))
-    held = next(iter(sets.held_out.values()))
-    results["vocabulary"] = {"tokens": len(tokens), "ceiling": ceiling(models.target, held, tokens)}
-    return tokens
+    return frequent_tokens(texts, recipe.vocabulary, len(head_weight(models.target)))
 
 
 def _merge_trunk(recipe: DraftRecipe, models: Models, run_dir: Path) -> None:

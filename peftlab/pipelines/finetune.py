@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,9 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.targets import inside, task_head
-from peftlab.pipelines.conclude import conclude
+from peftlab.outputs import Claim, staged_directory
+from peftlab.pipelines.conclude import conclude, write_results
+from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.initial import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
@@ -60,14 +61,14 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
     """Run ``recipe`` and return what ``results.json`` holds.
 
     Raises:
-        PeftlabError: anything the user can mend; the run directory is only made once model and data fit.
+        PeftlabError: anything the user can mend; the run directory changes only once model and data fit.
     """
-    run_dir = Path(recipe.output_dir)
-    if run_dir.exists() and not (overwrite or resume):
-        raise PeftlabError(
-            f"output_dir: {run_dir} exists already; choose another, go on with `peftlab resume {run_dir}`, "
-            "or pass --overwrite to lose it"
-        )
+    with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
+        return _run(recipe, directory, resume)
+
+
+def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
+    run_dir = directory.path
     check_trackers(list(recipe.train.trackers))
     if recipe.merge and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
@@ -87,9 +88,7 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
     work = make_work(recipe, task)
 
     if accelerator.is_main_process:
-        if overwrite and run_dir.exists():
-            shutil.rmtree(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
         origin = provenance(settings.seed, task.data.fingerprint, accelerator.num_processes)
         write_json(run_dir / "provenance.json", origin)
@@ -104,7 +103,6 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
 
     results = _results(recipe, task, progress, trainable, total, accelerator)
     if accelerator.is_main_process:
-        save_adapter(work.model, run_dir / "adapter", base=recipe.model)
         _write_out(recipe, task, work, run_dir, results)
     accelerator.wait_for_everyone()
     return results
@@ -241,7 +239,7 @@ def _results(
 
 
 def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Path, results: dict[str, Any]) -> None:
-    """Merge if the method can, then write results, cards and report."""
+    """Write adapter, merged model if the method has one, results and report; then compare merged and unmerged."""
     card = {
         "name": run_dir.name,
         "base_model": recipe.model,
@@ -251,11 +249,14 @@ def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Pa
         "labels": list(task.data.task.labels),
         "split": next(iter(work.evaluation)),
     }
-    task.tokenizer.save_pretrained(run_dir / "adapter")
-    write_text(run_dir / "adapter" / "README.md", adapter_card(card))
+    with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
+        save_adapter(work.model, staging, base=recipe.model)
+        task.tokenizer.save_pretrained(staging)
+        write_text(staging / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
     if folds and recipe.merge is not False:
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True)
+        write_results(run_dir, results)
         results["merge"] = verify_merge(
             run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(work, VERIFY_EXAMPLES)
         )

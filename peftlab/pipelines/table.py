@@ -9,9 +9,11 @@ from typing import Any
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_text
-from peftlab.pipelines.cells import RESULTS, gpu_slots, missing_cells, run_cells
+from peftlab.outputs import Claim, claimed, read_mark
+from peftlab.pipelines.cells import RESULTS, gpu_slots, let_end, missing_cells, run_cells
+from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.recipe.cells import Cell, table_cells
-from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.reporting.facts import duration
 from peftlab.reporting.table import Table, print_table, summarise, table_csv, table_latex
@@ -48,9 +50,18 @@ def run_table(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise PeftlabError("a table starts its own processes, one for each GPU: run it without accelerate launch")
     directory = Path(recipe.output_dir)
-    _refuse_another(directory)
+    mark = read_mark(directory)
+    begun = mark is not None and mark.kind == TABLE.kind
+    with claimed(directory, TABLE, resume=begun, inputs=recipe_inputs(recipe)) as claim:
+        return _run(recipe, claim, overwrite, slots)
+
+
+def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str] | None) -> dict[str, Any]:
+    directory = claim.path
     cells = table_cells(recipe)
+    let_end(cells)
     missing = missing_cells(cells, overwrite=overwrite)
+    claim.begin()
     write_text(directory / "recipe.yaml", dump_recipe(recipe))
     slots = gpu_slots() if slots is None else slots
     print(f"{len(cells)} cells, {len(cells) - len(missing)} with results; {len(slots)} at a time", flush=True)
@@ -75,15 +86,6 @@ def run_table(
         counts = f"{len(lines)} of {len(cells)} cells failed; running the table again tries them again"
         raise CellsFailed("\n".join([counts, *lines]))
     return {"cells": len(cells), "table": table}
-
-
-def _refuse_another(directory: Path) -> None:
-    if (directory / "recipe.yaml").exists():
-        kind = load_recipe(directory / "recipe.yaml").kind
-        if kind != "table":
-            raise PeftlabError(f"output_dir: {directory} holds a run of kind {kind}; choose another")
-    elif directory.exists() and any(directory.iterdir()):
-        raise PeftlabError(f"output_dir: {directory} holds something else already; choose another")
 
 
 def _outcome(cell: Cell) -> str:

@@ -10,6 +10,8 @@ from peftlab.checkpoints.base import load_tokenizer
 from peftlab.drafting.prompts import Request, read_requests
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
+from peftlab.outputs import claimed
+from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
@@ -42,7 +44,13 @@ def run_update(
         raise PeftlabError(f"{run}: a run of kind {first.kind}; only drafts are updated")
     if first.method.name == "medusa" or first.early_exit:
         raise PeftlabError(f"{run}: heads and exits live in the target; train them anew with data.replay={logs}")
-    done = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
+    with claimed(run, RUN, resume=True):
+        return _update(run, first, logs, size, overrides)
+
+
+def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+    places = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
+    done = [place for place in places if (place / "recipe.yaml").exists()]  # not: killed before it began
     newest = done[-1] if done else run
     if not (newest / "merged" / "config.json").exists():
         raise PeftlabError(f"{newest}: holds no merged draft to go on from; was it run to its end, with a fold?")
@@ -53,18 +61,14 @@ def run_update(
     place = run / "updates" / f"{len(done) + 1:04d}"
     staged = run / "updates" / f"replay-{len(done) + 1:04d}.jsonl"
     write_text(staged, _lines(buffer))
-    recipe = load_recipe(
-        run / "recipe.yaml",
-        [
-            f"draft={json.dumps(str(newest / 'merged'))}",
-            f"data.replay={json.dumps(str(staged))}",
-            f"data.cache={json.dumps(first.data.cache or str(run.parent / 'draft-data'))}",
-            *overrides,
-            f"output_dir={json.dumps(str(place))}",
-        ],
-    )
-    assert isinstance(recipe, DraftRecipe)
-    return run_draft(recipe)
+    wanted = load_recipe(run / "recipe.yaml", overrides)
+    if not isinstance(wanted, DraftRecipe):
+        raise PeftlabError(f"an update is one run of kind draft, and the overrides make it a {wanted.kind}")
+    # Set as values: a path in an override would be read as YAML.
+    cache = wanted.data.cache or str(run.parent / "draft-data")
+    data = wanted.data.model_copy(update={"replay": str(staged), "cache": cache})
+    changes = {"draft": str(newest / "merged"), "data": data, "output_dir": str(place)}
+    return run_draft(wanted.model_copy(update=changes))
 
 
 def _lines(requests: list[Request]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,9 +25,8 @@ class Interrupted(PeftlabError):
     """
 
     def __init__(self, number: int, step: int, run_dir: Path) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}; go on with `peftlab resume {run_dir}`"
-        )
+        command = f"peftlab resume {shlex.quote(str(run_dir))}"
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; go on with `{command}`")
         self.status = 128 + number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -120,7 +121,10 @@ def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module,
             accelerator.scaler.load_state_dict(state["scaler"])
         _set_rng_state(state["rng"][accelerator.process_index])
         return Progress(**state["progress"])
-    raise PeftlabError("\n".join([f"{directory}: no checkpoint to resume from", *complaints]))
+    run = directory.parent
+    anew = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts anew"
+    how = "none of its checkpoints can be read" if complaints else "it was stopped before its first checkpoint"
+    raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {anew}", *complaints]))
 
 
 def _clean(directory: Path, newest: Path) -> None:

@@ -124,12 +124,13 @@ def _refused(adapter: Path, base: Path, out: Path, words: str) -> None:
 def test_outputs_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = parts
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
     _refused(adapter, base, tmp_path / "there", "exists already")
     for out in (base, base / "inside", tmp_path):
-        with pytest.raises(PeftlabError, match="is, lies in or holds the base"):
+        with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
             merge_checkpoint(adapter, base, out, overwrite=True)
     (tmp_path / "link").symlink_to(base)
-    with pytest.raises(PeftlabError, match="is, lies in or holds the base"):
+    with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
         merge_checkpoint(adapter, base, tmp_path / "link" / "x")
     assert weight_files(base)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ class TestUpdate:
         log = tmp_path / "log.jsonl"
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
         few = ("train.max_steps=4", "train.eval_every=4")
+        run = shutil.copytree(run, tmp_path / "a #1 \U0001f600")  # a path is no YAML
         first = run_update(run, log, overrides=few)
         assert set(first["metrics"]) == {"requests", "prompts"}
         start = results_of(run)["merged_metrics"]["prompts"]["acceptance"]

@@ -17,8 +17,10 @@ import pytest
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json
+from peftlab.outputs import claimed, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.cells import Stopped
+from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.table import CellsFailed, run_table
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
@@ -87,6 +89,11 @@ def test_a_changed_cell_is_refused_and_run_anew_on_request(values: dict[str, Any
     with pytest.raises(PeftlabError, match=r"mrpc-lora-seed0 was run by another recipe: train.lr 0.05, now 0.01\n"):
         run_table(changed)
     assert finished(values) == before
+    notes = cells / "mrpc-lora-seed0" / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(PeftlabError, match=r"mrpc-lora-seed0 contains notes\.txt, which peftlab did not write"):
+        run_table(changed, overwrite=True)
+    notes.unlink()
     run_table(changed, overwrite=True)
     after = finished(values)
     assert all(after[name] > before[name] for name in before), "what starts from a changed cell is run anew too"
@@ -166,12 +173,22 @@ def test_directories_of_others_are_left_alone(values: dict[str, Any]) -> None:
     directory = Path(values["output_dir"])
     directory.mkdir()
     (directory / "thesis.tex").write_text("")
-    with pytest.raises(PeftlabError, match="holds something else already"):
+    with pytest.raises(PeftlabError, match=r"was not written by peftlab \(it has no peftlab.json\)"):
         run_table(table(values))
-    (directory / "recipe.yaml").write_text(f"model: m\ntask: glue/cola\noutput_dir: {directory}\n")
-    with pytest.raises(PeftlabError, match="holds a run of kind finetune"):
+    write_mark(directory, RUN)
+    with pytest.raises(PeftlabError, match="is a run, not a table"):
         run_table(table(values), overwrite=True)
     assert (directory / "thesis.tex").exists()
+
+
+def test_a_second_process_is_refused(values: dict[str, Any]) -> None:
+    directory = Path(values["output_dir"])
+    with claimed(directory, TABLE) as claim:
+        claim.begin()
+        for options in ({}, {"overwrite": True}, {"resume": True}):
+            with pytest.raises(PeftlabError, match="table: another process is writing it"):
+                run_table(table(values), **options)  # type: ignore[arg-type]
+    assert [path.name for path in directory.iterdir()] == ["peftlab.json"]
 
 
 def test_many_processes_are_refused(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,10 @@ def test_nothing_to_resume_from(parts, tmp_path):
         load_checkpoint(tmp_path, *parts)
     save(tmp_path, parts, 1)
     (tmp_path / "step-00000001.pt").write_bytes(b"")
-    with pytest.raises(PeftlabError, match=r"no checkpoint to resume from\n.*step-00000001.pt: damaged"):
+    with pytest.raises(
+        PeftlabError,
+        match=r"no checkpoint to resume from \(none of its .*--overwrite` starts anew\n.*step-00000001.pt: damaged",
+    ):
         load_checkpoint(tmp_path, *parts)
 
 

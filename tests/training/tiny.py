@@ -145,6 +145,8 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:
     """Train in this process; return the progress and the work. ``change`` is called with the work before."""
+    from peftlab.outputs import write_mark
+    from peftlab.pipelines.directory import RUN
     from peftlab.pipelines.finetune import make_accelerator
     from peftlab.training.loop import train
 
@@ -152,4 +154,5 @@ def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: 
     if change is not None:
         change(work)
     directory.mkdir(exist_ok=True)
+    write_mark(directory, RUN)
     return train(work, settings, make_accelerator(settings, directory), directory, **options), work

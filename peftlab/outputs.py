@@ -1,0 +1,421 @@
+"""Output directories: whose they are, who may write or replace them, and how they appear complete or not at all.
+
+A directory that peftlab makes contains ``peftlab.json``: its kind, and the files in it that are ours. Only such a
+directory is ever replaced, only by one of the same kind, and only if it contains nothing else and none of the inputs.
+One process at a time works on a directory, held to it by a lock of the system's that ends with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError
+from peftlab.files import STAGING_PREFIX, fsync_path, read_json, write_json
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+MARK = "peftlab.json"
+LOCK = f"{STAGING_PREFIX}lock"
+
+Inputs = Mapping[str, "str | Path | None"]
+"""What an output must not destroy: paths by the words that name them in a message ("the model"). A value that is no
+path, such as a hub id, is passed over."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What ``peftlab.json`` says.
+
+    Attributes:
+        kind: "run", "table", "model" or "adapter".
+        files: patterns of our files, relative to the directory; ``*`` matches any characters. A directory inside
+            that has a mark of its own answers for itself.
+    """
+
+    kind: str
+    files: Sequence[str]
+
+
+def read_mark(directory: Path) -> Mark | None:
+    """Return the mark of a directory; None if it has none that can be read."""
+    try:
+        value = read_json(directory / MARK)
+    except (PeftlabError, OSError):
+        return None
+    kind, files = (value.get("kind"), value.get("files")) if isinstance(value, dict) else (None, None)
+    if not isinstance(kind, str) or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        return None
+    return Mark(kind, files)
+
+
+def write_mark(directory: Path, mark: Mark) -> None:
+    """Write a directory's ``peftlab.json``."""
+    write_json(directory / MARK, {"written_by": "peftlab", "kind": mark.kind, "files": list(mark.files)})
+
+
+@contextmanager
+def locked(file: Path, path: str | Path) -> Iterator[None]:
+    """Hold the lock on ``file``, which exists as long as it is held; ``path`` is what it stands for in messages.
+
+    Missing directories above ``file`` are made, and removed again if nothing was put into them. A process that dies
+    in any way gives the lock back. Where the system has no such locks, that is said and nothing is locked.
+
+    Raises:
+        PeftlabError: another process holds it, or the file cannot be made.
+    """
+    made = [directory for directory in file.parents if not directory.exists()]
+    try:
+        descriptor = _open_locked(file, path)
+    except OSError as error:
+        raise PeftlabError(f"{path}: cannot be written ({error.strerror or error})") from None
+    try:
+        yield
+    finally:
+        if _same(file, descriptor):
+            file.unlink()  # before the lock is given back: afterwards it may be another process's
+        os.close(descriptor)
+        for directory in made:
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def _open_locked(file: Path, path: str | Path) -> int:
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its last owner removed the directory just now
+            continue
+        if not _lock(descriptor, path):
+            os.close(descriptor)
+            raise PeftlabError(
+                f"{path}: another process is writing it; wait for it to end, or choose another directory"
+            )
+        if _same(file, descriptor):
+            return descriptor
+        os.close(descriptor)  # its last owner removed the file between the two calls
+
+
+def _lock(descriptor: int, path: str | Path) -> bool:
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, "no fcntl")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        reason = error.strerror or str(error)
+        print(f"{path}: this system has no file locks ({reason}); let no second process write it", file=sys.stderr)
+    return True
+
+
+def _same(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def is_locked(directory: str | Path) -> bool:
+    """Say whether a process holds the run directory ``directory``; False where the system has no locks."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(real(directory) / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def real(path: str | Path) -> Path:
+    """Return ``path`` absolute and without links: it means the same whatever becomes of the current directory."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:  # a null character
+        raise PeftlabError(f"{str(path)!r}: not a path ({error})") from None
+
+
+def contains(outer: str | Path, inner: str | Path) -> bool:
+    """Say whether ``inner`` is ``outer`` or below it, by device and inode: links and bind mounts do not deceive it."""
+    above = {path for start in (Path(inner).absolute(), real(inner)) for path in (start, *start.parents)}
+    return os.path.exists(outer) and any(os.path.exists(path) and os.path.samefile(path, outer) for path in above)
+
+
+def refuse_loss(
+    path: str | Path, kind: str, *, overwrite: bool, inputs: Inputs | None = None, advice: str = ""
+) -> None:
+    """Refuse an output at ``path`` that would destroy something.
+
+    An absent or empty directory is free. Any other is replaced with ``overwrite`` alone, and only if it is a
+    directory of ours of the same kind, contains no file that we did not write, and neither is nor contains an input,
+    the current directory or the home directory.
+
+    Args:
+        kind: of the directory to write. advice: what to say where ``overwrite`` is missing.
+
+    Raises:
+        PeftlabError: what is in the way.
+    """
+    place = real(path)
+    try:
+        reason = _in_the_way(place, kind, _kept(inputs or {}), overwrite, advice) if os.path.lexists(place) else ""
+    except OSError as error:
+        reason = f"cannot be looked into: {error.filename}: {error.strerror}"
+    if reason:
+        raise PeftlabError(f"{path} {reason}")
+
+
+def _in_the_way(place: Path, kind: str, kept: list[tuple[str, Path]], overwrite: bool, advice: str) -> str:
+    """Return why an existing ``place`` must not be replaced, or an empty text."""
+    other = "choose another directory"
+    for name, each in kept:
+        if contains(place, each):
+            return f"is or contains {name} ({each}); {other}"
+    if not place.is_dir():
+        return f"exists already and is no directory; {other}"
+    if _free(place):
+        return ""
+    mark = read_mark(place)
+    if mark is None:
+        return f"exists already and was not written by peftlab (it has no {MARK}); remove it yourself, or {other}"
+    if mark.kind != kind:
+        return f"exists already and is a {mark.kind}, not a {kind}; {other}"
+    if not overwrite:
+        return f"exists already; {advice or f'{other} or pass --overwrite'}"
+    names = _identities(kept)
+    for found, ours in _below(place, place, mark.files):
+        state = found.lstat()
+        if (state.st_dev, state.st_ino) in names:
+            return f"contains {names[state.st_dev, state.st_ino]}; {other}"
+        if not ours:
+            return f"contains {found.relative_to(place)}, which peftlab did not write; move it, or {other}"
+    return ""
+
+
+def _kept(inputs: Inputs) -> list[tuple[str, Path]]:
+    """Return what no output may destroy, as far as it exists, with its name."""
+    found = []
+    with suppress(OSError):
+        found.append(("the current directory", Path.cwd()))
+    with suppress(OSError, RuntimeError):
+        found.append(("the home directory", Path.home()))
+    for name, value in inputs.items():
+        with suppress(OSError, RuntimeError, ValueError):
+            if value and (path := Path(value).expanduser()).exists():
+                found.append((name, path))
+    return found
+
+
+def _identities(kept: list[tuple[str, Path]]) -> dict[tuple[int, int], str]:
+    """Return the names by device and inode, of linked files too: the hub's cache keeps a model as links."""
+    names = {}
+    for name, path in kept:
+        links = [each for each in path.iterdir() if each.is_symlink() and each.is_file()] if path.is_dir() else []
+        for each in (path, *links):
+            with suppress(OSError):
+                state = each.stat()
+                names[state.st_dev, state.st_ino] = name
+    return names
+
+
+def _free(place: Path) -> bool:
+    """Say whether a directory is absent or holds nothing but what a process killed at its very start leaves."""
+    if not os.path.isdir(place):
+        return not os.path.lexists(place)
+    begun = (LOCK, f"{STAGING_PREFIX}*-{MARK}")
+    return all(any(fnmatchcase(path.name, name) for name in begun) for path in place.iterdir())
+
+
+def _below(directory: Path, top: Path, files: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """Yield what is below a directory of ours but half-written files, and whether the nearest mark says it is ours."""
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(STAGING_PREFIX):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield path, True
+            inner = read_mark(path)
+            yield from _below(path, path, inner.files) if inner else _below(path, top, files)
+        else:
+            name = path.relative_to(top).as_posix()
+            yield path, name == MARK or any(fnmatchcase(name, pattern) for pattern in files)
+
+
+@dataclass
+class Claim:
+    """A directory that files are written into one after another, held by this process.
+
+    Attributes:
+        path: the directory as the user named it.
+    """
+
+    path: Path
+    _mark: Mark
+    _inputs: Inputs
+    _overwrite: bool
+
+    def begin(self) -> None:
+        """Make the directory ours; with ``overwrite``, what an earlier run left in it is removed first."""
+        place = real(self.path)
+        if self._overwrite:
+            refuse_loss(self.path, self._mark.kind, overwrite=True, inputs=self._inputs)
+            for path in place.iterdir():
+                if path.name not in (LOCK, MARK):  # the mark goes last: killed in between, the rest is still ours
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in place.glob(f"{STAGING_PREFIX}*"):
+            if path.is_file() and not path.name.startswith(LOCK):
+                path.unlink()  # half a file of a process that was killed
+        write_mark(place, self._mark)
+
+
+@contextmanager
+def claimed(
+    path: str | Path,
+    mark: Mark,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    inputs: Inputs | None = None,
+    advice: str = "",
+) -> Iterator[Claim]:
+    """Hold a run's directory for the block; nothing in it changes before ``begin``.
+
+    Of several processes that work on one run together, the main one alone looks and holds.
+
+    Args:
+        mark: what the directory is to be. overwrite, inputs, advice: as in ``refuse_loss``.
+        resume: the directory is there already and goes on as it is.
+
+    Raises:
+        PeftlabError: another process holds it; it would be lost (``refuse_loss``); or, with ``resume``, it is not ours.
+    """
+    claim = Claim(Path(path), mark, inputs or {}, overwrite and not resume)
+    if not _main_process():
+        yield claim
+        return
+    place = real(path)
+    options: dict[str, Any] = {"overwrite": overwrite, "inputs": inputs, "advice": advice}
+    if resume:
+        there = read_mark(place)
+        if there is None:
+            raise PeftlabError(f"{path}: not a {mark.kind} of peftlab's (it has no {MARK}); there is nothing to resume")
+        if there.kind != mark.kind:
+            raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
+    elif not _free(place) and not is_locked(place):
+        refuse_loss(path, mark.kind, **options)
+    with locked(place / LOCK, path):
+        if not resume and not _free(place):  # another process may have written and ended since
+            refuse_loss(path, mark.kind, **options)
+        yield claim
+
+
+def _main_process() -> bool:
+    """Say whether this is the first of the processes that a launcher started, by the variables accelerate reads."""
+    names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") in ("0", "-1")
+
+
+def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
+    """Remove a directory of ours, if it is there, on the conditions of ``refuse_loss``."""
+    place = real(path)
+    if place.exists():
+        with locked(place / LOCK, path):
+            refuse_loss(path, kind, overwrite=True, inputs=inputs)
+            shutil.rmtree(place)
+
+
+@contextmanager
+def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
+    """Yield an empty directory beside ``place`` that is removed afterwards.
+
+    One process at a time has one for the same place and purpose; what others left that were killed is removed.
+    """
+    with locked(place.with_name(f"{LOCK}-{purpose}-{place.name}"), place):
+        if fcntl is not None:  # whoever made them held this lock
+            left = re.compile(rf"{re.escape(STAGING_PREFIX + purpose)}-[0-9a-f]{{8}}-{re.escape(place.name)}")
+            for path in place.parent.iterdir():
+                if left.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+        scratch = place.with_name(f"{STAGING_PREFIX}{purpose}-{secrets.token_hex(4)}-{place.name}")
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def staged_directory(
+    path: str | Path, kind: str, *, overwrite: bool = False, inputs: Inputs | None = None
+) -> Iterator[Path]:
+    """Yield an empty directory beside ``path`` that becomes ``path``, with a mark, by one rename on success.
+
+    Whatever happens before that, ``path`` is untouched: absent, or (with ``overwrite``) as it was.
+
+    Args:
+        kind, overwrite, inputs: as in ``refuse_loss``.
+
+    Raises:
+        PeftlabError: ``path`` would be lost, another process writes it, or what was written has been removed.
+    """
+    refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
+    place = real(path)
+    with scratch_directory(place, "out") as scratch:
+        staging = scratch / "new"
+        staging.mkdir()
+        descriptor = os.open(staging, os.O_RDONLY)  # as long as it is open no other directory gets its inode
+        try:
+            yield staging
+            if not _same(staging, descriptor):
+                raise PeftlabError(
+                    f"{path}: its staging directory {staging} was removed by someone; nothing was written"
+                )
+            files = sorted(file for file in staging.rglob("*") if file.is_file())
+            write_mark(staging, Mark(kind, [glob.escape(file.relative_to(staging).as_posix()) for file in files]))
+            for file in (*files, staging / MARK, staging):
+                fsync_path(file)
+        finally:
+            os.close(descriptor)
+        refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
+        _exchange(staging, place, scratch / "old")
+        fsync_path(place.parent)
+
+
+def _exchange(new: Path, place: Path, old: Path) -> None:
+    if place.exists():
+        os.replace(place, old)
+    try:
+        os.replace(new, place)
+    except BaseException:
+        if old.exists():
+            os.replace(old, place)
+        raise
+
+
+def record(directory: Path, name: str) -> None:
+    """Note in the mark of a directory of ours a file that is about to be added to it."""
+    mark = read_mark(directory)
+    if mark is not None and glob.escape(name) not in mark.files:
+        write_mark(directory, Mark(mark.kind, [*mark.files, glob.escape(name)]))
