@@ -50,10 +50,10 @@ def read_prompts(
     Raises:
         PeftlabError: no prompt at all, an empty one, a missing column, or messages without a chat template.
     """
-    where, values = _values(source, field)
-    if not values:
-        raise PeftlabError(f"{where}: holds no prompt")
-    return [encode_prompt(value, tokenizer, chat, f"{where}, prompt {i + 1}") for i, value in enumerate(values)]
+    prompts = _values(source, field)
+    if not prompts:
+        raise PeftlabError(f"{source if isinstance(source, str) else 'data.prompts'}: holds no prompt")
+    return [encode_prompt(value, tokenizer, chat, where) for where, value in prompts]
 
 
 def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
@@ -105,18 +105,18 @@ def encode_prompt(value: Any, tokenizer: PreTrainedTokenizerBase, chat: bool | N
     return chat_ids(tokenizer, messages, where)
 
 
-def _values(source: str | Sequence[str], field: str | None) -> tuple[str, list[Any]]:
+def _values(source: str | Sequence[str], field: str | None) -> list[tuple[str, Any]]:
+    """Return every prompt as it is written, and where: ``file:line``."""
     if not isinstance(source, str):
-        return "data.prompts", list(source)
+        return [(f"data.prompts, prompt {i}", text) for i, text in enumerate(source, start=1)]
     path = _file(source)
     if path.suffix == ".txt":
-        return str(path), [line for _, line in text_lines(path) if line.strip()]
+        return [(f"{path}:{n}", line) for n, line in text_lines(path) if line.strip()]
     table = read_table(path)
     if not len(table):
-        return str(path), []
-    if field is not None:
-        return str(path), table.column(field, "data.field")
-    return str(path), table.columns[_column(table.columns, _PROMPTS, path, "prompt")]
+        return []
+    name = field if field is not None else _column(table.columns, _PROMPTS, path, "prompt")
+    return [(table.where(row), value) for row, value in enumerate(table.column(name, "data.field"))]
 
 
 def _file(reference: str) -> Path:
