@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
+from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.content import is_unicode, parse_json, text_lines
 
 _ASKED = ("question", "instruction")
 _FIELDS = ("turns", "messages", *_ASKED, "prompt", "text")
@@ -23,12 +24,14 @@ class Prompt:
         category: the file's own, else "all".
         text: for the model as it is.
         messages: a conversation for the tokenizer's chat template; None where ``text`` is meant literally.
+        where: file and line, for error messages; empty: ``prompt ID``.
     """
 
     id: str
     category: str
     text: str
     messages: list[dict[str, str]] | None = None
+    where: str = ""
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -42,17 +45,11 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         PeftlabError: no such file, no prompt in it, or a line that is none; file and line are named.
     """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise PeftlabError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PeftlabError(f"{path}: cannot be read ({error})") from None
-    filled = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    filled = [(n, line) for n, line in text_lines(path) if line.strip()]
     if path.suffix == ".jsonl":
         prompts = [_parse(line, f"{path}:{n}", n) for n, line in filled]
     else:
-        prompts = [Prompt(str(n), "all", line) for n, line in filled]
+        prompts = [Prompt(str(n), "all", line, where=f"{path}:{n}") for n, line in filled]
     if not prompts:
         raise PeftlabError(f"{path}: no prompt in it")
     return prompts
@@ -60,8 +57,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def _parse(line: str, where: str, number: int) -> Prompt:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise PeftlabError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(value, dict) or not any(name in value for name in _FIELDS):
         raise PeftlabError(f"{where}: no prompt; an object needs one of {', '.join(_FIELDS)}")
@@ -70,14 +67,14 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     field = next(name for name in _FIELDS if name in value)
     content = value[field]
     if field in ("prompt", "text") and isinstance(content, str):
-        return Prompt(identity, category, content)
+        return Prompt(identity, category, content, where=where)
     if field in _ASKED and isinstance(content, str):
-        return Prompt(identity, category, content, [{"role": "user", "content": content}])
+        return Prompt(identity, category, content, [{"role": "user", "content": content}], where)
     if field == "turns" and isinstance(content, list) and content and isinstance(content[0], str):
-        return Prompt(identity, category, content[0], [{"role": "user", "content": content[0]}])
+        return Prompt(identity, category, content[0], [{"role": "user", "content": content[0]}], where)
     if field == "messages" and isinstance(content, list) and content and all(map(_is_message, content)):
         text = "\n".join(message["content"] for message in content)
-        return Prompt(identity, category, text, content)
+        return Prompt(identity, category, text, content, where)
     raise PeftlabError(f"{where}: {field} is not what it should be; see the documentation of prompt files")
 
 
@@ -89,15 +86,17 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Return the prompt's token ids; an empty text is the BOS token.
 
     Raises:
-        PeftlabError: an empty prompt and no BOS token to begin with.
+        PeftlabError: an empty prompt and no BOS token to begin with, or a conversation that the template refuses.
     """
+    where = prompt.where or f"prompt {prompt.id}"
     if prompt.messages is not None and getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return chat_ids(tokenizer, prompt.messages, where)
+    if not is_unicode(prompt.text):
+        raise PeftlabError(f"{where}: not valid Unicode (half a surrogate pair)")
     ids = list(tokenizer(prompt.text).input_ids)
     if not ids:
         if tokenizer.bos_token_id is None:
-            raise PeftlabError(f"prompt {prompt.id}: empty, and the tokenizer has no BOS token to begin with")
+            raise PeftlabError(f"{where}: empty, and the tokenizer has no BOS token to begin with")
         ids = [tokenizer.bos_token_id]
     return ids
 

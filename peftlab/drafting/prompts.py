@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
+from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.content import is_unicode, text_lines
+from peftlab.tasks.faults import listed, quoted
 from peftlab.tasks.readers import read_table
 
 _PROMPTS = ("prompt", "text", "question", "instruction", "messages", "prompt_ids")
@@ -47,10 +50,10 @@ def read_prompts(
     Raises:
         PeftlabError: no prompt at all, an empty one, a missing column, or messages without a chat template.
     """
-    where, values = _values(source, field)
-    if not values:
-        raise PeftlabError(f"{where}: holds no prompt")
-    return [encode_prompt(value, tokenizer, chat, f"{where}, prompt {i + 1}") for i, value in enumerate(values)]
+    prompts = _values(source, field)
+    if not prompts:
+        raise PeftlabError(f"{source if isinstance(source, str) else 'data.prompts'}: holds no prompt")
+    return [encode_prompt(value, tokenizer, chat, where) for where, value in prompts]
 
 
 def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
@@ -72,7 +75,7 @@ def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat:
     for row, (prompt, response, reason) in enumerate(zip(prompts, table.columns[name], reasons, strict=True)):
         ids = _ids(response)
         if ids is None:
-            ids = tokenizer(str(response), add_special_tokens=False)["input_ids"]
+            ids = tokenizer(_text(response, table.where(row)), add_special_tokens=False)["input_ids"]
             if reason != "length" and tokenizer.eos_token_id is not None:
                 ids = [*ids, tokenizer.eos_token_id]
         if not ids:
@@ -87,35 +90,33 @@ def encode_prompt(value: Any, tokenizer: PreTrainedTokenizerBase, chat: bool | N
     if ids is not None:
         return ids
     messages = value if isinstance(value, list) else None
-    if messages is None and not str(value).strip():
+    if messages is None and not _text(value, where).strip():
         raise PeftlabError(f"{where}: empty")
     template = getattr(tokenizer, "chat_template", None)
     if messages is None and (chat if chat is not None else bool(template)):
-        messages = [{"role": "user", "content": str(value)}]
+        messages = [{"role": "user", "content": value}]
     if messages is None:
-        return list(tokenizer(str(value))["input_ids"])
+        return list(tokenizer(value)["input_ids"])
     if not template:
         raise PeftlabError(
             f"{where}: chat messages, but the target's tokenizer has no chat template; give plain texts, or a "
             "tokenizer with a chat_template"
         )
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template holds the special tokens
+    return chat_ids(tokenizer, messages, where)
 
 
-def _values(source: str | Sequence[str], field: str | None) -> tuple[str, list[Any]]:
+def _values(source: str | Sequence[str], field: str | None) -> list[tuple[str, Any]]:
+    """Return every prompt as it is written, and where: ``file:line``."""
     if not isinstance(source, str):
-        return "data.prompts", list(source)
+        return [(f"data.prompts, prompt {i}", text) for i, text in enumerate(source, start=1)]
     path = _file(source)
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return str(path), [line for line in lines if line.strip()]
+        return [(f"{path}:{n}", line) for n, line in text_lines(path) if line.strip()]
     table = read_table(path)
     if not len(table):
-        return str(path), []
-    if field is not None:
-        return str(path), table.column(field, "data.field")
-    return str(path), table.columns[_column(table.columns, _PROMPTS, path, "prompt")]
+        return []
+    name = field if field is not None else _column(table.columns, _PROMPTS, path, "prompt")
+    return [(table.where(row), value) for row, value in enumerate(table.column(name, "data.field"))]
 
 
 def _file(reference: str) -> Path:
@@ -125,11 +126,17 @@ def _file(reference: str) -> Path:
     return path
 
 
-def _column(columns: dict[str, Any], names: Sequence[str], path: str | Path, what: str) -> str:
+def _column(columns: Mapping[str, Any], names: Sequence[str], path: str | Path, what: str) -> str:
     found = next((name for name in names if name in columns), None)
     if found is None:
-        raise PeftlabError(f"{path}: no {what} column ({', '.join(names)}); columns: {', '.join(columns)}")
+        raise PeftlabError(f"{path}: no {what} column ({', '.join(names)}); columns: {listed(columns, 50)}")
     return found
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not is_unicode(value):
+        raise PeftlabError(f"{where}: not a text, chat messages or token ids, but {quoted(value)}")
+    return value
 
 
 def _ids(value: Any) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Scoring what lies on disk: a run, an adapter or a merged directory, on its recipe's task."""
+"""Scoring what is on disk: a run, an adapter or a merged directory, on its recipe's task."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter
+from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
+from peftlab.checkpoints.base import load_config
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.finetune import load_task, make_work
+from peftlab.pipelines.finetune import LoadedTask, load_task, make_work
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.table import find_task
 from peftlab.training.evaluate import evaluate
 
 
@@ -21,13 +23,16 @@ def run_evaluate(
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by evaluation split of the model in ``directory``.
 
+    The class names and their order are the trained model's, not those of the file that is scored.
+
     Args:
         directory: a run (its adapter is scored), an adapter, or a merged or any other plain model directory.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in the directory or above it.
-        overrides: as for ``peftlab run``: other data, another batch size.
+        overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
 
     Raises:
-        PeftlabError: no recipe is found, or ``directory`` holds no model.
+        PeftlabError: no recipe is found, ``directory`` holds no model or one whose head is not trained, or the
+            data's labels are not the model's classes.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -35,18 +40,59 @@ def run_evaluate(
     recipe = load_recipe(recipe_name or _recipe_near(directory), overrides)
     if not isinstance(recipe, FinetuneRecipe):
         raise PeftlabError(f"{recipe_name}: a recipe of kind {recipe.kind} has no task to score")
-    adapter = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)
-    if adapter is None and not (directory / "config.json").exists():
+    place = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)
+    if place is None and not (directory / "config.json").exists():
         raise PeftlabError(f"{directory}: neither a run, an adapter nor a model directory")
-    if adapter is None:
-        recipe = recipe.model_copy(update={"model": str(directory), "revision": None})
-    task = load_task(recipe)
-    if adapter is not None:
-        load_adapter(task.model, adapter)
+    if place is None:
+        task = _load_whole(recipe.model_copy(update={"model": str(directory), "revision": None}))
+    else:
+        task = _load_adapted(recipe, place)
     work = make_work(recipe, task, splits_only=True)
     accelerator = Accelerator()
     model: Any = accelerator.prepare(task.model)
     return evaluate(model, work, accelerator, recipe.train.eval_batch_size)
+
+
+def _load_whole(recipe: FinetuneRecipe) -> LoadedTask:
+    """Load a plain model and the data, whose labels are read as the classes that its configuration names."""
+    names = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code).id2label
+    task = load_task(recipe, _classes(recipe, names, recipe.model))
+    if task.fresh:
+        raise PeftlabError(
+            f"{recipe.model}: holds no trained weights for {', '.join(task.fresh[:5])}; its scores would be random"
+        )
+    return task
+
+
+def _load_adapted(recipe: FinetuneRecipe, place: Path) -> LoadedTask:
+    """Load base model, adapter and data, whose labels are read as the classes that the adapter names.
+
+    An adapter of another library names none: then the labels must be class numbers.
+    """
+    adapter = read_adapter(place)
+    names = adapter.base.get("config", {}).get("id2label")
+    task = load_task(recipe, None if names is None else _classes(recipe, names, str(place)))
+    own = not find_task(recipe.task).glue and task.data.task.labels
+    if names is None and own and own != tuple(map(str, range(len(own)))):
+        raise PeftlabError(
+            f"{place}: does not say what its classes are called, and the data calls them {', '.join(own)}; label the "
+            "rows by class number, from 0"
+        )
+    load_adapter(task.model, adapter)
+    return task
+
+
+def _classes(recipe: FinetuneRecipe, names: Any, place: str) -> tuple[str, ...]:
+    """Return a model's class names in label order; none for regression."""
+    try:
+        classes = tuple(str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0])))
+    except (AttributeError, TypeError, ValueError):
+        raise PeftlabError(f"{place}: id2label is not a mapping from class numbers to names") from None
+    if not find_task(recipe.task).regression:
+        return classes
+    if len(classes) != 1:
+        raise PeftlabError(f"{place}: has {len(classes)} classes, and task {recipe.task} needs one number")
+    return ()
 
 
 def _recipe_near(directory: Path) -> Path:

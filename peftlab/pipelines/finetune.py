@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.base import load_base, load_tokenizer
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.checkpoints.positions import position_limit
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
@@ -30,9 +32,11 @@ from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
 from peftlab.reporting.card import adapter_card, merged_card
+from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
 from peftlab.tasks.metrics import load_metric, majority_baseline
+from peftlab.tasks.own import MISSING
 from peftlab.tasks.tokens import Collate, tokenise
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
@@ -77,7 +81,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, An
     set_seed(settings.seed)
     task = load_task(recipe)
     if "train" not in task.data.splits:
-        raise PeftlabError(f"task {recipe.task}: there is no training split")
+        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
+        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
+    for line in data_lines(task.data.class_counts(), task.data.left_out):
+        accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
     if recipe.init_from and not resume:
         start_from(model, recipe.init_from)
@@ -140,9 +147,13 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
     return accelerator
 
 
-def load_task(recipe: FinetuneRecipe) -> LoadedTask:
-    """Load what ``recipe`` names: data first, since it is cheap and most often wrong."""
-    data = load_task_data(recipe.task, recipe.data)
+def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> LoadedTask:
+    """Load what ``recipe`` names: data first, since it is cheap and most often wrong.
+
+    Args:
+        classes: a trained model's class names in label order; None: those of task and data.
+    """
+    data = load_task_data(recipe.task, recipe.data, classes)
     options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     if recipe.revision:
         options["revision"] = recipe.revision
@@ -159,8 +170,8 @@ def load_task(recipe: FinetuneRecipe) -> LoadedTask:
         **(names if labels else {}),
         **options,
     )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and recipe.train.max_length > limit:
+    limit = position_limit(model)
+    if limit is not None and recipe.train.max_length > limit:
         raise PeftlabError(
             f"train.max_length is {recipe.train.max_length}; {recipe.model} has positions for {limit} tokens"
         )
@@ -234,6 +245,8 @@ def _results(
         "peak_rss_mb": round(peak, 1),
         "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
         "seed": recipe.train.seed,
+        "classes": task.data.class_counts(),
+        "dropped_rows": task.data.left_out.get(MISSING, 0),
         "left_out": task.data.left_out,
     }
 

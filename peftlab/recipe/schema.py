@@ -22,6 +22,7 @@ class Section(BaseModel):
 
 
 Bins = dict[str, tuple[float | None, float | None]] | None
+Count = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)]
 
 
 class DataConfig(Section):
@@ -46,10 +47,14 @@ class DataConfig(Section):
         description="Own classification task: make classes from a numeric label column. Class name to "
         "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
     )
-    validation: int | float | None = Field(
+    validation: Count | Literal["all"] | None = Field(
         default=None,
-        gt=0,
-        description="Own task in one file: examples (integer) or share (below 1) held out for validation.",
+        description="Own task in one file: examples (integer) or share (below 1) held out for validation; all, for "
+        "`peftlab eval`: score the whole file.",
+    )
+    drop_missing: bool = Field(
+        default=False,
+        description="Own task: leave out rows without a text or label, and count them, instead of refusing the file.",
     )
     split_seed: int = Field(default=0, ge=0, description="Seed of that held-out split; independent of train.seed.")
     max_train_examples: int | None = Field(
@@ -58,7 +63,7 @@ class DataConfig(Section):
 
     @field_validator("validation")
     @classmethod
-    def _count_or_share(cls, value: int | float | None) -> int | float | None:
+    def _count_or_share(cls, value: int | float | str | None) -> int | float | str | None:
         if isinstance(value, float) and value >= 1:
             raise ValueError(f"a share is below 1 and a number of examples is whole, got {value}")
         return value
@@ -185,8 +190,8 @@ class FinetuneRecipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
         task = find_task(self.task)
-        own = ("path", "text", "label", "bins", "validation")
-        given = {name for name in own if getattr(self.data, name) is not None}
+        own = ("path", "text", "label", "bins", "validation", "drop_missing")
+        given = {name for name in own if getattr(self.data, name) not in (None, False)}
         problems: list[tuple[tuple[str, ...], str]] = []  # where it was written, and what is wrong
         if task.glue:
             reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.reporting import facts
+from peftlab.reporting.classes import class_rows
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}
 # What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike take for a string without quotes.
 _PLAIN = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
 _NOT_A_STRING = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_CLASSES = 50  # rows of the table of classes
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
@@ -99,6 +101,7 @@ def _card(info: Mapping[str, Any], head: dict[str, Any], what: str, code: str) -
         f"{what}, finetuned on {_code(results['task'])} with peftlab.",
         f"## Results\n\n{_results_table(results)}",
         _table(("run", ""), facts.facts(results).items()),
+        *([_table(*_classes(results["classes"]))] if results.get("classes") else []),
         f"## Use\n\n{_fence(code, 'python')}",
         f"## Recipe\n\n{_fence(info['recipe'], 'yaml')}",
     ]
@@ -112,6 +115,11 @@ def _card(info: Mapping[str, Any], head: dict[str, Any], what: str, code: str) -
             "its terms apply to what is derived from it."
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _classes(classes: Any) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    header, *rows = class_rows(classes, _CLASSES)
+    return header, rows
 
 
 def _about(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftlab.reporting import facts
+from peftlab.reporting.classes import baseline_remark
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -78,9 +79,12 @@ def results_table(results: Mapping[str, Any]) -> Table:
 
 
 def print_results(results: Mapping[str, Any], run_dir: str | Path) -> None:
-    """Print the table of results and, on a line that is never broken, where the run lies."""
+    """Print the table of results and, on lines that are never broken, a remark on the score and the run directory."""
     console = Console()
     console.print(results_table(results))
+    remark = baseline_remark(results)
+    if remark:
+        console.print(Text(remark), soft_wrap=True)
     console.print(Text(f"run directory: {run_dir}"), soft_wrap=True)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "metrics", "merge"})
+HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "metrics", "merge", "classes"})
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 

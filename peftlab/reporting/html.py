@@ -11,10 +11,12 @@ from typing import Any
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_text
 from peftlab.reporting import facts
+from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings
 from peftlab.reporting.curves import History, read_history
 from peftlab.reporting.plots import Line, curve_svg
 
 TEMPLATES = Path(__file__).parent
+_CLASSES = 500  # rows of the table of classes
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -84,13 +86,20 @@ def page_context(run_dir: Path) -> dict[str, Any]:
         "baseline_name": facts.baseline_name(metric),
         "bars": _bars(results),
         "plots": _plots(history, metric, results.get("baseline_score")),
-        "notes": _notes(history),
+        "notes": [*_remarks(results), *_notes(history)],
+        "classes": class_rows(results["classes"], _CLASSES) if results.get("classes") else [],
         "facts": facts.facts(results),
         "metrics": _rows(results.get("metrics")),
         "merge": _rows(results.get("merge")),
         "recipe": recipe,
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},
     }
+
+
+def _remarks(results: dict[str, Any]) -> list[str]:
+    """What the reader must know about score and classes."""
+    warnings = [f"{text[:1].upper()}{text[1:]}." for text in class_warnings(results.get("classes") or {})]
+    return [*filter(None, [baseline_remark(results)]), *warnings]
 
 
 def _rows(values: Any) -> dict[str, str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import seeded_order
 from peftlab.tasks.examples import fingerprint
 from peftlab.tasks.glue import load_glue
@@ -33,8 +37,16 @@ class TaskData:
     fingerprint: str
     left_out: dict[str, int]
 
+    def class_counts(self) -> dict[str, dict[str, int]]:
+        """Return class name, in label order, to its number of examples by labelled split; empty for regression."""
+        counts = {split: Counter(rows["label"]) for split, rows in self.splits.items() if "label" in rows.column_names}
+        return {
+            name: {split: counted[place] for split, counted in counts.items()}
+            for place, name in enumerate(self.task.labels)
+        }
 
-def load_task_data(name: str, data: DataSection) -> TaskData:
+
+def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None = None) -> TaskData:
     """Load the examples of a task.
 
     GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; one's own task from the
@@ -44,15 +56,20 @@ def load_task_data(name: str, data: DataSection) -> TaskData:
     Args:
         name: the task, as in ``peftlab.tasks.table``.
         data: the recipe's data section.
+        classes: a trained model's class names in label order: labels are read as these. None: the task's own, or
+            those of the training file.
 
     Raises:
-        PeftlabError: an unknown task, or anything wrong with the data, named by file and line, row or column.
+        PeftlabError: an unknown task, labels that are none of ``classes``, or anything wrong with the data, named by
+            file and line, row or column.
     """
     task = find_task(name)
     if task.glue:
+        if classes is not None:
+            _same_classes(task, classes)
         splits, left_out = load_glue(task, data.path)
     else:
-        task, splits, left_out = load_own(task, data)
+        task, splits, left_out = load_own(task, data, classes)
     limit = data.max_train_examples
     if limit is not None and "train" in splits and limit < len(splits["train"]):
         n = len(splits["train"])
@@ -60,3 +77,15 @@ def load_task_data(name: str, data: DataSection) -> TaskData:
         left_out = {**left_out, "beyond data.max_train_examples": n - limit}
     datasets = {split: examples.dataset(task.regression) for split, examples in splits.items()}
     return TaskData(task, datasets, fingerprint(task, splits), left_out)
+
+
+def _same_classes(task: Task, classes: Sequence[str]) -> None:
+    """Refuse a model whose classes are not the task's in the task's order, whatever their case and spaces; numbers
+    name no class."""
+    plain = [re.sub(r"[\W_]+|^LABEL_(?=\d)", "", name).lower() for name in classes]
+    numbered = [str(place) for place in range(len(task.labels))]
+    if plain not in (numbered, [re.sub(r"[\W_]+", "", name).lower() for name in task.labels]):
+        raise PeftlabError(
+            f"task {task.name}: the model's classes are {', '.join(classes) or 'none'}; "
+            f"the task's are {', '.join(task.labels) or 'none (a number)'}, in this order"
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate
 from peftlab.tasks.examples import Examples
+from peftlab.tasks.faults import quoted, refuse_rows
 from peftlab.tasks.readers import Table, read_tsv
 from peftlab.tasks.table import Task
 
@@ -116,23 +117,27 @@ def _examples(table: Table, task: Task, layout: _Layout, labelled: bool) -> Exam
 
 def _classes(table: Table, values: list[str], task: Task, words: bool) -> list[int]:
     index = {name if words else str(place): place for place, name in enumerate(task.labels)}
+    problems: list[tuple[int, str]] = []
     for row, value in enumerate(values):
         if value not in index:
-            hint = did_you_mean(value, index)
-            raise PeftlabError(f"{table.where(row)}: unknown label {value!r}{hint}; one of {', '.join(index)}")
+            hint = did_you_mean(value, index) if not problems else ""
+            known = f"unknown label {quoted(value)}{hint}; one of {', '.join(index)}"
+            problems.append((table.positions[row], known))
+    refuse_rows(table.path, table.unit, problems)
     return [index[value] for value in values]
 
 
 def _scores(table: Table, values: list[str]) -> list[float]:
-    scores = []
+    scores, problems = [], []
     for row, value in enumerate(values):
         try:
             score = float(value)
         except ValueError:
             score = math.nan
-        if not 0 <= score <= 5:
-            raise PeftlabError(f"{table.where(row)}: score {value!r} is not a number from 0 to 5")
         scores.append(score)
+        if not 0 <= score <= 5:
+            problems.append((table.positions[row], f"score {quoted(value)} is not a number from 0 to 5"))
+    refuse_rows(table.path, table.unit, problems)
     return scores
 
 

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.tasks.content import is_unicode
+from peftlab.tasks.faults import Fault, listed, quoted
 from peftlab.tasks.readers import Table
 
 
-def numbers(table: Table, column: str) -> list[float]:
-    """Return a column as finite numbers; ``PeftlabError`` names the rows where one is missing or none."""
-    values = _present(table, column)
+def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
+    """Return a column as numbers, NaN where a label is missing; what is not a finite number is added to ``faults``."""
+    values = table.column(column, "data.label")
     found = [_number(value) for value in values]
-    bad = [row for row, value in enumerate(found) if not math.isfinite(value)]
-    table.refuse(column, f"is not a finite number ({values[bad[0]]!r})" if bad else "", bad)
+    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, math.isfinite(n))]
+    faults += table.fault(column, f"is not a finite number ({quoted(values[bad[0]])})" if bad else "", bad)
     return found
+
+
+def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
+    """Return a column as class names, empty where a label is missing; what names no class is added to ``faults``.
+
+    A class is a string (blanks around it removed), an integer or a truth value.
+    """
+    values = table.column(column, "data.label")
+    found = [_name(value) for value in values]
+    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, n is not None)]
+    problem = "" if not bad else f"is no class but {quoted(values[bad[0]])}"
+    faults += table.fault(column, f"{problem} (make classes with data.bins, or use text/regression)", bad)
+    return [name or "" for name in found]
+
+
+def _ok(value: object, readable: bool) -> bool:
+    return readable or is_missing(value)
 
 
 def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]) -> list[int | None]:
@@ -40,43 +60,58 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
-def class_names(tables: Mapping[str, Table], column: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
-    """Return the training table's classes in order, and each table's column as class names.
-
-    A class is a string (blanks around it removed), an integer or a truth value. Classes are sorted, by value
-    if all are numbers.
-
-    Args:
-        tables: split name to table, ``train`` among them.
-        column: the label column.
+def sorted_classes(table: Table, column: str, labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the classes among the training table's labels, sorted, by value if all are numbers.
 
     Raises:
-        PeftlabError: missing labels, fractions, a single class, or a class that training never shows.
+        PeftlabError: there is a single class.
     """
-    columns = {split: _names(table, column) for split, table in tables.items()}
-    known = set(columns["train"])
+    known = set(labels)
     if len(known) < 2:
-        raise PeftlabError(f"{tables['train'].path}: column {column!r} holds one class alone, {known.pop()!r}")
+        raise PeftlabError(f"{table.path}: column {column!r} holds one class alone, {quoted(known.pop())}")
     numeric = all(math.isfinite(_number(name)) for name in known)
-    classes = tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
-    for split, names in columns.items():
-        for row, name in enumerate(names):
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise PeftlabError(f"{tables[split].where(row)}: class {name!r} is not in the training data{hint}")
-    return classes, columns
+    return tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
 
 
-def _names(table: Table, column: str) -> list[str]:
-    values = _present(table, column)
-    names = [_name(value) for value in values]
-    bad = [row for row, name in enumerate(names) if name is None]
-    table.refuse(
-        column,
-        f"is no class but {values[bad[0]]!r} (make classes with data.bins, or use text/regression)" if bad else "",
-        bad,
-    )
-    return [name for name in names if name is not None]
+def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
+    """Return a model's classes as the data may call them: LABEL_0, LABEL_1, ... are 0, 1, ... unless written out."""
+    unnamed = [f"LABEL_{place}" for place in range(len(classes))] == list(classes)
+    if unnamed and not set(classes) & set(labels):
+        return tuple(str(place) for place in range(len(classes)))
+    return tuple(classes)
+
+
+def class_indices(
+    tables: Mapping[str, Table], column: str, labels: Mapping[str, Sequence[str]], classes: Sequence[str], owner: str
+) -> dict[str, list[int]]:
+    """Return each table's labels as places in ``classes``.
+
+    Args:
+        tables, labels: by split.
+        column: the label column.
+        owner: whose classes they are, for the message: ``the model``.
+
+    Raises:
+        PeftlabError: labels that are none of ``classes``: both sets are listed.
+    """
+    index = {name: place for place, name in enumerate(classes)}
+    problems = []
+    for split, found in labels.items():
+        counts = Counter(found)
+        unknown = sorted(counts.keys() - index.keys())
+        if unknown:
+            rows = [row for row, name in enumerate(found) if name not in index]
+            hint = did_you_mean(unknown[0], classes)
+            problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
+            problems += [*map(str, tables[split].fault(column, problem, rows)), f"  this file's: {_listing(counts)}"]
+    if problems:
+        raise PeftlabError("\n".join([*problems, f"  those of {owner}: {_listing(classes)}"]))
+    return {split: [index[name] for name in found] for split, found in labels.items()}
+
+
+def _listing(classes: Iterable[str]) -> str:
+    ordered = sorted(classes)
+    return f"{listed(map(quoted, ordered), 50)} ({len(ordered)})"
 
 
 def _name(value: object) -> str | None:
@@ -85,20 +120,14 @@ def _name(value: object) -> str | None:
         return str(value).lower()
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else None
-    if not isinstance(value, int | str):
+    if not isinstance(value, int | str) or not is_unicode(str(value)):
         return None
     number = _number(value)
     return str(value).strip() if not math.isfinite(number) or number.is_integer() else None
 
 
-def _present(table: Table, column: str) -> list[object]:
-    values = table.column(column, "data.label")
-    missing = [row for row, value in enumerate(values) if _is_missing(value)]
-    table.refuse(column, "is missing", missing)
-    return values
-
-
-def _is_missing(value: object) -> bool:
+def is_missing(value: object) -> bool:
+    """Return whether a text or label is absent: null, NaN or blank."""
     blank = isinstance(value, str) and not value.strip()
     return value is None or blank or (isinstance(value, float) and math.isnan(value))
 

@@ -17,15 +17,16 @@ rows.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.tasks.content import parse_json, read_text, text_lines
+from peftlab.tasks.faults import Fault, listed, quoted, refuse_rows
+from peftlab.tasks.parquet import ParquetColumns
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Table:
     """
 
     path: Path
-    columns: dict[str, list[object]]
+    columns: Mapping[str, list[object]]
     positions: Sequence[int]
     unit: str = "line"
 
@@ -52,9 +53,8 @@ class Table:
         column."""
         if name not in self.columns:
             hint = did_you_mean(name, self.columns)
-            raise PeftlabError(
-                f"{self.path}: no column {name!r} ({key}){hint}; columns: {', '.join(self.columns) or 'none'}"
-            )
+            columns = listed(self.columns, 50)
+            raise PeftlabError(f"{self.path}: no column {name!r} ({key}){hint}; columns: {columns}")
         return self.columns[name]
 
     def where(self, row: int) -> str:
@@ -62,16 +62,15 @@ class Table:
         place = self.positions[row]
         return f"{self.path}:{place}" if self.unit == "line" else f"{self.path} row {place}"
 
-    def refuse(self, column: str, problem: str, rows: Sequence[int]) -> None:
-        """Raise ``PeftlabError`` naming the file, the column, the problem, its count and the first rows, if
-        any."""
-        if not rows:
-            return
-        first = ", ".join(str(self.positions[row]) for row in rows[:5])
-        more = ", ..." if len(rows) > 5 else ""
-        raise PeftlabError(
-            f"{self.path}: column {column!r} {problem} in {len(rows)} of {len(self)} rows ({self.unit} {first}{more})"
-        )
+    def fault(self, column: str, problem: str, rows: Sequence[int]) -> list[Fault]:
+        """Return what is wrong with ``rows`` of a column as a list of one fault; an empty one for no rows."""
+        places = [self.positions[row] for row in rows]
+        return [Fault(self.path, column, problem, places, self.unit, len(self))] if rows else []
+
+    def take(self, names: Sequence[str], rows: Sequence[int]) -> Table:
+        """Return the named columns at ``rows``, in that order."""
+        columns = {name: [values[row] for row in rows] for name in names for values in [self.columns[name]]}
+        return Table(self.path, columns, [self.positions[row] for row in rows], self.unit)
 
 
 def read_table(path: Path) -> Table:
@@ -104,12 +103,12 @@ def read_tsv(path: Path, header: Sequence[str] | None = None, ragged: list[int] 
     Raises:
         PeftlabError: a line with a wrong number of fields (``file:line``), or an unreadable file.
     """
-    rows = [(number, line.split("\t")) for number, line in _lines(path)]
+    rows = [(number, line.split("\t")) for number, line in text_lines(path)]
     return _tabular(path, rows, header, ragged)
 
 
 def _read_csv(path: Path) -> Table:
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     limit = csv.field_size_limit(2**31 - 1)
     rows: list[tuple[int, list[str]]] = []
     line = 1
@@ -126,35 +125,29 @@ def _read_csv(path: Path) -> Table:
 
 
 def _read_jsonl(path: Path) -> Table:
-    positions, rows = [], []
-    for number, line in _lines(path):
+    rows: list[tuple[int, object]] = []
+    problems: list[tuple[int, str]] = []
+    for number, line in text_lines(path):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise PeftlabError(f"{path}:{number}: not a JSON object ({error})") from None
-        positions.append(number)
-    return _from_objects(path, rows, positions, "line")
+            rows.append((number, parse_json(line)))
+        except ValueError as error:
+            problems.append((number, f"not a JSON object ({error})"))
+    return _from_objects(path, rows, "line", problems)
 
 
 def _read_json(path: Path) -> Table:
     try:
-        rows = json.loads(_text(path))
-    except json.JSONDecodeError as error:
+        rows = parse_json(read_text(path))
+    except ValueError as error:
         raise PeftlabError(f"{path}: not valid JSON ({error}); a file of one object a line is named .jsonl") from None
     if not isinstance(rows, list):
         raise PeftlabError(f"{path}: must be a list of objects, not {type(rows).__name__}")
-    return _from_objects(path, rows, range(1, len(rows) + 1), "row")
+    return _from_objects(path, list(enumerate(rows, start=1)), "row", [])
 
 
 def _read_parquet(path: Path) -> Table:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.read_table(str(path))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise PeftlabError(f"{path}: not a readable Parquet file ({error})") from None
-    return Table(path, table.to_pydict(), range(1, table.num_rows + 1), "row")
+    columns = ParquetColumns(path)
+    return Table(path, columns, range(1, columns.rows + 1), "row")
 
 
 _READERS: dict[str, Callable[[Path], Table]] = {
@@ -170,28 +163,6 @@ _READERS: dict[str, Callable[[Path], Table]] = {
 }
 
 
-def _text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-        if path.name.lower().endswith(".gz"):
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise PeftlabError(f"{path}: cannot be read ({error})") from None
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise PeftlabError(f"{path}:{line}: not UTF-8 ({error.reason})") from None
-
-
-def _lines(path: Path) -> Iterable[tuple[int, str]]:
-    # str.splitlines would also break at U+2028 and the like, which are text.
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if line:
-            yield number, line
-
-
 def _tabular(
     path: Path,
     rows: list[tuple[int, list[str]]],
@@ -202,29 +173,51 @@ def _tabular(
         if not rows:
             raise PeftlabError(f"{path}: is empty")
         (_, header), *rows = rows
-    doubled = sorted({name for name in header if header.count(name) > 1})
+    doubled = [name for name, count in Counter(header).items() if count > 1]
     if doubled:
-        raise PeftlabError(f"{path}: column {doubled[0]!r} appears more than once in the header")
-    kept = []
+        raise PeftlabError(f"{path}: column {quoted(doubled[0])} appears more than once in the header")
+    kept, wrong = [], []
     for number, fields in rows:
         if len(fields) == len(header):
             kept.append((number, fields))
-        elif ragged is None:
-            raise PeftlabError(f"{path}:{number}: {len(fields)} columns where {len(header)} are expected")
         else:
-            ragged.append(number)
+            wrong.append((number, f"{len(fields)} columns where {len(header)} are expected"))
+    if ragged is None:
+        refuse_rows(path, "line", wrong)
+    else:
+        ragged += [number for number, _ in wrong]
     columns: dict[str, list[object]] = {
         name: [fields[place] for _, fields in kept] for place, name in enumerate(header)
     }
     return Table(path, columns, [number for number, _ in kept])
 
 
-def _from_objects(path: Path, rows: list[object], positions: Sequence[int], unit: str) -> Table:
-    names: dict[str, None] = {}
-    objects: list[dict[str, object]] = []
-    for position, row in zip(positions, rows, strict=True):
-        if not isinstance(row, dict):
-            raise PeftlabError(f"{path} {unit} {position}: must be an object, not {type(row).__name__}")
-        names.update(dict.fromkeys(row))
-        objects.append(row)
-    return Table(path, {name: [row.get(name) for row in objects] for name in names}, positions, unit)
+class _ObjectColumns(Mapping[str, list[object]]):
+    """Key to its value in every object, None where an object lacks it.
+
+    A column is made when it is asked for: as a table, objects that share no key would need rows times keys cells.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, object]]) -> None:
+        self._rows = rows
+        self._names = dict.fromkeys(name for row in rows for name in row)
+
+    def __getitem__(self, name: str) -> list[object]:
+        if name not in self._names:
+            raise KeyError(name)
+        return [row.get(name) for row in self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _from_objects(
+    path: Path, rows: Sequence[tuple[int, object]], unit: str, problems: Sequence[tuple[int, str]]
+) -> Table:
+    objects = [(place, row) for place, row in rows if isinstance(row, dict)]
+    wrong = [(place, f"not a JSON object but {quoted(row)}") for place, row in rows if not isinstance(row, dict)]
+    refuse_rows(path, unit, sorted([*problems, *wrong]))
+    return Table(path, _ObjectColumns([row for _, row in objects]), [place for place, _ in objects], unit)

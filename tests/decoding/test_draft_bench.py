@@ -223,6 +223,18 @@ def test_prompts_through_a_chat_template(stories_tokenizer):
     assert encode(chatty, Prompt("1", "all", "hello")) == literal
 
 
+def test_a_template_that_raises_is_told_with_its_row(stories_tokenizer, tmp_path):
+    import copy
+
+    strict = copy.deepcopy(stories_tokenizer)
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"question": "Why?"}\n')
+    literal, asked = read_prompts(tmp_path / "p.jsonl")
+    assert encode(strict, literal) == strict("fine").input_ids
+    with pytest.raises(PeftlabError, match=r"p\.jsonl:2: the tokenizer's chat template .*: roles must alternate"):
+        encode(strict, asked)
+
+
 def test_an_empty_prompt_begins_with_bos_or_not_at_all(stories_tokenizer):
     assert encode(stories_tokenizer, Prompt("1", "all", "")) == [1]
 
@@ -242,6 +254,7 @@ def test_an_empty_prompt_begins_with_bos_or_not_at_all(stories_tokenizer):
     ("line", "reason"),
     [
         ("{", "p.jsonl:2: not valid JSON"),
+        ("[" * 100_000, "p.jsonl:2: not valid JSON .nested too deeply"),
         ("[]", "p.jsonl:2: no prompt; an object needs one of turns"),
         ('{"promt": "x"}', "p.jsonl:2: no prompt"),
         ('{"turns": []}', "p.jsonl:2: turns is not what it should be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,31 @@ class TestPrompts:
         assert read_prompts(["Hi"], chatty) == [expected]
         assert read_prompts(["Hi"], chatty, chat=False) == [tokenizer("Hi")["input_ids"]]
 
+    def test_a_template_that_raises_is_told_with_its_row(self, tokenizer: Any, tmp_path: Path) -> None:
+        strict = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+        strict.chat_template = (
+            "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('only users speak') }}{% endif %}"
+            "{{ m['content'] }}{% endfor %}"
+        )
+        path = tmp_path / "m.jsonl"
+        rows = [[{"role": role, "content": "Hi"}] for role in ("user", "system")]
+        path.write_text("".join(f'{{"messages": {json.dumps(messages)}, "response": "x"}}\n' for messages in rows))
+        for read in (read_prompts, read_requests):
+            with pytest.raises(PeftlabError, match=r"m\.jsonl:2: the tokenizer's chat template .*: only users speak"):
+                read(str(path), strict)
+        strict.chat_template = "{% for m in messages %}"
+        with pytest.raises(PeftlabError, match=r"m\.jsonl:1: the tokenizer's chat template .*endfor"):
+            read_prompts(str(path), strict)
+        strict.chat_template = "{{ missing.field.of }}"
+        with pytest.raises(PeftlabError, match=r"data\.prompts, prompt 1: .*'missing' is undefined"):
+            read_prompts(["Hi"], strict)
+
+    def test_a_request_without_a_response_is_not_the_word_none(self, tokenizer: Any, tmp_path: Path) -> None:
+        path = tmp_path / "log.jsonl"
+        path.write_text('{"prompt": "The cat", "response": null}\n')
+        with pytest.raises(PeftlabError, match=r"log\.jsonl:1: not a text, .* but None"):
+            read_requests(path, tokenizer)
+
     def test_requests_end_with_the_end_of_sequence_unless_cut(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "log.jsonl"
         path.write_text(
@@ -171,7 +197,8 @@ class TestPrompts:
         [
             ("empty.txt", "\n\n", "holds no prompt"),
             ("empty.jsonl", "", "holds no|empty|no rows"),
-            ("blank.jsonl", '{"prompt": "  "}\n', "prompt 1: empty"),
+            ("blank.jsonl", '{"prompt": "  "}\n', r"blank\.jsonl:1: empty"),
+            ("null.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"null\.jsonl:2: not a text, .* but None"),
             ("other.jsonl", '{"sentence": "x"}\n', "no prompt column"),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -13,6 +14,7 @@ class Data:
     text: list[str] | None = None
     label: str | None = None
     bins: dict[str, tuple[float | None, float | None]] | None = None
-    validation: int | float | None = None
+    validation: int | float | Literal["all"] | None = None
+    drop_missing: bool = False
     split_seed: int = 0
     max_train_examples: int | None = None

@@ -174,6 +174,25 @@ def test_malformed_files_are_named_with_their_line(tmp_path, task, lines, messag
         load(task, write(tmp_path, "train.tsv", *lines))
 
 
+def test_all_bad_labels_are_told_at_once(tmp_path):
+    path = write(tmp_path, "train.tsv", "sentence\tlabel", "a\t2", "b\t1", "c\tx", "d")
+    with pytest.raises(PeftlabError, match=r"train\.tsv:5: 1 columns where 2 are expected$"):
+        load("sst2", path)
+    write(tmp_path, "train.tsv", "sentence\tlabel", "a\t2", "b\t1", "c\tx")
+    with pytest.raises(PeftlabError, match=r":2: unknown label '2'.*; and 1 more bad rows \(line 4\)"):
+        load("sst2", path)
+
+
+def test_a_models_classes_must_be_the_tasks_in_its_order(tmp_path):
+    path = write(tmp_path, "dev.tsv", "sentence\tlabel", "a\t1", "b\t0")
+    for classes in (("negative", "positive"), ("NEGATIVE", "Positive"), ("LABEL_0", "LABEL_1"), ("0", "1")):
+        data = load_task_data("glue/sst2", Data(path=path), classes)
+        assert data.task.labels == ("negative", "positive") and data.splits["validation"]["label"][:] == [1, 0]
+    for classes in (("positive", "negative"), ("LABEL_0",), ("a", "b", "c")):
+        with pytest.raises(PeftlabError, match="the task's are negative, positive, in this order"):
+            load_task_data("glue/sst2", Data(path=path), classes)
+
+
 def test_not_utf8_names_the_line(tmp_path):
     (tmp_path / "train.tsv").write_bytes(b"sentence\tlabel\nok\t1\ncaf\xe9\t0\n")
     with pytest.raises(PeftlabError, match=r"train\.tsv:3: not UTF-8"):

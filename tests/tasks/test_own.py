@@ -43,9 +43,9 @@ def write(path, text):
     return path
 
 
-def load(path, kind="classification", **options):
+def load(path, kind="classification", classes=None, **options):
     options = {"text": ["review"], "label": "mood", **options}
-    return load_task_data(f"text/{kind}", Data(path=str(path), **options))
+    return load_task_data(f"text/{kind}", Data(path=str(path), **options), classes)
 
 
 def labelled(*labels, text="some words"):
@@ -187,7 +187,11 @@ def test_a_validation_file_outside_every_bin_is_refused(tmp_path):
         (labelled("a", "b"), {"label": "review"}, "also in data.text"),
         (labelled("a", "a"), {}, "holds one class alone, 'a'"),
         (labelled("a", "", "b", " "), {}, r"'mood' is missing in 2 of 4 rows \(line 3, 5\)"),
-        (labelled("a", "b", text="").replace(" 1", "  "), {}, r"'review' is blank in 1 of 2 rows \(line 3\)"),
+        (
+            labelled("a", "b", text="").replace(" 1", "  "),
+            {},
+            r"'review' is missing in 1 of 2 rows \(line 3\)\ndata.drop_missing: true",
+        ),
         (labelled("1", "0.5"), {}, r"'mood' is no class but '0.5' \(make classes with data.bins"),
         ("review,mood\n", {}, "no examples"),
         ("", {}, "is empty"),
@@ -218,9 +222,97 @@ def test_bad_numbers(tmp_path, stars, message):
         load(write(tmp_path / "r.csv", csv_text(rows)), "regression", label="stars", validation=1)
 
 
+def test_all_bad_rows_of_all_files_are_told_at_once(tmp_path):
+    train = [("x", "a"), (None, "b"), ("  ", "b"), (5, "a"), ("y", None), ("\ud800", "b"), ("z", 0.5), ("w", "\udc00")]
+    write(tmp_path / "train.jsonl", jsonl_text([{"review": text, "mood": label} for text, label in train]))
+    write(tmp_path / "validation.jsonl", jsonl_text([{"review": "", "mood": "a"}, {"review": "x", "mood": [1]}]))
+    with pytest.raises(PeftlabError) as caught:
+        load(tmp_path)
+    lines = str(caught.value).splitlines()
+    for expected in (
+        "train.jsonl: column 'review' is missing in 2 of 8 rows (line 2, 3)",
+        "train.jsonl: column 'review' is not text in 1 of 8 rows (line 4)",
+        "train.jsonl: column 'review' is not valid Unicode (half a surrogate pair) in 1 of 8 rows (line 6)",
+        "train.jsonl: column 'mood' is missing in 1 of 8 rows (line 5)",
+        "train.jsonl: column 'mood' is no class but 0.5 (make classes with data.bins, or use text/regression) in 2 of "
+        "8 rows (line 7, 8)",
+        "validation.jsonl: column 'review' is missing in 1 of 2 rows (line 1)",
+        "validation.jsonl: column 'mood' is no class but [1] (make classes with data.bins, or use text/regression) in "
+        "1 of 2 rows (line 2)",
+    ):
+        assert f"{tmp_path}/{expected}" in lines, expected
+    assert lines[-1] == "data.drop_missing: true leaves out the rows without a text or label"
+
+
+def test_rows_without_text_or_label_are_left_out_on_request(tmp_path):
+    rows = [{"review": f"r{i}", "mood": "ab"[i % 2]} for i in range(8)]
+    bad = [{"review": None, "mood": "c"}, {"review": " ", "mood": "a"}, {"review": "x", "mood": ""}, {"review": "y"}]
+    path = write(tmp_path / "r.jsonl", jsonl_text([rows[0], *bad, *rows[1:]]))
+    clean = write(tmp_path / "clean.jsonl", jsonl_text(rows))
+    data, same = load(path, validation=2, drop_missing=True), load(clean, validation=2)
+    assert data.left_out == {"text or label missing": 4}
+    assert data.fingerprint == same.fingerprint
+    write(path, jsonl_text([*rows, *bad, {"review": 5, "mood": "a"}]))
+    with pytest.raises(PeftlabError, match=r"'review' is not text in 1 of 9 rows \(line 13\)$"):
+        load(path, validation=2, drop_missing=True)
+    write(path, jsonl_text(bad))
+    with pytest.raises(PeftlabError, match="no examples; every row lacks a text or label"):
+        load(path, validation=2, drop_missing=True)
+
+
+class TestATrainedModelsClasses:
+    """Data that is scored, not learnt: the names and their order are the model's."""
+
+    def test_a_file_that_lacks_classes_keeps_the_models_places(self, tmp_path):
+        path = write(tmp_path / "r.csv", labelled("good", "fine", "good"))
+        data = load(path, validation="all", classes=("bad", "fine", "good"))
+        assert data.task.labels == ("bad", "fine", "good")
+        assert list(data.splits) == ["validation"]
+        assert data.splits["validation"]["label"][:] == [2, 1, 2]
+        one = load(write(tmp_path / "one.csv", labelled("good")), validation="all", classes=("bad", "good"))
+        assert one.splits["validation"]["label"][:] == [1]
+
+    def test_other_names_are_refused_with_both_sets(self, tmp_path):
+        path = write(tmp_path / "r.csv", labelled("Good", "awful", "bad", "awful"))
+        with pytest.raises(PeftlabError) as caught:
+            load(path, validation="all", classes=("bad", "good"))
+        first, *sets = str(caught.value).splitlines()
+        assert "not classes of the model, 'Good' (did you mean 'good'?), in 3 of 4 rows (line 2, 3, 5)" in first
+        assert sets == ["  this file's: 'Good', 'awful', 'bad' (3)", "  those of the model: 'bad', 'good' (2)"]
+
+    def test_numbered_classes_take_numbers(self, tmp_path):
+        path = write(tmp_path / "r.csv", labelled("1", "0"))
+        written = write(tmp_path / "w.csv", labelled("LABEL_1", "LABEL_0"))
+        for file in (path, written):
+            data = load(file, validation="all", classes=("LABEL_0", "LABEL_1"))
+            assert data.splits["validation"]["label"][:] == [1, 0]
+        with pytest.raises(PeftlabError, match=r"those of the model: '0', '1' \(2\)"):
+            load(write(path, labelled("no", "yes")), validation="all", classes=("LABEL_0", "LABEL_1"))
+
+    def test_bins_must_be_the_models_classes(self, tmp_path):
+        path = write(tmp_path / "r.csv", csv_text(ROWS))
+        bins = {"high": (10.0, None), "low": (None, 4.5)}
+        data = load(path, label="stars", bins=bins, validation="all", classes=("low", "high"))
+        assert data.task.labels == ("low", "high")
+        assert data.splits["validation"]["label"][:] == [0] * 10 + [1] * 10
+        with pytest.raises(PeftlabError, match=r"data\.bins makes the classes high, low; the model's are low, top"):
+            load(path, label="stars", bins=bins, validation="all", classes=("low", "top"))
+
+
+def test_class_counts_by_split(tmp_path):
+    write(tmp_path / "train.csv", labelled("b", "a", "b"))
+    write(tmp_path / "dev.csv", labelled("a"))
+    write(tmp_path / "test.csv", "review\nunlabelled\n")
+    assert load(tmp_path).class_counts() == {"a": {"train": 1, "validation": 1}, "b": {"train": 2, "validation": 0}}
+    numbers = write(tmp_path / "r.csv", csv_text(ROWS))
+    assert load(numbers, "regression", label="stars", validation=3).class_counts() == {}
+
+
 def test_the_first_few_of_many_bad_rows_are_named(tmp_path):
-    path = write(tmp_path / "r.json", json.dumps([{"review": None, "mood": 1}] * 9))
-    with pytest.raises(PeftlabError, match=r"is missing in 9 of 9 rows \(row 1, 2, 3, 4, 5, \.\.\.\)"):
+    path = write(tmp_path / "r.json", json.dumps([{"review": None, "mood": 1}] * 19))
+    with pytest.raises(
+        PeftlabError, match=r"is missing in 19 of 19 rows \(row 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\.\)"
+    ):
         load(path, validation=1)
 
 
@@ -228,7 +320,7 @@ def test_the_first_few_of_many_bad_rows_are_named(tmp_path):
     ("name", "text", "message"),
     [
         ("r.jsonl", '{"review": "x"}\n{', r"r\.jsonl:2: not a JSON object"),
-        ("r.jsonl", '{"review": "x"}\n[1]', r"r\.jsonl line 2: must be an object, not list"),
+        ("r.jsonl", '{"review": "x"}\n[1]', r"r\.jsonl:2: not a JSON object but \[1\]"),
         ("r.json", '{"review": "x"}\n{"review": "y"}\n', r"one object a line is named \.jsonl"),
         ("r.json", '{"review": "x"}', "must be a list of objects, not dict"),
         ("r.jsonl", '{"review": 5, "mood": "a"}', r"'review' is not text in 1 of 1 rows"),
@@ -254,7 +346,8 @@ def test_bad_directories(tmp_path):
     write(tmp_path / "validation.csv", labelled("good", "baad"))
     with pytest.raises(
         PeftlabError,
-        match=r"validation\.csv:3: class 'baad' is not in the training data \(did you mean 'bad'\?\)",
+        match=r"validation\.csv: column 'mood' has labels that are not classes of the training data, 'baad' \(did you mean "
+        r"'bad'\?\), in 1 of 2 rows \(line 3\)\n.*: 'baad', 'good' \(2\)\n.*: 'bad', 'good' \(2\)",
     ):
         load(tmp_path)
     with pytest.raises(PeftlabError, match=r"data\.validation is set, but .*validation\.csv"):

@@ -1,0 +1,75 @@
+"""How many tokens a model has positions for, measured on the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+_TOKENS = 4
+_PRODUCTS = frozenset({F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many tokens ``model`` has positions for; None where nothing limits them.
+
+    The configuration's ``max_position_embeddings`` is not that number everywhere: RoBERTa and its relatives count
+    positions from the padding token's id + 1, BART has two rows more than it says. So a few tokens are sent through
+    the embeddings and the tables that are read at consecutive rows are looked at: one of n rows whose first token
+    reads row k has positions for n - k tokens. Without such a table the configuration's number holds.
+
+    Args:
+        model: on the CPU, in eval mode; nothing of it changes.
+    """
+    declared = getattr(model.config, "max_position_embeddings", None) or 0  # XLNet, which has no limit, says -1
+    limits = [declared] * (declared > 0) + [rows - first for rows, first in _tables(model)]
+    return min(limits, default=None)
+
+
+class _Enough(Exception):
+    """The embeddings are through: the first matrix product begins."""
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes the embedding tables that are read at consecutive rows: number of rows, and the first that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            raise _Enough
+        if func is F.embedding:
+            ids, table = args[:2]
+            self._note(ids, table)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, ids: Tensor, table: Tensor) -> None:
+        if ids.dim() == 0 or ids.shape[-1] < _TOKENS:
+            return
+        rows = ids.reshape(-1, ids.shape[-1])[:, :_TOKENS]  # more where a model pads to a window's width
+        first = int(rows[0, 0])
+        if torch.equal(rows, torch.arange(first, first + _TOKENS, device=rows.device).expand_as(rows)):
+            self.found.append((table.shape[0], first))
+
+
+def _tables(model: PreTrainedModel) -> Iterable[tuple[int, int]]:
+    pad = getattr(model.config, "pad_token_id", None)
+    size = model.config.get_text_config().vocab_size
+    ids = [token for token in range(min(size, 2 * _TOKENS)) if token != pad][:_TOKENS]
+    if len(ids) < _TOKENS:
+        return []
+    with torch.no_grad(), _Lookups() as lookups:
+        try:
+            model(input_ids=torch.tensor([ids[::-1]]))  # falling, so that no look-up of tokens is taken for one
+        except _Enough:
+            pass
+        except Exception:  # a model that four tokens alone are no input for: its configuration must do
+            return []
+    return lookups.found

@@ -1,0 +1,75 @@
+"""What is said about the classes of a run, before training and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_directory import results, write_run
+
+from peftlab.reporting.card import adapter_card
+from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings, data_lines
+from peftlab.reporting.console import print_results
+from peftlab.reporting.html import write_report
+
+SPELLED = {
+    "BAD": {"train": 7, "validation": 2},
+    "bad": {"train": 1200, "validation": 3},
+    "Très bon": {"train": 4, "validation": 0},
+    "TRÈS  BON": {"train": 5, "validation": 1},
+    "Tre\u0300s bon": {"train": 6, "validation": 1},
+    "ok": {"train": 9, "validation": 1},
+}
+
+
+def test_counts_and_warnings_are_printed_before_training() -> None:
+    assert data_lines(SPELLED, {"text or label missing": 3}) == [
+        "class      train  validation",
+        "BAD            7           2",
+        "bad        1,200           3",
+        "Très bon       4           0",
+        "TRÈS BON       5           1",
+        "Tre\u0300s bon      6           1",
+        "ok             9           1",
+        "left out: 3 rows (text or label missing)",
+        "warning: fewer than 5 training rows: Très bon (4)",
+        "warning: class names that differ only in case or spaces: 'BAD', 'bad'",
+        "warning: class names that differ only in case or spaces: 'Très bon', 'TRÈS  BON', 'Tre\u0300s bon'",
+    ]
+
+
+def test_many_classes_are_not_all_printed() -> None:
+    many = {f"class {i}": {"train": 1} for i in range(1000)}
+    lines = data_lines(many, {})
+    assert len(lines) == 1 + 20 + 1 + 1 and lines[21].startswith("and 980 more")
+    assert lines[-1].startswith("warning: fewer than 5 training rows: class 0 (1), ") and "980 more" in lines[-1]
+
+
+def test_regression_and_sound_classes_need_no_word() -> None:
+    assert data_lines({}, {}) == []
+    assert class_warnings({"a": {"train": 5, "validation": 0}, "b": {"train": 5, "validation": 0}}) == []
+    assert class_rows({"a\nb": {"train": 1}}, 5) == [("class", "train"), ("a b", "1")]
+
+
+def test_a_score_that_equals_the_baseline_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    equal = results(score=0.6838235, classes={"a": {"train": 9}, "b": {"train": 5}})
+    remark = baseline_remark(equal)
+    assert remark == (
+        "The accuracy equals the majority baseline: answering every example with the most frequent class scores the "
+        "same."
+    )
+    print_results(equal, "runs/x")
+    assert remark in capsys.readouterr().out
+    assert remark in write_report(write_run(tmp_path, **equal)).read_text()
+    assert baseline_remark(results(classes={"a": {"train": 9}})) is None
+    assert baseline_remark(results(metric="pearson", score=0.0, baseline_score=0.0, classes={})) is not None
+    assert baseline_remark(results(metric="acceptance", score=0.5, baseline_score=0.5)) is None
+
+
+def test_report_and_card_show_the_classes(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path, classes={"a<b": {"train": 1234, "validation": 7}, "A<B": {"train": 8}}))
+    text = page.read_text()
+    assert '<th scope="row">a&lt;b</th><td>1,234</td><td>7</td>' in text
+    assert "Class names that differ only in case or spaces" in text
+    info = {"name": "x", "base_model": "b", "recipe": "r", "results": results(classes=SPELLED)}
+    assert "| bad | 1,200 | 3 |" in adapter_card(info)

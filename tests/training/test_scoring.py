@@ -1,0 +1,140 @@
+"""``peftlab eval`` on other data than the run's: the classes are the trained model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
+
+from peftlab.errors import PeftlabError
+from peftlab.pipelines.evaluate import run_evaluate
+
+CLASSES = ("fine", "good", "poor")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory, still: Path) -> Path:
+    """The tiny BERT without a head."""
+    directory = tmp_path_factory.mktemp("encoder") / "bert"
+    BertModel.from_pretrained(still).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(still).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
+    """A merged run on three classes."""
+    place = tmp_path_factory.mktemp("scoring")
+    rows = tiny.save_rows(place / "rows.csv", 42, ("good", "poor", "fine"))
+    values = tiny.recipe(encoder, rows, place / "run", epochs=1) | {"merge": True}
+    tiny.run(values)
+    return place / "run"
+
+
+def write(file: Path, *rows: tuple[str, str]) -> Path:
+    file.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    return file
+
+
+def places(run: Path) -> list[Path]:
+    return [run, run / "adapter", run / "merged"]
+
+
+def predicted(run: Path, texts: list[str]) -> list[str]:
+    """The merged model's answers by transformers alone."""
+    model = BertForSequenceClassification.from_pretrained(run / "merged").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "merged")
+    return [model.config.id2label[int(model(**tokenizer(t, return_tensors="pt")).logits.argmax())] for t in texts]
+
+
+def test_a_whole_file_that_lacks_classes_is_scored_by_name(finished: Path, tmp_path: Path) -> None:
+    texts = ["good film", "dull plot", "a film", "very bad", "not the plot and film"]
+    answers = predicted(finished, texts)
+    for right in (5, 3):
+        labels = [a if i < right else next(c for c in CLASSES if c != a) for i, a in enumerate(answers)]
+        file = write(tmp_path / f"{right}.csv", *zip(texts, labels, strict=True))
+        for place in places(finished):
+            scores = run_evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
+            assert scores["validation"]["accuracy"] == pytest.approx(right / 5)
+    last = write(tmp_path / "one.csv", ("good film", "poor"))
+    scores = run_evaluate(finished, None, [f"data.path={last}", "data.validation=all"])
+    assert scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
+
+
+def test_other_class_names_are_refused_with_both_sets(finished: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "other.csv", ("good film", "great"), ("dull plot", "awful"), ("a film", "soso"))
+    for place in places(finished):
+        with pytest.raises(PeftlabError) as caught:
+            run_evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
+        assert "this file's: 'awful', 'great', 'soso' (3)" in str(caught.value)
+        assert "those of the model: 'fine', 'good', 'poor' (3)" in str(caught.value)
+
+
+def test_a_model_without_a_trained_head_is_not_scored(encoder: Path, finished: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "numbers.csv", ("good film", "0"), ("dull plot", "1"))
+    overrides = [f"data.path={file}", "data.validation=all"]
+    with pytest.raises(PeftlabError, match=r"no trained weights for .*classifier\.weight"):
+        run_evaluate(encoder, finished / "recipe.yaml", overrides)
+
+
+def test_an_adapter_without_class_names_takes_class_numbers_alone(finished: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "adapter_config.json").write_bytes((finished / "adapter" / "adapter_config.json").read_bytes())
+    save_file(load_file(finished / "adapter" / "adapter_model.safetensors"), foreign / "adapter_model.safetensors")
+    rows = [("good film", "0"), ("dull plot", "1"), ("a film", "2")]
+    overrides = [f"data.path={write(tmp_path / 'numbers.csv', *rows)}", "data.validation=all"]
+    accuracy = run_evaluate(foreign, finished / "recipe.yaml", overrides)["validation"]["accuracy"]
+    answers = predicted(finished, [text for text, _ in rows])
+    assert accuracy == pytest.approx(sum(a == CLASSES[i] for i, a in enumerate(answers)) / 3)
+    with pytest.raises(PeftlabError, match=r"does not say what its classes are called, .* fine, good, poor"):
+        run_evaluate(foreign, finished / "recipe.yaml")
+
+
+def test_a_run_needs_something_to_train_on(still: Path, rows: Path, tmp_path: Path) -> None:
+    values = tiny.recipe(still, rows, tmp_path / "run")
+    values["data"]["validation"] = "all"
+    with pytest.raises(PeftlabError, match=r"no training split; data\.validation=all is for peftlab eval"):
+        tiny.run(values)
+
+
+def test_classes_and_dropped_rows_are_printed_and_in_the_results(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tiny.save_rows(tmp_path / "rows.csv", 40, ("neg", "pos", "Neg", "pos"))
+    rows.write_text(rows.read_text() + "good film,\n,neg\n")
+    values = tiny.recipe(encoder, rows, tmp_path / "run", max_steps=1)
+    with pytest.raises(PeftlabError, match="drop_missing"):
+        tiny.run(values)
+    values["data"]["drop_missing"] = True
+    tiny.run(values)
+    printed = capsys.readouterr().out
+    assert "warning: class names that differ only in case or spaces: 'Neg', 'neg'" in printed
+    assert printed.index("left out: 2 rows") < printed.index("trainable params")
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert found["dropped_rows"] == 2
+    assert list(found["classes"]) == ["Neg", "neg", "pos"]
+    assert {name: sum(counts.values()) for name, counts in found["classes"].items()} == {
+        "Neg": 10,
+        "neg": 10,
+        "pos": 20,
+    }
+    assert sum(counts["validation"] for counts in found["classes"].values()) == 9
+
+
+def test_more_tokens_than_usable_positions_are_refused(tmp_path: Path, still: Path, rows: Path) -> None:
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = tmp_path / "roberta"
+    config = RobertaConfig(vocab_size=len(tiny.WORDS) + 5, max_position_embeddings=34, pad_token_id=0, **sizes)
+    RobertaForSequenceClassification(config).save_pretrained(model)
+    AutoTokenizer.from_pretrained(still).save_pretrained(model)
+    with pytest.raises(PeftlabError, match=r"train\.max_length is 34; .* has positions for 33 tokens"):
+        tiny.run(tiny.recipe(model, rows, tmp_path / "run", max_length=34))
+    assert not (tmp_path / "run").exists()
