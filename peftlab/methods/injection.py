@@ -46,13 +46,15 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     an error the model is as it was. A model on the meta device is planned and counted like any other.
 
     Raises:
-        PeftlabError: the model holds an injection already, a pattern matches nothing, or nothing would train.
+        PeftlabError: the model holds an injection already, a pattern matches nothing, nothing would train, or
+            the model's weights are quantised by bitsandbytes.
     """
     if is_injected(model):
         raise PeftlabError(
             f"the model holds a {injection(model).config.name} injection already; "
             "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
         )
+    _refuse_bitsandbytes(model)
     plan = METHODS[config.name].plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
@@ -275,6 +277,15 @@ def unmerge(model: ModelT) -> ModelT:
     setattr(model, _ATTRIBUTE, held)
     delattr(model, _KEPT)
     return model
+
+
+def _refuse_bitsandbytes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(module).__mro__):
+            raise PeftlabError(
+                f"{name} is a {type(module).__name__} of bitsandbytes, whose 4- and 8-bit weights are not supported; "
+                "load the model without quantization_config, or quantise it with torchao (int8)"
+            )
 
 
 def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
-from peftlab.methods.targets import inside, task_head
+from peftlab.methods.heads import task_head
+from peftlab.methods.targets import inside
 from peftlab.pipelines.conclude import conclude
 from peftlab.pipelines.initial import start_from
 from peftlab.pipelines.provenance import provenance
