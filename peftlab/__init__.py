@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.merge import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints
     from peftlab.checkpoints.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.errors import PeftlabError as PeftlabError
     from peftlab.methods import disabled as disabled
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from peftlab.methods.lora import LoraConfig as LoraConfig
 
 _HOME = {
+    "AdapterCheckpoints": "peftlab.checkpoints.trainers",
     "PeftlabError": "peftlab.errors",
     "BitFitConfig": "peftlab.methods.bitfit",
     "HoulsbyConfig": "peftlab.methods.houlsby",

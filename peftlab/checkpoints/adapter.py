@@ -8,8 +8,10 @@ the safetensors file says, under ``peftlab``, which method and which base model 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from peftlab.errors import PeftlabError, nearest
 from peftlab.files import read_json, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.injection import reconfigure
 from peftlab.methods.lora import LoraConfig
 from peftlab.methods.lora_fold import one_thread
 
@@ -53,21 +56,32 @@ class Adapter:
     task_type: str | None = None
 
 
-def save_adapter(model: nn.Module, directory: str | Path, *, base: str | None = None) -> Path:
+def save_adapter(
+    model: nn.Module,
+    directory: str | PathLike[str],
+    *,
+    base: str | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write the adapter of an injected model to ``directory`` and return it.
 
     Args:
         base: reference of the base model to record; default: where the model was loaded from.
+        state_dict: values to write, by the model's parameter names, in place of the model's own (gathered from
+            many processes); it may contain more.
 
     Raises:
-        PeftlabError: nothing is injected, or the model lies on the meta device.
+        PeftlabError: nothing is injected, the model is on the meta device, or ``state_dict`` lacks a parameter.
     """
+    if state_dict is not None:
+        with _holding(model, state_dict):
+            return save_adapter(model, directory, base=base)
     directory = Path(directory)
     held = injection(model)
     tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:
-        raise PeftlabError(f"{on_meta} lies on the meta device and has no values to save")
+        raise PeftlabError(f"{on_meta} is on the meta device and has no values to save")
     reference = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     header = {
         "method": held.config.model_dump(),
@@ -128,7 +142,8 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
 def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: float | None = None) -> ModelT:
     """Inject the adapter at ``source`` into a base model, or swap it into a model injected alike.
 
-    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once.
+    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once. A model that is
+    injected already keeps its parameters, with the file's values, and takes the file's configuration.
 
     Args:
         source, lora_alpha: as for ``read_adapter``; or an adapter that was read or combined already.
@@ -141,20 +156,30 @@ def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: flo
     name = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
         _same_base(model, adapter.base, name)
-    fresh = not is_injected(model)
-    if fresh:
-        inject(model, adapter.config)
+    if is_injected(model):
+        _check_fit(model, adapter.tensors, source=name)
+        reconfigure(model, adapter.config)
+        fill(model, adapter.tensors, source=name)
+        return model
+    inject(model, adapter.config)
     try:
         fill(model, adapter.tensors, source=name)
     except PeftlabError:
-        if fresh:
-            remove(model)
+        remove(model)
         raise
     return model
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change."""
+    _check_fit(model, tensors, source=source)
+    parameters = trainable_parameters(model)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
     parameters = trainable_parameters(model)
     unused = sorted(set(tensors) - set(parameters))
     unfilled = sorted(set(parameters) - set(tensors))
@@ -169,9 +194,27 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> Non
             raise PeftlabError(
                 f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
             )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+
+
+@contextmanager
+def _holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the adapter's parameters be ``values`` for the while."""
+    own = trainable_parameters(model)
+    missing = next((name for name in own if name not in values), None)
+    if missing:
+        raise PeftlabError(f"state_dict: there is no {missing}")
+    given = {name: nn.Parameter(values[name].detach()) for name in own}
+    _put(model, given)
+    try:
+        yield
+    finally:
+        _put(model, own)
+
+
+def _put(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._parameters[last] = parameter
 
 
 def _some(names: list[str], others: list[str], n: int = 5) -> str:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods.heads import trained_whole
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora import LoraConfig
 from peftlab.methods.lora_experts import LoraExperts
 from peftlab.methods.lora_layers import LowRank
-from peftlab.methods.targets import has_suffix, trained_whole
+from peftlab.methods.targets import has_suffix
 
 PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+)_(lora_A|lora_B)")
@@ -95,7 +96,9 @@ def to_peft_config(model: nn.Module, held: Injection, reference: str | None) -> 
     """Return ``adapter_config.json`` for an injected LoRA; defaults are left out where peft allows it."""
     config = held.config
     assert isinstance(config, LoraConfig)
-    whole = trained_whole(model, config.modules_to_save)
+    modules = {name for name, _ in model.named_modules()}
+    # peft names modules there; it reads a single parameter of a head by its key alone.
+    whole = [name for name in trained_whole(model, config.modules_to_save) if name in modules]
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in held.replaced)
     ranks, alphas = _effective(model, held)
     raw: dict[str, Any] = {

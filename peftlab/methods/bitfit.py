@@ -9,9 +9,10 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
-from peftlab.methods.targets import inside, match, model_type, parameters_under, trained_whole
+from peftlab.methods.targets import inside, match, model_type
 
 QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.plan import Plan
-from peftlab.methods.targets import model_type, parameters_under, trained_whole
+from peftlab.methods.targets import model_type
 
 
 class FullConfig(MethodConfig):

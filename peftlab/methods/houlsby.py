@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.plan import AnyLeaf, Plan, adapted_class, adopt, trainable_dtype
 from peftlab.methods.sites import find, sites_of
-from peftlab.methods.targets import parameters_under, trained_whole
 
 DEFAULT_BOTTLENECK = 64
 

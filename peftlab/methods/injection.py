@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.plan import Adapted, release
+from peftlab.methods.saving import save_adapters, save_models
 from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -42,17 +43,21 @@ class Injection:
 def inject(model: ModelT, config: MethodConfig) -> ModelT:
     """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
 
-    The model keeps its class, its forward and the names of its parameters. Injection is all or nothing: on
-    an error the model is as it was. A model on the meta device is planned and counted like any other.
+    The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
+    ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``). Injection is
+    all or nothing: on an error the model is as it was. A model on the meta device is planned and counted like any
+    other.
 
     Raises:
-        PeftlabError: the model holds an injection already, a pattern matches nothing, or nothing would train.
+        PeftlabError: the model holds an injection already, a pattern matches nothing, nothing would train, or
+            the model's weights are quantised by bitsandbytes.
     """
     if is_injected(model):
         raise PeftlabError(
             f"the model holds a {injection(model).config.name} injection already; "
             "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
         )
+    _refuse_bitsandbytes(model)
     plan = METHODS[config.name].plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
@@ -71,8 +76,36 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     for name in plan.train:
         parameters[name].requires_grad_(True)
     _exchange(model, adapted)
-    setattr(model, _ATTRIBUTE, Injection(config, list(adapted), originals, was_trainable))
+    _hold(model, Injection(config, list(adapted), originals, was_trainable))
     return model
+
+
+def reconfigure(model: nn.Module, config: MethodConfig) -> None:
+    """Give an injected model another configuration, in place; its trained parameters stay the objects they are.
+
+    So an adapter trained with another α or dropout computes, and is saved, as its own configuration says.
+
+    Raises:
+        PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
+    """
+    held = injection(model)
+    if config == held.config:
+        return
+    before = {name: model.get_submodule(name) for name in held.replaced}
+    _exchange(model, {name: release(leaf) for name, leaf in before.items()})
+    try:
+        plan = METHODS[config.name].plan(model, config)
+        after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
+        _same_parameters(before, after, set(held.originals), set(plan.train))
+    except PeftlabError:
+        _exchange(model, before)
+        raise
+    for name, leaf in after.items():
+        for key, parameter in before[name].named_parameters():
+            owner, _, last = key.rpartition(".")
+            leaf.get_submodule(owner)._parameters[last] = parameter
+    _exchange(model, after)
+    _hold(model, replace(held, config=config, replaced=list(after)))
 
 
 def inject_lora(
@@ -272,9 +305,34 @@ def unmerge(model: ModelT) -> ModelT:
         module = model.get_submodule(name.rpartition(".")[0])
         own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added
         parameter.requires_grad_(own or name in train)
-    setattr(model, _ATTRIBUTE, held)
+    _hold(model, held)
     delattr(model, _KEPT)
     return model
+
+
+def _same_parameters(
+    before: dict[str, nn.Module], after: dict[str, nn.Module], trained: set[str], train: set[str]
+) -> None:
+    shapes = [
+        {f"{name}.{key}": p.shape for name, leaf in leaves.items() for key, p in leaf.named_parameters()}
+        | dict.fromkeys(in_place, torch.Size())
+        for leaves, in_place in ((before, trained), (after, train))
+    ]
+    differ = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
+    if differ:
+        raise PeftlabError(
+            f"another configuration for this model would change what it trains, {differ[0]} for one; "
+            "peftlab.remove(model) takes the injection out first"
+        )
+
+
+def _refuse_bitsandbytes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(module).__mro__):
+            raise PeftlabError(
+                f"{name} is a {type(module).__name__} of bitsandbytes, whose 4- and 8-bit weights are not supported; "
+                "load the model without quantization_config, or quantise it with torchao (int8)"
+            )
 
 
 def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -308,9 +366,15 @@ def _tie(model: nn.Module, tied: bool) -> None:
         config.tie_word_embeddings = tied  # type: ignore[union-attr]
 
 
+def _hold(model: nn.Module, held: Injection) -> None:
+    setattr(model, _ATTRIBUTE, held)
+    save_adapters(model)
+
+
 def _forget(model: ModelT, held: Injection) -> ModelT:
     trainable = set(held.was_trainable)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
     delattr(model, _ATTRIBUTE)
+    save_models(model)
     return model

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.lora_experts import adapt_experts
 from peftlab.methods.lora_fold import row_norms
 from peftlab.methods.lora_layers import LEAVES
@@ -27,8 +28,6 @@ from peftlab.methods.targets import (
     in_layers,
     inside,
     match,
-    parameters_under,
-    trained_whole,
 )
 
 
@@ -130,12 +129,18 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     """Return the leaves to adapt: all of a leaf (None), or the output rows of the parts that were named."""
     parts = fused_parts(model, body)
     chosen = config.target_modules
-    if chosen is None:
-        names = match(body, default_targets(model, body)) if not config.target_parameters else []
-    elif chosen == ALL_LINEAR:
+    if chosen is None and config.target_parameters:
+        names = []
+    elif chosen is None or chosen == ALL_LINEAR:
         outputs = getattr(model, "get_output_embeddings", lambda: None)()
         linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
-        names = [name for name in linear if model.get_submodule(name) is not outputs]
+        linear = [name for name in linear if model.get_submodule(name) is not outputs]
+        names = default_targets(model, linear) if chosen is None else linear
+        if not names:
+            raise PeftlabError(
+                f"target_modules: {type(model).__name__} has no nn.Linear or Conv1D outside its output layer and "
+                "task head; name target_modules"
+            )
     else:
         names = _explicit(model, chosen, [*body, *parts])
     if config.exclude_modules:
@@ -143,7 +148,8 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
         names = [name for name in names if name not in excluded]
     names = in_layers(names, config.layers_to_transform)
     if not names and not config.target_parameters:
-        raise PeftlabError("target_modules: nothing is left to train after exclude_modules")
+        narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
+        raise PeftlabError(f"target_modules: nothing is left to train after {narrowing}")
     chosen_parts: dict[str, list[Tensor] | None] = {name: None for name in names if name not in parts}
     for name in names:
         if name in parts:

@@ -1,4 +1,4 @@
-"""Which modules of a model a method acts on: the table of architectures, matching by name, the task head."""
+"""Which modules of a model a method acts on: the table of architectures, and matching by name."""
 
 from __future__ import annotations
 
@@ -50,19 +50,31 @@ def model_type(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
 
 
-def default_targets(model: nn.Module, leaves: Iterable[str]) -> list[str]:
-    """Return the default target suffixes of a model: the table's row, or the stated fallback.
+def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
+    """Return the linear maps that LoRA acts on by default: those of the table's row, or the stated fallback.
 
     Fallback for an architecture that has no row: the attention projections whose last name is one of the
-    table's own (``q_proj``, ``query``, ...); where there is none, every linear map but the output layer.
+    table's own (``q_proj``, ``query``, ...); where there is none, all of ``linear``.
+
+    Args:
+        linear: names of the linear maps outside the task head and the output layer.
+
+    Raises:
+        PeftlabError: a module that the row names is no linear map LoRA knows, but another kind.
     """
-    names = list(leaves)
-    row = QUERY_VALUE.get(model_type(model))
-    if row and all(any(has_suffix(name, target) for name in names) for target in row):
-        return list(row)
+    row = QUERY_VALUE.get(model_type(model), ())
+    missing = [target for target in row if not any(has_suffix(name, target) for name in linear)]
+    for name, module in model.named_modules():
+        if any(has_suffix(name, target) for target in missing):
+            raise PeftlabError(
+                f"target_modules: {name}, which LoRA acts on by default in {model_type(model)}, is a "
+                f"{type(module).__name__} of {type(module).__module__.partition('.')[0]}, not an nn.Linear; "
+                "name other modules"
+            )
+    if row and not missing:
+        return match(linear, list(row))
     known = {target for targets in QUERY_VALUE.values() for target in targets if "." not in target}
-    found = sorted({name.rpartition(".")[2] for name in names} & known)
-    return found or sorted({name.rpartition(".")[2] for name in names})
+    return [name for name in linear if name.rpartition(".")[2] in known] or linear
 
 
 def fused_parts(model: nn.Module, leaves: Iterable[str]) -> dict[str, Tensor]:
@@ -159,53 +171,6 @@ def in_layers(names: Iterable[str], layers: list[int] | int | None) -> list[str]
         raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
                            if there else "layers_to_transform: the targets lie in no numbered layer")  # fmt: skip
     return [name for name in names if layer_index(name) in wanted]
-
-
-def task_head(model: nn.Module) -> list[str]:
-    """Return the names of the task head's modules: those outside the pretrained body, where it has a head.
-
-    A model with output embeddings (a language model) has no task head: its LM head belongs to the body.
-    """
-    prefix = getattr(model, "base_model_prefix", "")
-    if not prefix or not hasattr(model, prefix):
-        return []
-    outputs = getattr(model, "get_output_embeddings", lambda: None)()
-    if outputs is not None:
-        return []
-    return [name for name, child in model.named_children() if name != prefix and any(True for _ in child.parameters())]
-
-
-def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
-    """Return the names of the modules trained whole: the task head (if ``head``) and ``modules_to_save``."""
-    names = task_head(model) if head else []
-    if modules_to_save:
-        every = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-        names += [n for n in match(every, modules_to_save, what="modules_to_save") if n not in names]
-    return names
-
-
-def parameters_under(model: nn.Module, modules: Iterable[str]) -> list[str]:
-    """Return the names of all parameters below the named modules, in the model's order.
-
-    Raises:
-        PeftlabError: a module has no parameter but those that it shares with others, whose names they bear.
-    """
-    prefixes = tuple(f"{name}." for name in modules)
-    if not prefixes:
-        return []
-    parameters = dict(model.named_parameters())
-    for prefix in prefixes:
-        own = model.get_submodule(prefix[:-1])
-        # On the meta device a model stands for a checkpoint, whose adapter may have parted what the model shares.
-        if any(name.startswith(prefix) for name in parameters) or any(p.is_meta for p in own.parameters()):
-            continue
-        shared = next((name for name, p in parameters.items() if any(p is q for q in own.parameters())), None)
-        if shared is not None:
-            raise PeftlabError(
-                f"modules_to_save: all weights of {prefix[:-1]} are those of {shared.rpartition('.')[0]} (tied); "
-                f"name {shared.rpartition('.')[0]}, which trains both"
-            )
-    return [name for name in parameters if name.startswith(prefixes)]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:

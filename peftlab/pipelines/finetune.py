@@ -23,7 +23,8 @@ from peftlab.checkpoints.positions import position_limit
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods import METHODS, count_parameters, inject
-from peftlab.methods.targets import inside, task_head
+from peftlab.methods.heads import task_head
+from peftlab.methods.targets import inside
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory

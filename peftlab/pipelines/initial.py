@@ -7,7 +7,8 @@ from torch import nn
 from peftlab.checkpoints.adapter import fill, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods import injection, trainable_parameters
-from peftlab.methods.targets import inside, task_head
+from peftlab.methods.heads import task_head
+from peftlab.methods.targets import inside
 
 # The keys that change what the same tensors compute; where they sit, the tensors' names show.
 _MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")

@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from peftlab.checkpoints.base import load_config
 from peftlab.methods import METHODS, count_parameters, inject, injection, make_config, trainable_parameters
-from peftlab.methods.targets import QUERY_VALUE, model_type, task_head
+from peftlab.methods.heads import task_head
+from peftlab.methods.targets import QUERY_VALUE, model_type
 
 
 def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_class: str | None = None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tiny_models import (
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods import METHODS, count_parameters, injection, is_injected, trainable_parameters
-from peftlab.methods.targets import parameters_under, task_head
+from peftlab.methods.heads import parameters_under, task_head
 
 every = pytest.mark.parametrize(("method", "architecture"), COMBINATIONS)
 

@@ -17,7 +17,7 @@ from transformers import (
 
 import peftlab
 from peftlab.methods import METHODS, count_parameters
-from peftlab.methods.targets import parameters_under, task_head
+from peftlab.methods.heads import parameters_under, task_head
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 BERT, ROBERTA = (

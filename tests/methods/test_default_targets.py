@@ -1,0 +1,88 @@
+"""Default targets and all-linear take linear maps alone, and quantised ones are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import peftlab
+from peftlab import PeftlabError
+from peftlab.methods import METHODS, injection, is_injected
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+# Architectures without a row in the table of targets, with embeddings, convolutions or an output layer beside.
+FALLBACKS = {
+    "FNetForMaskedLM": transformers.FNetConfig(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, vocab_size=40
+    ),
+    "FNetForSequenceClassification": transformers.FNetConfig(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, vocab_size=40
+    ),
+    "JetMoeForCausalLM": transformers.JetMoeConfig(
+        hidden_size=16, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=24,
+        vocab_size=40, num_local_experts=2, num_experts_per_tok=1,
+    ),
+    "CTRLLMHeadModel": transformers.CTRLConfig(n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=40, n_positions=20),
+    "SqueezeBertModel": transformers.SqueezeBertConfig(
+        hidden_size=16, embedding_size=16, num_hidden_layers=1, intermediate_size=16, num_attention_heads=4,
+        vocab_size=40, q_groups=1, k_groups=1, v_groups=1, post_attention_groups=1, intermediate_groups=1,
+        output_groups=1,
+    ),
+    "Wav2Vec2Model": transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, intermediate_size=16, num_attention_heads=2, conv_dim=(8, 8),
+        conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_only_linear_maps_but_the_output_layer(name: str, targets: str | None) -> None:
+    model = getattr(transformers, name)(FALLBACKS[name])
+    linear = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    outputs = {n for n, m in model.named_modules() if m is model.get_output_embeddings()}
+    peftlab.inject_lora(model, r=2, target_modules=targets)
+    chosen = set(injection(model).replaced)
+    assert chosen and chosen <= linear - outputs
+    if targets or name.startswith(("FNet", "CTRL")):  # which have no projection that is called as the table's are
+        head = {"classifier"} & linear
+        assert chosen == linear - outputs - head
+
+
+def test_a_table_row_of_other_leaves_is_named() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Other(64, 64, bias=False)
+    with pytest.raises(PeftlabError, match=r"model.layers.0.self_attn.q_proj, .* is a Other of .*name other modules"):
+        peftlab.inject_lora(model)
+    assert not is_injected(model)
+
+
+def test_no_linear_map_at_all() -> None:
+    with pytest.raises(PeftlabError, match=r"has no nn\.Linear or Conv1D outside"):
+        peftlab.inject_lora(nn.Sequential(nn.Conv1d(2, 2, 1)), r=1)
+
+
+@pytest.mark.parametrize("method", ["lora", "houlsby", "bitfit", "full", "head"])
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_bitsandbytes_is_refused_by_name(bits: str, method: str, tmp_path: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    how = transformers.BitsAndBytesConfig(**{bits: True})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map="cpu")
+    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    with pytest.raises(PeftlabError, match=r"self_attn.q_proj is a Linear(4bit|8bitLt) of bitsandbytes.*not supported"):
+        peftlab.inject(model, METHODS[method].config())
+    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+    assert model(torch.arange(8)[None]).logits.isfinite().all()

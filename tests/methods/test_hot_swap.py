@@ -1,0 +1,84 @@
+"""An adapter loaded onto an injected model brings its own configuration with its values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_models import base, batch, logits, train
+
+import peftlab
+from peftlab import PeftlabError
+from peftlab.methods import injection, trainable_parameters
+
+OTHERS = {
+    "alpha": {"lora_alpha": 40},
+    "rslora": {"use_rslora": True},
+    "alpha_pattern": {"alpha_pattern": {"value": 3}},
+    "dropout": {"lora_dropout": 0.5},
+    "names": {"target_modules": ["attention.self.query", "attention.self.value"]},
+}
+
+
+def stirred(model):
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model).values():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_new_configuration_computes_and_is_saved(other, tmp_path):
+    inputs = batch("bert")
+    first = {"r": 4, "lora_alpha": 8}
+    stored = stirred(peftlab.inject_lora(base("bert"), **(first | OTHERS[other])))
+    peftlab.save_adapter(stored, tmp_path / "stored")
+    model = stirred(peftlab.inject_lora(base("bert"), **first))
+    before = trainable_parameters(model)
+    peftlab.load_adapter(model, tmp_path / "stored")
+    assert torch.equal(logits(model, inputs), logits(stored, inputs))
+    # The parameters are the same objects, so that an optimiser that holds them goes on training them.
+    assert {name: id(p) for name, p in trainable_parameters(model).items()} == {n: id(p) for n, p in before.items()}
+    peftlab.save_adapter(model, tmp_path / "again")
+    configs = [json.loads((tmp_path / where / "adapter_config.json").read_text()) for where in ("stored", "again")]
+    assert configs[0] == configs[1]
+    assert torch.equal(logits(peftlab.load_adapter(base("bert"), tmp_path / "again"), inputs), logits(stored, inputs))
+    torch.testing.assert_close(logits(peftlab.merge(model), inputs), logits(stored, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_houlsby_swaps_its_activation(tmp_path):
+    stored = stirred(peftlab.inject_houlsby(base("bert"), 6, non_linearity="relu"))
+    peftlab.save_adapter(stored, tmp_path)
+    model = peftlab.load_adapter(peftlab.inject_houlsby(base("bert"), 6, non_linearity="tanh"), tmp_path)
+    assert torch.equal(logits(model, batch("bert")), logits(stored, batch("bert")))
+    assert injection(model).config == injection(stored).config
+
+
+def test_an_optimiser_goes_on(tmp_path):
+    peftlab.save_adapter(stirred(peftlab.inject_lora(base("bert"), 4, 40)), tmp_path)
+    model = peftlab.inject_lora(base("bert"), 4, 8)
+    optimizer = torch.optim.SGD(trainable_parameters(model).values(), lr=0.1)
+    peftlab.load_adapter(model, tmp_path)
+    before = logits(model, batch("bert"))
+    model(**batch("bert")).loss.backward()
+    optimizer.step()
+    assert not torch.equal(logits(model, batch("bert")), before)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"r": 2}, {"r": 4, "use_dora": True}, {"r": 4, "bias": "all"}, {"r": 4, "target_modules": ["query"]}]
+)
+def test_another_structure_is_an_error_and_no_change(fields, tmp_path):
+    peftlab.save_adapter(stirred(peftlab.inject_lora(base("bert"), **fields)), tmp_path)
+    model = stirred(peftlab.inject_lora(base("bert"), 4, 8))
+    before, config = logits(model, batch("bert")), injection(model).config
+    modules = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(PeftlabError, match=r"in the model, not in the file|in the file, not in the model|has shape"):
+        peftlab.load_adapter(model, tmp_path)
+    assert {name: id(module) for name, module in model.named_modules()} == modules
+    assert injection(model).config == config
+    assert torch.equal(logits(model, batch("bert")), before)
+    train(model, batch("bert"), steps=1)
+    assert torch.isfinite(logits(model, batch("bert"))).all()
