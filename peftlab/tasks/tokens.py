@@ -66,6 +66,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
             tokenised = dataset.map(encode, **options, cache_file_name=_cache_file(key))
         except (OSError, ArrowInvalid):  # no room for it, or a damaged file
             tokenised = dataset.map(encode, **options)
+    _forget_last_call(tokenizer)
     lengths = list(tokenised["length"])
     if 0 in lengths:
         raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
@@ -77,10 +78,7 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
     import transformers
     from datasets.fingerprint import Hasher
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # what an earlier call left there, and each call sets anew
-        backend.no_truncation()
-        backend.no_padding()
+    backend = _forget_last_call(tokenizer)
     made_by = Hasher.hash(tokenizer) if backend is None else backend.to_str()
     parts = [
         type(tokenizer).__name__,
@@ -93,6 +91,15 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
     for rows in dataset.iter(1000):
         digest.update(json.dumps(rows).encode())
     return digest.hexdigest()
+
+
+def _forget_last_call(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Remove the truncation and padding of the last call, which would be saved; return the Rust tokenizer, if any."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 def _cache_file(key: str) -> str | None:

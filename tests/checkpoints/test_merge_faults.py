@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from peftlab.checkpoints.merge import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX
-
-KILLS = 30
+from peftlab.outputs import remove
 
 
 @pytest.fixture
@@ -31,38 +30,122 @@ def parts(tmp_path: Path) -> tuple[Path, Path]:
     return base, adapt(load(type(build("llama")), base), tmp_path / "adapter", target_modules="all-linear")
 
 
-def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path) -> None:
-    """SIGKILL at random moments: OUT is absent or complete, the base untouched, and the next run succeeds."""
+@pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path, overwrite: bool, kills: int) -> None:
+    """SIGKILL at random moments: OUT is absent or complete, the base untouched, and the rerun gives the same."""
     base, adapter = parts
     expected = tmp_path / "expected"
     merge_checkpoint(adapter, base, expected)
+    began = time.perf_counter()
+    merge_checkpoint(adapter, base, expected, overwrite=True)
+    seconds = time.perf_counter() - began
     before = weight_files(base)
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    chance, killed, left_behind = random.Random(seed), 0, 0
     out = tmp_path / "work" / "out"
-    chance = random.Random(0)
-    left_behind = 0
+
+    def complete() -> bool:
+        names = {p.name for p in out.iterdir()} == {p.name for p in expected.iterdir()}
+        return names and weight_files(out) == weight_files(expected)
+
     # Forks of one process that has imported everything: a kill costs milliseconds instead of seconds.
-    for _ in range(KILLS):
+    while killed < kills:
         child = os.fork()
         if child == 0:
             try:
                 torch.set_num_threads(1)
-                while True:
-                    merge_checkpoint(adapter, base, out, overwrite=True)
+                merge_checkpoint(adapter, base, out, overwrite=overwrite)
             finally:
-                os._exit(1)
-        time.sleep(0.02 + chance.random() * 0.25)
+                os._exit(0 if out.exists() else 1)
+        time.sleep(chance.random() * 1.2 * seconds)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the child ended by itself"
+        killed += os.WIFSIGNALED(status)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed"
         left_behind += any(out.parent.glob(f"{STAGING_PREFIX}*"))
-        if out.exists():
-            assert weight_files(out) == weight_files(expected)
-            assert {p.name for p in out.iterdir()} == {p.name for p in expected.iterdir()}
+        assert not out.exists() or complete()
+        if overwrite:
+            continue
+        if not out.exists():
+            merge_checkpoint(adapter, base, out)
+            assert complete() and [p.name for p in out.parent.iterdir()] == ["out"]
+        remove(out, "model")
     assert left_behind, "no kill fell into a merge"
     assert weight_files(base) == before
     merge_checkpoint(adapter, base, out, overwrite=True)
-    assert weight_files(out) == weight_files(expected)
-    assert not list(out.parent.glob(f"{STAGING_PREFIX}*"))
+    assert complete() and [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_of_two_merges_at_once_one_is_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    """As when both are started by hand: the first is held up in the middle of its work while the second starts."""
+    base, adapter = parts
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            while True:
+                merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+        finally:
+            os._exit(1)
+
+    def writing() -> bool:
+        return any(tmp_path.glob(f"{STAGING_PREFIX}out-*-out/new/*.safetensors"))
+
+    try:
+        os.kill(child, signal.SIGSTOP)
+        while not writing():
+            os.kill(child, signal.SIGCONT)
+            time.sleep(0.002)
+            os.kill(child, signal.SIGSTOP)
+            os.waitpid(child, os.WUNTRACED)
+        with pytest.raises(PeftlabError, match="out: another process is writing it"):
+            merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    expected = tmp_path / "expected"
+    merge_checkpoint(adapter, base, expected)
+    merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+    assert weight_files(tmp_path / "out") == weight_files(expected)
+    assert not list(tmp_path.glob(f"{STAGING_PREFIX}*"))
+
+
+def test_overwriting_spares_what_is_no_merge(
+    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``merge A -o A --overwrite`` deleted the adapter, and ``-o ../out`` from within ``out`` deleted that."""
+    base, adapter = parts
+    merge_checkpoint(adapter, base, tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    for out, words in (
+        (adapter, "is or contains the adapter"),
+        (Path("../out"), "is or contains the current directory"),
+        (tmp_path, "is, is inside or contains the base"),
+    ):
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        with pytest.raises(PeftlabError, match=words):
+            merge_checkpoint(adapter, base, out, overwrite=True)
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(PeftlabError, match=r"out contains notes\.txt, which peftlab did not write"):
+        merge_checkpoint(adapter, base, "out", overwrite=True)
+
+
+def test_a_mounted_base_is_the_base(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = parts
+    (tmp_path / "mounted").mkdir()
+    mount = ["mount", "--bind", base, tmp_path / "mounted"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        for out in (base, base / "inside"):
+            with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
+                merge_checkpoint(adapter, tmp_path / "mounted", out, overwrite=True)
+    finally:
+        subprocess.run(["umount", tmp_path / "mounted"], check=True)
 
 
 def test_full_disk(parts: tuple[Path, Path], tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ def test_a_second_run_does_not_tokenise_again(folder, tokenizer, model, monkeypa
     assert tokenise(texts(), tokenizer, 16)[:] == first[:]
 
 
+def test_the_tokenizer_is_as_it_was(folder, tokenizer):
+    """A run saves it: what the last call set would depend on whether the tokens were there already."""
+    before = tokenizer.backend_tokenizer.to_str()
+    for _ in range(2):
+        tokenise(texts(), tokenizer, 16)
+        assert tokenizer.backend_tokenizer.to_str() == before
+
+
 def test_whatever_matters_makes_other_tokens(folder, tokenizer, model):
     def lengths(given, by, limit):
         return list(tokenise(given, by, limit)["length"])
