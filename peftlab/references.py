@@ -6,6 +6,7 @@ installed Python package, found through its metadata and read as files. The pack
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +28,12 @@ def locate(reference: str, what: str = "model") -> Path | str:
     """
     if reference.startswith("package:"):
         return _in_package(reference, what)
-    path = Path(reference).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(reference))
+    if os.path.exists(path):  # pathlib's own raises for names that are too long or may not be read
         return path
     looks_local = reference.startswith((".", "/", "~")) or reference.count("/") > 1 or path.suffix == ".gguf"
     if looks_local or not _HUB_ID.fullmatch(reference):
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [p.name for p in path.parent.iterdir()] if os.path.isdir(path.parent) else []
         raise PeftlabError(f"{what} {reference!r}: no such file or directory{did_you_mean(path.name, siblings)}")
     return reference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -211,7 +212,7 @@ def _files(reference: str) -> dict[str, Path]:
     path = locate(reference, "data.path")
     if not isinstance(path, Path):
         folder = Path(path).parent
-        siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        siblings = [entry.name for entry in _entries(folder)] if os.path.isdir(folder) else []
         raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
     if not path.is_dir():
         return {"train": path}

@@ -359,6 +359,14 @@ def test_bad_directories(tmp_path):
         load(train.with_name("tain.csv"), validation=1)
 
 
+@pytest.mark.parametrize("reference", ["n" * 300, f"{'n' * 300}/r.csv", "~nobody-at-all/r.csv", "loop.csv", "a\0b.csv"])
+def test_a_path_that_no_system_takes_is_refused(tmp_path, monkeypatch, reference):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
+    with pytest.raises(PeftlabError, match="no such file"):
+        load(reference, validation=1)
+
+
 def test_a_misspelt_relative_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     write(tmp_path / "reviews.csv", labelled("a", "b"))
     monkeypatch.chdir(tmp_path)
