@@ -13,6 +13,7 @@ import typer
 from peftlab import __version__
 from peftlab.cli_draft import draft_app, generate
 from peftlab.errors import PeftlabError
+from peftlab.files import told
 
 app = typer.Typer(
     name="peftlab",
@@ -265,16 +266,17 @@ def main() -> None:
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app()
-    except PeftlabError as error:
+    except (PeftlabError, OSError) as error:
         if debug:
             raise
         from peftlab.reporting.console import error as show
 
-        show(str(error))
+        status = error.status if isinstance(error, PeftlabError) else PeftlabError.status
+        show(str(error) if isinstance(error, PeftlabError) else told(error))
         sys.stderr.flush()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            os._exit(error.status)  # the other processes may wait for this one in a collective: do not join them
-        sys.exit(error.status)
+            os._exit(status)  # the other processes may wait for this one in a collective: do not join them
+        sys.exit(status)
     finally:
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -40,6 +40,8 @@ def locate(reference: str, what: str = "model") -> Path | str:
 
 def _in_package(reference: str, what: str) -> Path:
     name, _, inner = reference.removeprefix("package:").partition("/")
+    if not name:
+        raise PeftlabError(f"{what} {reference!r}: names no package; write package:NAME/path")
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:

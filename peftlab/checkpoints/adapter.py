@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peftlab.checkpoints.base import describe
 from peftlab.checkpoints.foreign import is_adapterhub, read_adapterhub, read_loralib
 from peftlab.checkpoints.formats import adapter_tensors, from_peft_config, from_peft_keys, to_peft_config
-from peftlab.checkpoints.tensorfiles import write_tensors
+from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, nearest
-from peftlab.files import read_json, replacing, write_json
+from peftlab.files import parse_json, read_object, replacing, write_json
 from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import reconfigure
@@ -124,19 +123,31 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         path = path / "adapter"
     if not (path / CONFIG_FILE).exists():
         raise PeftlabError(f"{path}: no adapter here (there is no {CONFIG_FILE})")
-    raw = read_json(path / CONFIG_FILE)
+    raw = read_object(path / CONFIG_FILE)
     if is_adapterhub(raw):
-        config, tensors = read_adapterhub(path, raw, lambda file: _read_tensors(file)[0])
+        config, tensors = read_adapterhub(path, raw, lambda file: read_tensors(file)[0])
         return Adapter(config, tensors)
-    tensors, header = _read_tensors(path / WEIGHTS_FILE)
-    ours = json.loads(header.get("peftlab", "{}"))
+    tensors, header = read_tensors(path / WEIGHTS_FILE)
+    base = _base_of(header, path / WEIGHTS_FILE)
     if "peft_type" in raw:
         tensors = from_peft_keys(tensors, raw, path / WEIGHTS_FILE)
         config = from_peft_config(raw, tensors, path / CONFIG_FILE)
     else:
         config = _our_config(raw, path / CONFIG_FILE)
     reference = raw.get("base_model_name_or_path")
-    return Adapter(config, tensors, ours.get("base", {}), reference, raw.get("task_type"))
+    return Adapter(config, tensors, base, reference, raw.get("task_type"))
+
+
+def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Return what the header of an adapter of ours says about its base model; nothing for a foreign one."""
+    try:
+        ours = parse_json(header.get("peftlab", "{}"))
+    except ValueError as error:
+        raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
+    base = ours.get("base", {}) if isinstance(ours, dict) else None
+    if not isinstance(base, dict) or not isinstance(base.get("config", {}), dict):
+        raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
+    return base
 
 
 def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: float | None = None) -> ModelT:
@@ -232,18 +243,6 @@ def _whole(parameter: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):  # sharded (DTensor)
         tensor = tensor.full_tensor()
     return tensor.cpu().contiguous() if not tensor.is_meta else tensor
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            header = file.metadata() or {}
-    except FileNotFoundError:
-        raise PeftlabError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise PeftlabError(f"{path}: damaged ({error})") from None
-    return tensors, header
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:

@@ -11,7 +11,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.checkpoints.bounds import Bounded, check_directory
 from peftlab.errors import PeftlabError
+from peftlab.files import reason
 from peftlab.references import locate
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ def _gguf(reference: str) -> bool:
 
 def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
     place = locate(reference)
+    local = isinstance(place, Path) and not _gguf(reference)
     if isinstance(place, Path):
         options.pop("revision", None)
         if _gguf(reference):
@@ -83,10 +86,14 @@ def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
             raise PeftlabError(f"model {reference!r}: {place} is a file; name the directory or a .gguf file")
         elif not (place / "config.json").exists():
             raise PeftlabError(f"model {reference!r}: {place} has no config.json")
+        else:
+            check_directory(place)
     try:
-        return loader(str(place), **options)
+        with Bounded(Path(place) if local else None):
+            return loader(str(place), **options)
+    except PeftlabError:
+        raise
     except ImportError as error:
         raise PeftlabError(f"model {reference!r}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PeftlabError(f"model {reference!r} cannot be loaded: {reason}") from error
+    except Exception as error:  # whatever the libraries make of files that are not as they expect
+        raise PeftlabError(f"model {reference!r} cannot be loaded: {reason(error)}") from error

@@ -27,7 +27,9 @@ from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_config
+from peftlab.checkpoints.bounds import Bounded, check_sizes
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import member, reason
 
 _ADDED = re.compile(r"\.base_layer|[._]lora_\w+$")
 
@@ -60,15 +62,15 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
         raise PeftlabError(f"{source} belongs to {trained['model_type']!r}, {base} is {config.model_type!r}")
     if trained:
         if type(config).__module__.startswith("transformers."):
-            config = type(config).from_dict(trained)
-        return _empty(adapter.base["architecture"], config, base, trust_remote_code)
+            config = _config_of(trained, config, source)
+        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code)
     names = [config.architectures[0]] if config.architectures else []
     names = [_AUTO[adapter.task_type]] if adapter.task_type in _AUTO else names + list(_AUTO.values())
     wanted = {_ADDED.sub("", name) for name in adapter.tensors}
     misfits: list[tuple[int, str]] = []
     for name in names:
         try:
-            model = _empty(name, config, base, trust_remote_code)
+            model = empty_model(name, config, base, trust_remote_code)
         except PeftlabError as error:
             misfits.append((len(wanted), str(error)))
             continue
@@ -81,12 +83,32 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     raise PeftlabError(f"{source} does not fit {base}: {min(misfits)[1]}")
 
 
-def _empty(name: str, config: PretrainedConfig, base: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model of a class or an auto class, on the meta device."""
-    cls = getattr(transformers, name, None)
+def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:
+    check_sizes(values, f"{source}: the base model's configuration")
     try:
-        with torch.device("meta"), no_init_weights():
-            if cls is not None and not name.startswith("AutoModel"):
+        return type(like).from_dict(dict(values))
+    except Exception as error:  # whatever the library makes of values that are not as it expects
+        raise PeftlabError(f"{source}: the base model's configuration cannot be read: {reason(error)}") from error
+
+
+def empty_model(
+    name: str, config: PretrainedConfig, base: Path | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the model of a class or an auto class, on the meta device.
+
+    Args:
+        base: the directory that ``config`` was read from, if it is a local one: its weight files bound the sizes.
+
+    Raises:
+        PeftlabError: no such class, or its model cannot be made of the configuration.
+    """
+    cls = getattr(transformers, name, None)
+    auto = name.startswith("AutoModel")
+    if cls is not None and not auto and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise PeftlabError(f"transformers.{name} is not a class of models")
+    try:
+        with Bounded(base), torch.device("meta"), no_init_weights():
+            if cls is not None and not auto:
                 model = cls._from_config(config)
             else:
                 reference = next(
@@ -94,13 +116,15 @@ def _empty(name: str, config: PretrainedConfig, base: Path, trust_remote_code: b
                 )
                 if cls is None and not reference:
                     raise PeftlabError(f"transformers has no model class {name!r}")
-                auto = cls or getattr(transformers, next(k for k, v in config.auto_map.items() if v == reference))
-                config._name_or_path = str(base)
-                model = auto.from_config(config, trust_remote_code=trust_remote_code)
+                maker = cls or getattr(transformers, next(k for k, v in config.auto_map.items() if v == reference))
+                config._name_or_path = str(base or config._name_or_path)
+                model = maker.from_config(config, trust_remote_code=trust_remote_code)
         model.tie_weights()  # which comes with the initialisation left out
         return model.eval()
-    except (ValueError, ImportError, AttributeError) as error:
-        raise PeftlabError(f"{base}: {str(error).strip().splitlines()[0]}") from None
+    except PeftlabError:
+        raise
+    except Exception as error:  # whatever the library makes of a configuration that is not as it expects
+        raise PeftlabError(f"{base or 'model'}: a {name} cannot be made of its config.json: {reason(error)}") from error
 
 
 def _resized(
@@ -117,7 +141,7 @@ def _resized(
             config.num_labels, changed = tensor.shape[0], True
         elif shape[0] == config.vocab_size:
             config.vocab_size, changed = tensor.shape[0], True
-    return _empty(name, config, base, trust_remote_code) if changed else model
+    return empty_model(name, config, base, trust_remote_code) if changed else model
 
 
 @dataclass(frozen=True)

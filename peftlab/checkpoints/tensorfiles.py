@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json
+from peftlab.files import open_regular, parse_json, read_object, reason
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -63,7 +63,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             file or do not fit dtype and shape.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
@@ -73,7 +73,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 raise PeftlabError(f"{path}: header of {length} bytes is longer than the file ({size} bytes)")
             text = file.read(length)
     except OSError as error:
-        raise PeftlabError(f"{path}: {error.strerror or error}") from None
+        raise PeftlabError(f"{path}: {reason(error)}") from None
     raw = _parse(path, text)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -91,9 +91,9 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        raw = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        raw = parse_json(text.decode("utf-8"), unique)
         json.dumps(raw, ensure_ascii=False).encode("utf-8")  # a key may hold half a surrogate pair
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PeftlabError(f"{path}: the header is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise PeftlabError(f"{path}: the header is not a JSON object")
@@ -175,6 +175,20 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
             file.write(plain[key].flatten().view(torch.uint8).numpy().data)
 
 
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return a whole file's tensors by key, and its metadata; errors as in ``read_header``."""
+    entries, metadata = read_header(path)
+    with open_regular(path) as file:
+        tensors = {}
+        for key, entry in entries.items():
+            file.seek(entry.offset)
+            raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+            if file.readinto(raw.numpy()) != entry.nbytes:  # type: ignore[attr-defined]
+                raise PeftlabError(f"{path}: {key!r}: the file ended while it was read")
+            tensors[key] = raw.view(DTYPES[entry.dtype]).view(entry.shape)
+    return tensors, metadata
+
+
 def shard_names(directory: Path, index_name: str) -> list[str]:
     """Return the names of the shards that an index file lists, sorted.
 
@@ -182,8 +196,7 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
         PeftlabError: the index is malformed, points outside ``directory``, or names a shard that is not there.
     """
     path = directory / index_name
-    index = read_json(path)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise PeftlabError(f"{path}: has no weight_map")
     for key, name in weight_map.items():
@@ -198,6 +211,6 @@ def check_index(directory: Path, index_name: str, found: Mapping[str, Iterable[s
     """Check that each key of an index lies in the shard it names (``found``: keys by shard)."""
     path = directory / index_name
     keys = {name: set(names) for name, names in found.items()}
-    for key, name in read_json(path)["weight_map"].items():
+    for key, name in read_object(path)["weight_map"].items():
         if key not in keys[name]:
             raise PeftlabError(f"{path}: {key!r} is not in {name}")

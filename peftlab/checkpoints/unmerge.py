@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from peftlab.checkpoints.mergebase import base_directory, refuse_overlap
 from peftlab.checkpoints.shards import Shard, open_shards
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json
+from peftlab.files import member, read_object
 from peftlab.outputs import MARK, staged_directory
 
 
@@ -28,15 +29,24 @@ def unmerge_checkpoint(
         PeftlabError: no ``merge.json``, another base, or ``out`` exists.
     """
     merged, out = Path(merged), Path(out)
-    report = read_json(merged / "merge.json")
-    directory = base_directory(str(base or report["base"]))
+    report = merged / "merge.json"
+    values = read_object(report)
+    changed = {member(row, "name", str, report) for row in _objects(member(values, "tensors", list, report), report)}
+    changed |= set(member(values, "dropped", dict, report))
+    directory = base_directory(str(base) if base else member(values, "base", str, report))
     for place in (merged, directory):
         refuse_overlap(out, place)
-    _same_base(merged, directory, {row["name"] for row in report["tensors"]} | set(report["dropped"]))
+    _same_base(merged, directory, changed)
     inputs = {"the merged model": merged, "the base model": directory}
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         shutil.copytree(directory, staging, dirs_exist_ok=True, ignore=lambda place, names: {MARK} & set(names))
     return out
+
+
+def _objects(rows: list[Any], path: Path) -> list[dict[str, Any]]:
+    if not all(isinstance(row, dict) for row in rows):
+        raise PeftlabError(f"{path}: tensors must be a list of objects")
+    return rows
 
 
 def _same_base(merged: Path, base: Path, changed: set[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import Engine, Output, build_engine
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_json
+from peftlab.files import member, read_object, write_json
 from peftlab.outputs import record
 
 FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
@@ -29,7 +29,12 @@ def write_tokens(directory: str | Path, tokens: Tensor) -> None:
 def read_tokens(directory: str | Path) -> Tensor | None:
     """Return the tokens that a draft's directory confines it to, [V_d]; None for all."""
     file = Path(directory) / FILE
-    return torch.tensor(read_json(file)["tokens"]) if file.is_file() else None
+    if not file.exists():
+        return None
+    tokens = member(read_object(file), "tokens", list, file)
+    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise PeftlabError(f"{file}: tokens must be a list of token ids")
+    return torch.tensor(tokens)
 
 
 class Confined:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from peftlab.checkpoints.bounds import Bounded
+from peftlab.checkpoints.tensorfiles import read_tensors
 from peftlab.decoding.drafters import Draft, Row, Start, Verified
 from peftlab.decoding.trees import best_tree, shape_of
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json
+from peftlab.files import member, read_object
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 
@@ -69,7 +70,7 @@ class MedusaDrafter:
 def is_medusa(directory: str | Path) -> bool:
     """Whether a directory holds Medusa heads as ``drafting.export.write_medusa`` writes them."""
     config = Path(directory) / "config.json"
-    return config.is_file() and read_json(config).get("model_type") == "medusa"
+    return config.is_file() and read_object(config).get("model_type") == "medusa"
 
 
 def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
@@ -79,19 +80,27 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
         PeftlabError: the configuration is of another type, or a key is missing or unknown.
     """
     directory = Path(directory)
-    config = read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     if config.get("model_type") != "medusa":
         raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
-    with torch.device("meta"):
-        blank = nn.Parameter(torch.empty(config["truncated_vocab_size"], config["hidden_size"]))
+    sizes = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
+    rows, width, count, vocabulary = (member(config, key, int, directory / "config.json") for key in sizes)
+    if min(rows, width, count) < 1 or max(rows, width) >= 2**31:
+        raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are no sizes of heads")
+    with Bounded(directory), torch.device("meta"):
+        blank = nn.Parameter(torch.empty(rows, width))
         bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
-        heads = MedusaHeads(blank, config["num_heads"], bias, shared)
-    tensors = load_file(directory / "model.safetensors")
-    reduced = config["truncated_vocab_size"] < config["vocab_size"]
+        heads = MedusaHeads(blank, count, bias, shared)
+    tensors, _ = read_tensors(directory / "model.safetensors")
+    reduced = rows < vocabulary
     expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
     if expected != set(tensors):
         odd = sorted(expected ^ set(tensors))
         raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
     tokens = tensors.pop("token_map", None)
+    for name, parameter in heads.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
+            raise PeftlabError(f"{directory}: {name} has shape {shapes}")
     heads.load_state_dict(tensors, assign=True)
-    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, config["vocab_size"]).eval()
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()

@@ -17,7 +17,7 @@ from peftlab.decoding.engine import Engine, build_engine
 from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
 from peftlab.decoding.medusa import MedusaDrafter, is_medusa, read_medusa
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import read_json
+from peftlab.files import read_object
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 BOTH = "lookup+draft"
@@ -104,11 +104,11 @@ def draft_engine(
 
 
 def _check_heads(directory: str, target: PreTrainedModel) -> None:
-    config, (rows, width) = read_json(Path(directory) / "config.json"), target.get_output_embeddings().weight.shape
-    if (config["vocab_size"], config["hidden_size"]) != (rows, width):
+    config, (rows, width) = read_object(Path(directory) / "config.json"), target.get_output_embeddings().weight.shape
+    tokens, states = config.get("vocab_size"), config.get("hidden_size")
+    if (tokens, states) != (rows, width):
         raise PeftlabError(
-            f"{directory}: heads for states of {config['hidden_size']} and {config['vocab_size']} tokens, but the "
-            f"target has {width} and {rows}"
+            f"{directory}: heads for states of {states} and {tokens} tokens, but the target has {width} and {rows}"
         )
 
 

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, read_adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
-from peftlab.checkpoints.tensorfiles import write_tensors
+from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
 from peftlab.decoding.medusa import read_medusa
 from peftlab.drafting.preflight import check_tokenizers
 from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_json
+from peftlab.files import read_object, write_json
 from peftlab.methods.medusa import MedusaConfig
 from peftlab.methods.medusa_heads import MedusaHeads
 from peftlab.outputs import MARK, staged_directory
@@ -71,7 +70,7 @@ def export_draft(
             if file.is_file() and file.name not in ("merge.json", MARK):
                 shutil.copyfile(file, staging / file.name)
         if consumer == "speculators":
-            described = read_json(staging / "config.json") | _speculator(goal, target, gamma)
+            described = read_object(staging / "config.json") | _speculator(goal, target, gamma)
             write_json(staging / "config.json", described)
         difference = _compare(plain, staging)
     return _command(consumer, out, target, gamma), difference
@@ -115,7 +114,7 @@ def _write_heads(tensors: dict[str, Tensor], out: Path, tokens: Tensor | None, o
         write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
         write_json(staging / "config.json", config)
         read_medusa(staging)
-        back = load_file(staging / "model.safetensors")
+        back, _ = read_tensors(staging / "model.safetensors")
         if any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
             raise PeftlabError(f"{out}: what was written is not what was trained; nothing was left behind")
     return out
@@ -144,7 +143,7 @@ def _export_medusa(source: Path, out: Path, target: str, overwrite: bool) -> tup
             f"{own.hidden_size}"
         )
     known = source / "heads" / "model.safetensors"
-    tokens = load_file(known).get("token_map") if known.exists() else None
+    tokens = read_tensors(known)[0].get("token_map") if known.exists() else None
     model, _ = load_base(target, "AutoModelForCausalLM")
     lm_head = model.get_output_embeddings().weight
     if config.shared_head:
@@ -167,7 +166,7 @@ def _plain(source: Path, consumer: str) -> Path:
             f"--for {consumer}: {source} holds no plain model directory (no merged/ and no config.json); drafts of "
             "methods without a linear fold, and heads, cannot be loaded there (heads: --for vllm-medusa)"
         )
-    kind = read_json(found / "config.json").get("model_type")
+    kind = read_object(found / "config.json").get("model_type")
     if kind == "medusa":
         raise PeftlabError(f"--for {consumer}: {found} holds Medusa heads, not a model; use --for vllm-medusa")
     return found

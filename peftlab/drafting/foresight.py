@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.checkpoints.tensorfiles import write_tensors
+from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.acceptance import each_token
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing
@@ -91,11 +90,16 @@ def load_foresight(path: str | Path) -> Foresight:
     Raises:
         PeftlabError: the file holds something else.
     """
-    tensors = load_file(path)
+    tensors, _ = read_tensors(Path(path))
     if set(tensors) != {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}:
         raise PeftlabError(f"{path}: no acceptance head; it holds {', '.join(sorted(tensors)[:5])}")
-    width, hidden_size = tensors["inner.weight"].shape
-    head = Foresight(hidden_size, width)
+    inner = tensors["inner.weight"]
+    if inner.ndim != 2:
+        raise PeftlabError(f"{path}: inner.weight has shape {tuple(inner.shape)}, which is no matrix")
+    head = Foresight(inner.shape[1], inner.shape[0])
+    for name, parameter in head.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            raise PeftlabError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
     head.load_state_dict(tensors)
     return head.eval()
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from peftlab.checkpoints.tensorfiles import write_tensors
+from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.examples import Collate
 from peftlab.drafting.hidden import frozen_hidden, head_weight
 from peftlab.drafting.objectives import TopK, topk_targets
@@ -49,7 +48,7 @@ def stored_topk(target: Any, requests: Sequence[Request], k: int, cache: Path) -
                 tensors |= {f"{i}.values": values, f"{i}.indices": indices, f"{i}.rest": rest}
             with replacing(path) as temporary:
                 write_tensors(temporary, tensors, {})
-        held = load_file(path)
+        held, _ = read_tensors(path)
         found += [TopK(*(held[f"{i}.{name}"] for name in ("values", "indices", "rest"))) for i in range(len(part))]
     return found
 

@@ -21,7 +21,7 @@ from peftlab.decoding.drafters import Sampling
 from peftlab.decoding.engine import Engine, build_engine
 from peftlab.drafting.prompts import Request
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_json, write_text
+from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
 
 _SAMPLED = 1024  # elements a tensor that tell one set of weights from another
 
@@ -93,9 +93,9 @@ def _batch(
 
 def _read_part(path: Path, count: int) -> list[Request]:
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [parse_json(line) for line in read_text(path).splitlines()]
         requests = [Request(row["prompt_ids"], row["response_ids"]) for row in rows]
-    except (ValueError, KeyError, OSError) as error:
+    except (PeftlabError, ValueError, KeyError, TypeError) as error:
         raise PeftlabError(f"{path}: damaged ({error}); delete it and run again") from None
     if len(requests) != count:
         raise PeftlabError(f"{path}: {len(requests)} continuations instead of {count}; delete it and run again")
@@ -139,4 +139,4 @@ def weights_digest(model: nn.Module) -> str:
 
 def known_fingerprint(directory: Path) -> str:
     """Return the fingerprint that a data set directory says it has."""
-    return str(read_json(directory / "data.json")["fingerprint"])
+    return member(read_object(directory / "data.json"), "fingerprint", str, directory / "data.json")

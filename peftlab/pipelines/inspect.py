@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.checkpoints.base import load_config
+from peftlab.checkpoints.taskmodel import empty_model
 from peftlab.methods import METHODS, count_parameters, inject, injection, make_config, trainable_parameters
 from peftlab.methods.heads import task_head
 from peftlab.methods.targets import QUERY_VALUE, model_type
+from peftlab.references import locate
 
 
 def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_class: str | None = None) -> dict[str, Any]:
@@ -34,11 +36,10 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
         PeftlabError: as loading the configuration and injecting do.
     """
     settings = make_config(method, **fields)
-    config = load_config(reference)
+    config, place = load_config(reference), locate(reference)
     name = auto_class or (config.architectures or ["AutoModel"])[0]
-    kind: Any = getattr(transformers, name, transformers.AutoModel)
-    with torch.device("meta"):
-        model = kind.from_config(config) if name.startswith("Auto") or kind is transformers.AutoModel else kind(config)
+    known = auto_class or hasattr(transformers, name)
+    model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
     head = task_head(model)
     inject(model, settings)
     held = injection(model)

@@ -98,7 +98,7 @@ def recipe_file(name: str | Path) -> Path:
         PeftlabError: there is neither; the nearest files and shipped recipes are named.
     """
     path = Path(name)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return path
     short = str(name).removesuffix(".yaml")
     if short in library.files():

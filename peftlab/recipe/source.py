@@ -14,6 +14,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from peftlab.errors import PeftlabError
+from peftlab.files import read_text
 from peftlab.recipe.suggestions import suggest
 
 Keys = tuple[str | int, ...]
@@ -22,6 +23,8 @@ _TAG = "tag:yaml.org,2002:"
 _TYPED = {_TAG + name for name in ("null", "bool", "int", "float")}
 # YAML 1.2 has no dates, merge keys or default values: what reads like one of them is text.
 _TEXT = {_TAG + name for name in ("str", "timestamp", "merge", "value")}
+# More than any recipe needs; without them a few lines of aliases would expand to more than any memory holds.
+_MOST_VALUES, _MOST_LEVELS = 100_000, 50
 
 
 @dataclass(frozen=True, order=True)
@@ -83,11 +86,7 @@ def read_source(path: Path, shown: str) -> Source:
     Raises:
         PeftlabError: not UTF-8, not YAML, empty, or not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PeftlabError(f"{shown}: cannot be read as UTF-8 text ({error})") from None
-    source = parse(text, lambda line: Place(0, line, shown))
+    source = parse(read_text(path), lambda line: Place(0, line, shown))
     if source.data is None:
         raise PeftlabError(f"{shown}: the recipe is empty")
     if not isinstance(source.data, dict):
@@ -103,7 +102,7 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
     noted as problems.
 
     Raises:
-        PeftlabError: the text is not one YAML document.
+        PeftlabError: the text is not one YAML document, or its aliases expand to more values than a recipe may have.
     """
     yaml = YAML(typ="safe", pure=True)
     try:
@@ -117,14 +116,20 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         raise PeftlabError(f"{place(line)}: not valid YAML: character U+{error.character:04X} is not allowed") from None
     except YAMLError as error:
         raise PeftlabError(f"{place(0)}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise PeftlabError(f"{place(0)}: nested too deeply for a recipe") from None
     source = Source(None, {at: place(0)})
+    count = 0
 
-    def scalar(node: ScalarNode) -> Any:
+    def scalar(node: ScalarNode, keys: Keys) -> Any:
         if node.tag in _TEXT:
             return node.value
         try:
             value = yaml.constructor.construct_object(node)
         except (ValueError, KeyError, YAMLError):
+            value = node.value if node.tag != _TAG + "int" else 2**63  # more digits than Python converts
+        if isinstance(value, int) and abs(value) >= 2**63:
+            source.complain(keys, f"{dotted(keys)}: a number of {len(node.value)} digits is too large")
             return node.value
         # No setting is infinite: left as text, it is refused as what was written.
         return node.value if isinstance(value, float) and not math.isfinite(value) else value
@@ -147,8 +152,14 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         return values
 
     def value(node: Node, keys: Keys, above: tuple[Node, ...]) -> Any:
+        nonlocal count
+        count += 1
+        if count > _MOST_VALUES:
+            raise PeftlabError(f"{place(0)}: more than {_MOST_VALUES:,} values, aliases expanded")
         if node in above:
             source.complain(keys, f"{dotted(keys)}: an alias stands inside what it names")
+        elif len(above) > _MOST_LEVELS:
+            source.complain(keys[:3], f"{dotted(keys[:3])}: nested too deeply")
         elif isinstance(node, MappingNode) and node.tag == _TAG + "map":
             return mapping(node, keys, (*above, node))
         elif isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
@@ -156,7 +167,7 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
                 source.places[(*keys, index)] = place(item.start_mark.line + 1)
             return [value(item, (*keys, i), (*above, node)) for i, item in enumerate(node.value)]
         elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
-            return scalar(node)
+            return scalar(node, keys)
         else:
             source.complain(keys, f"{dotted(keys)}: the tag {str(node.tag).replace(_TAG, '!!')} means nothing here")
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
+from peftlab.files import parse_json
 
 MAX_POINTS = 500
 
@@ -96,7 +96,7 @@ class History:
         """Take in one line of the file."""
         self.lines += 1
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             step = row["step"]
             if "eval" in row:
                 for metric, value in row["eval"].items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
-import stat
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
+from peftlab.files import open_regular
 
 _CHUNK = 2**20
 _ALWAYS_FITS = 64 * 2**20
@@ -46,20 +46,9 @@ def read_text(path: Path) -> str:
 
 
 def regular_size(path: Path) -> int:
-    """Return a file's size in bytes.
-
-    Raises:
-        PeftlabError: no such file, or none with a beginning and an end: a pipe, a device, a directory.
-    """
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise PeftlabError(f"{path}: no such file") from None
-    except OSError as error:
-        raise PeftlabError(f"{path}: cannot be read ({error})") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise PeftlabError(f"{path}: not a regular file; data is read from files only")
-    return status.st_size
+    """Return a file's size in bytes; errors as in ``open_regular``."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def expansion_limit(size: int) -> int:
@@ -83,18 +72,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         line = line.removesuffix("\r")
         if line:
             yield number, line
-
-
-def parse_json(text: str) -> object:
-    """Return the value of a JSON text; whatever is wrong with it is a ``ValueError`` that says so."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # Python's own limit on the digits of an integer, which advises to change Python's settings
-        raise ValueError("an integer of more than 4,300 digits") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def is_unicode(text: str) -> bool:

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.tasks.content import parse_json, read_text, text_lines
+from peftlab.files import parse_json
+from peftlab.tasks.content import read_text, text_lines
 from peftlab.tasks.faults import Fault, listed, quoted, refuse_rows
 from peftlab.tasks.parquet import ParquetColumns
 

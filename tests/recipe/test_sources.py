@@ -286,5 +286,5 @@ def test_files_that_are_no_recipe() -> None:
         "recipes/x.yaml: a recipe is a mapping of keys such as model and task, not a list"
     ]
     Path("recipes/x.yaml").write_bytes(b"model: \xff")
-    with pytest.raises(PeftlabError, match=r"^recipes/x\.yaml: cannot be read as UTF-8 text"):
+    with pytest.raises(PeftlabError, match=r"^recipes/x\.yaml:1: not UTF-8"):
         load_recipe("recipes/x.yaml")

@@ -1,0 +1,96 @@
+"""Bounds on the sizes that a model's configuration names: a typing error in it must not take all memory.
+
+A configuration is looked at before a library builds lists of its lengths. Models are then built on the meta device,
+where tensors have no values, and counted while they are: against the weight files, if there are any.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from peftlab.errors import PeftlabError
+from peftlab.files import read_object
+
+_MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 1_000_000, 200_000
+_SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|layers|labels|embeddings)$")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# A byte of a weight file holds at most some eight parameters (one-bit weights). Heads and buffers may come new.
+_ELEMENTS_PER_BYTE, _FRESH_ELEMENTS = 8, 200_000_000
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn, torch.tensor}
+
+
+def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse sizes below zero, and numbers of layers and labels that no model has.
+
+    Raises:
+        PeftlabError: such a number; ``where`` and the key are named.
+    """
+    for key, value in _integers(config):
+        if value < 0 and _SIZE.search(key):
+            raise PeftlabError(f"{where}: {key} is negative")
+        most = _MOST_LABELS if key == "num_labels" else _MOST_LAYERS if key.endswith(("layer", "layers")) else None
+        if most is not None and value > most:
+            raise PeftlabError(f"{where}: {key} is {min(value, 10**100):.3g}, which is more than {most:,}")
+
+
+def check_directory(directory: Path) -> None:
+    """Look at a local model before a library reads it.
+
+    Raises:
+        PeftlabError: ``config.json`` is no JSON object or names sizes that no model has; or a pipe or a device goes
+            by the name of a file, reading which might never end.
+    """
+    for path in directory.iterdir():
+        with suppress(OSError):  # a link that leads nowhere is as good as no file
+            if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+                raise PeftlabError(f"{path}: not a regular file")
+    check_sizes(read_object(directory / "config.json"), directory / "config.json")
+
+
+def _integers(value: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the keys of all integers of a JSON object, those of objects in it too."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _integers(inner)
+        elif type(inner) is int:
+            yield key, inner
+
+
+class Bounded(TorchFunctionMode):
+    """Within it, building a model on the meta device fails where its tensors are too many or too large.
+
+    Args:
+        directory: of the model; its weight files say what is too large. None: only the number of tensors counts.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        super().__init__()
+        self._directory, self._tensors, self._elements = directory, 0, 0
+        sizes = [f.stat().st_size for p in _WEIGHTS for f in directory.glob(p) if f.is_file()] if directory else []
+        self._stored = sum(sizes)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and isinstance(result, Tensor) and result.is_meta:
+            self._tensors += 1
+            self._elements += result.numel()
+            self._check()
+        return result
+
+    def _check(self) -> None:
+        if self._tensors > _MOST_TENSORS:
+            raise PeftlabError(f"{self._directory or 'model'}: config.json names more than {_MOST_TENSORS:,} tensors")
+        if self._stored and self._elements > _ELEMENTS_PER_BYTE * self._stored + _FRESH_ELEMENTS:
+            raise PeftlabError(
+                f"{self._directory}: config.json names a model of {self._elements:.2g} parameters or more, but the "
+                f"weight files have {self._stored:,} bytes; is a size in it wrong?"
+            )

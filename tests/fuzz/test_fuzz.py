@@ -1,0 +1,43 @@
+"""The fuzzing command: a fixed few inputs with every run of the suite, two thousand with the long ones."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import campaign, recipes, tables
+from tests.fuzz.cases import CLASSES_OF_INPUT
+
+
+def test_a_few_inputs_of_each_class() -> None:
+    summary = campaign.run(1, range(150))
+    assert not summary.faults, "\n".join(summary.faults)
+    told = {name: sum(summary.counts[name, end] for end in ("accepted", "refused")) for name in CLASSES_OF_INPUT}
+    assert all(told.values()), told
+    for name in ("recipe", "adapter config", "adapter weights", "model config", "data"):
+        assert summary.counts[name, "accepted"], f"no {name} was accepted: nothing was compared"
+
+
+@pytest.mark.long
+def test_two_thousand_inputs() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    processes = frozenset(random.Random(seed).sample(range(2000), 100))
+    summary = campaign.run(seed, range(2000), processes=processes)
+    print(summary)
+    assert not summary.faults, f"seed {seed}\n" + "\n".join(summary.faults)
+
+
+def test_an_input_is_made_from_seed_and_number_alone() -> None:
+    once, twice = (campaign.run(7, [5, 6]).counts for _ in range(2))
+    assert once == twice and sum(once.values()) == 2
+
+
+def test_the_independent_readings_tell_files_apart(tmp_path: Path) -> None:
+    assert recipes.read("a: [1, 1.5, ~, true, yes, 0o17, '1']") == {"a": [1, 1.5, None, True, "yes", 15, "1"]}
+    with pytest.raises(recipes.Unreadable):
+        recipes.read("a: 1\na: 2\n")
+    (tmp_path / "x.csv").write_text('text,label\n"a ""b"",\nc",good\n\nd,bad\n')
+    assert tables.rows(tmp_path / "x.csv") == [{"text": 'a "b",\nc', "label": "good"}, {"text": "d", "label": "bad"}]
