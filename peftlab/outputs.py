@@ -78,7 +78,7 @@ def locked(file: Path, path: str | Path) -> Iterator[None]:
     Raises:
         PeftlabError: another process holds it, or the file cannot be made.
     """
-    made = [directory for directory in file.parents if not directory.exists()]
+    made = [directory for directory in file.parents if not os.path.exists(directory)]
     try:
         descriptor = _open_locked(file, path)
     except OSError as error:
