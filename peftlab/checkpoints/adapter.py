@@ -8,6 +8,7 @@ the safetensors file says, under ``peftlab``, which method and which base model 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from peftlab.checkpoints.base import describe
 from peftlab.checkpoints.foreign import is_adapterhub, read_adapterhub, read_loralib
-from peftlab.checkpoints.formats import adapter_tensors, from_peft_config, from_peft_keys, to_peft_config
+from peftlab.checkpoints.formats import adapter_tensors, tied_twins, to_peft_config
+from peftlab.checkpoints.peftread import read_peft
 from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, nearest
 from peftlab.files import parse_json, read_object, replacing, write_json
@@ -32,6 +34,8 @@ from peftlab.methods.lora_fold import one_thread
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -46,6 +50,7 @@ class Adapter:
         base: what identifies the base model (``describe``); empty for a foreign adapter.
         base_reference: the base model's reference, if the adapter names one.
         task_type: peft's name of the task, if the adapter says it.
+        notes: what its user should know.
     """
 
     config: MethodConfig
@@ -53,6 +58,7 @@ class Adapter:
     base: dict[str, Any] = field(default_factory=dict)
     base_reference: str | None = None
     task_type: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def save_adapter(
@@ -107,9 +113,14 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
         allow_nonfinite: accept NaN and infinity.
 
     Raises:
-        PeftlabError: a file is missing or damaged, a key is unknown, or a tensor is not finite.
+        PeftlabError: a file is missing or damaged, a key is unknown, a value is of a wrong type, or a tensor is
+            not of floating point or not finite.
     """
     adapter = _read(Path(source), lora_alpha)
+    for name, tensor in adapter.tensors.items():
+        if tensor.dtype not in _TRAINED:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise PeftlabError(f"{source}: {name} holds {kind} values; trained weights are of floating point")
     if not allow_nonfinite:
         _refuse_nonfinite(adapter.tensors, Path(source))
     return adapter
@@ -123,19 +134,28 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         path = path / "adapter"
     if not (path / CONFIG_FILE).exists():
         raise PeftlabError(f"{path}: no adapter here (there is no {CONFIG_FILE})")
-    raw = read_object(path / CONFIG_FILE)
+    raw = read_config(path / CONFIG_FILE)
     if is_adapterhub(raw):
         config, tensors = read_adapterhub(path, raw, lambda file: read_tensors(file)[0])
         return Adapter(config, tensors)
     tensors, header = read_tensors(path / WEIGHTS_FILE)
     base = _base_of(header, path / WEIGHTS_FILE)
+    notes: tuple[str, ...] = ()
     if "peft_type" in raw:
-        tensors = from_peft_keys(tensors, raw, path / WEIGHTS_FILE)
-        config = from_peft_config(raw, tensors, path / CONFIG_FILE)
+        theirs = read_peft(raw, tensors, path / CONFIG_FILE)
+        config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
-        config = _our_config(raw, path / CONFIG_FILE)
-    reference = raw.get("base_model_name_or_path")
-    return Adapter(config, tensors, base, reference, raw.get("task_type"))
+        config = _our_config(raw, tensors, path / CONFIG_FILE)
+    return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return an ``adapter_config.json``: an object whose texts about the base model are texts."""
+    raw = read_object(path)
+    for key in ("base_model_name_or_path", "task_type"):
+        if not isinstance(raw.get(key), str | None):
+            raise PeftlabError(f"{path}: {key}: {raw[key]!r} is not a text")
+    return raw
 
 
 def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -167,18 +187,55 @@ def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: flo
     name = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
         _same_base(model, adapter.base, name)
+    for note in adapter.notes:
+        warnings.warn(note, stacklevel=2)
     if is_injected(model):
-        _check_fit(model, adapter.tensors, source=name)
+        tensors = _of_the_base(model, fitted(model, adapter.tensors, source=name))
+        _check_fit(model, tensors, source=name)
         reconfigure(model, adapter.config)
-        fill(model, adapter.tensors, source=name)
+        fill(model, tensors, source=name)
         return model
     inject(model, adapter.config)
     try:
-        fill(model, adapter.tensors, source=name)
+        fill(model, _of_the_base(model, fitted(model, adapter.tensors, source=name)), source=name)
     except PeftlabError:
         remove(model)
         raise
     return model
+
+
+def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Return an adapter's tensors by the names that the parameters of the injected ``model`` have.
+
+    A module trained whole may train a copy of its own of weights that are tied, and a file may hold a tied tensor
+    under both its names.
+    """
+    trained, twins = trainable_parameters(model), tied_twins(model)
+    keys: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        module, _, last = key.rpartition(".")
+        own = f"{module}.own_{last}"
+        name = own if own in trained else twins.get(key, key)
+        first = keys.setdefault(name, key)
+        if not torch.equal(tensors[first], tensor):
+            raise PeftlabError(f"{source}: {first} and {key} are one tied parameter, and their values differ")
+    return {name: tensors[key] for name, key in keys.items()}
+
+
+def _of_the_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` without those that only repeat a weight of the base: peft saves embeddings along."""
+    trained, every = trainable_parameters(model), dict(model.named_parameters(remove_duplicate=False))
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if key in trained or not _repeats(every.get(key.replace(BASE_LAYER, ".")), tensor)
+    }
+
+
+def _repeats(parameter: Tensor | None, tensor: Tensor) -> bool:
+    if parameter is None or parameter.is_meta or parameter.shape != tensor.shape:
+        return False
+    return torch.equal(parameter.detach().cpu(), tensor.to(parameter.dtype))
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -253,18 +310,14 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
                 raise PeftlabError(f"{source}: {name} holds NaN or infinity")
 
 
-def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
+def _our_config(raw: dict[str, Any], tensors: Mapping[str, Tensor], path: Path) -> MethodConfig:
     method = raw.get("method")
-    if not isinstance(method, dict) or method.get("name") not in METHODS:
+    if not isinstance(method, dict) or method.get("name") not in list(METHODS):
         raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab's (no known method)")
     try:
-        return _config_from(method)
+        return make_config(method["name"], **method)
     except PeftlabError as error:
         raise PeftlabError(f"{path}: {error}") from None
-
-
-def _config_from(method: dict[str, Any]) -> MethodConfig:
-    return make_config(method["name"], **method)
 
 
 def _same_base(model: nn.Module, base: dict[str, Any], source: str | Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.methods.lora import LoraConfig
+from peftlab.methods.lora import NEEDS_BASE, LoraConfig
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"]
 _A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")
@@ -90,6 +90,8 @@ def _lora(adapter: Adapter) -> LoraConfig:
         raise PeftlabError(f"only LoRA adapters can be combined, not {config.name}")
     if config.use_dora:
         raise PeftlabError("DoRA adapters cannot be combined: their update is not linear in the factors")
+    if config.start:
+        raise PeftlabError(f"an adapter with init_lora_weights={config.start} cannot be combined: {NEEDS_BASE}")
     return config
 
 

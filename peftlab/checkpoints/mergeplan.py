@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from peftlab.checkpoints.adapter import Adapter, fill
+from peftlab.checkpoints.adapter import BASE_LAYER, Adapter, fill, fitted
 from peftlab.checkpoints.shards import Shard, open_shards
 from peftlab.checkpoints.taskmodel import Place, places, task_model, tied_names
 from peftlab.checkpoints.tensorfiles import DTYPES, NAMES
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, injection, trainable_parameters
+from peftlab.methods.own_copy import OwnCopy
 
-_BASE_LAYER = ".base_layer."
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that hold a sum; narrower ones are codes of some quantisation
 
 
@@ -88,10 +88,11 @@ def plan_merge(
     with no_init_weights():  # there is nothing behind the model's tensors
         inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
-    leaves = injection(model).replaced
+    leaves = [name for name in injection(model).replaced if not isinstance(model.get_submodule(name), OwnCopy)]
     folded = {f"{leaf}.{key}": leaf for leaf in leaves for key in model.get_submodule(leaf).fold()}  # type: ignore[operator]
     main = _main_dtype(shards) if stored is None else stored
     plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
+    plan.notes += adapter.notes
     found = _place_base(plan, known)
     _refuse_codes(plan, found)
     extra = _tie(plan, found, tied, shared)
@@ -114,10 +115,13 @@ def _whole_tensors(
     """
     trained, given, shared = set(trainable_parameters(model)), {}, set()
     factors = {}
-    for key, tensor in adapter.tensors.items():
-        name = key.replace(_BASE_LAYER, ".")
-        whole = name in known and (name in injection(model).originals or not adapter.base)
-        if name in trained:
+    for key, tensor in fitted(model, adapter.tensors, source=source).items():
+        module, _, last = key.replace(BASE_LAYER, ".").rpartition(".")
+        name = f"{module}.{last.removeprefix('own_')}"
+        whole = name in known and (key in trained or not adapter.base)
+        if key in trained:
+            factors[key] = tensor
+        elif name in trained:
             factors[name] = tensor
         elif not whole:
             factors[key] = tensor
@@ -127,7 +131,7 @@ def _whole_tensors(
                     f"{source}: {key} has shape {tuple(tensor.shape)}, the model's has {tuple(known[name])}"
                 )
             given[name] = tensor
-            if adapter.base or _BASE_LAYER in key:
+            if (key == name and (adapter.base or name in trained)) or BASE_LAYER in key:
                 shared.add(name)
     fill(model, factors, source=source)
     return given, shared
@@ -173,18 +177,20 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
     Returns the targets that the base has no key for: heads, and the second of two untied parameters.
     """
     holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+    pairs = [(twin, origin) for twin, origin in tied.items() if twin in holders or origin in holders]
+    differ = [pair for pair in pairs if _differ(plan, holders, *pair, shared)]
     extra = []
-    for twin, origin in tied.items():
-        if origin not in holders and twin not in holders:
-            continue
-        if not _differ(plan, holders, twin, origin, shared):
+    for twin, origin in pairs:
+        if not differ:
             if twin in holders and origin in holders:
                 key = holders[twin][1]
                 plan.dropped[key] = f"tied to {origin}"
                 del found[key]
             plan.given.pop(twin, None)
             continue
-        plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
+        if (twin, origin) in differ:
+            plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
+        # That says it of the whole model: other pairs, equal though they are, would not be tied on loading either.
         for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
         for name, other in ((twin, origin), (origin, twin)):

@@ -15,7 +15,7 @@ from peftlab.checkpoints.formats import PREFIX
 from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_json
-from peftlab.methods.lora import LoraConfig
+from peftlab.methods.lora import NEEDS_BASE, LoraConfig
 from peftlab.outputs import staged_directory
 
 Consumer = Literal["vllm", "llamacpp", "lorax"]
@@ -51,6 +51,8 @@ def export_adapter(source: str | Path, out: str | Path, for_: Consumer) -> str:
         raise PeftlabError(f"{source}: {for_} reads LoRA alone, not method {config.name}; merge it instead")
     if config.use_dora:
         raise PeftlabError(f"{source}: {for_} cannot express use_dora; merge the adapter instead")
+    if config.start:
+        raise PeftlabError(f"{source}: {for_} cannot express init_lora_weights={config.start}: {NEEDS_BASE}")
     foreign = [name for name in adapter.tensors if not name.endswith((".lora_A", ".lora_B"))]
     if foreign:
         raise PeftlabError(f"{source}: {for_} cannot express {foreign[0]}; merge the adapter instead")

@@ -52,16 +52,15 @@ def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the names of all parameters that are, or lie below, one of ``names``, in the model's order.
 
     Raises:
-        PeftlabError: a module has no parameter but those that it shares with others, whose names they bear.
+        PeftlabError: a module has no parameter but those that it shares with others, which are not named.
     """
     wanted = set(names)
     parameters = dict(model.named_parameters())
     found = {name: wanted.intersection(_prefixes(name)) for name in parameters}
     for name in wanted.difference(*found.values()):
         own = list(model.get_submodule(name).parameters())
-        # On the meta device a model stands for a checkpoint, whose adapter may have parted what the model shares.
-        shared = next((other for other, p in parameters.items() if any(p is q and not q.is_meta for q in own)), None)
-        if shared is not None:
+        shared = next((other for other, p in parameters.items() if any(p is q for q in own)), None)
+        if shared is not None and not found[shared]:
             raise PeftlabError(
                 f"modules_to_save: all weights of {name} are those of {shared.rpartition('.')[0]} (tied); "
                 f"name {shared.rpartition('.')[0]}, which trains both"

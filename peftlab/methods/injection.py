@@ -277,12 +277,15 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
             else:
                 before.data.copy_(folded)
             untied |= tied
-    if keep:
-        adapted = {name: model.get_submodule(name) for name in plain}
-        setattr(model, _KEPT, (held, adapted, getattr(getattr(model, "config", None), "tie_word_embeddings", None)))
+    tie = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
+    adapted = {name: model.get_submodule(name) for name in plain}
+    _exchange(model, plain)
+    twins: dict[str, nn.Parameter] = {}
     if untied:
         _tie(model, False)
-    _exchange(model, plain)
+        twins = _part(model)
+    if keep:
+        setattr(model, _KEPT, (held, adapted, tie, twins))
     return _forget(model, held)
 
 
@@ -296,7 +299,9 @@ def unmerge(model: ModelT) -> ModelT:
         raise PeftlabError(f"nothing to unmerge: this {type(model).__name__} was not merged with keep=True")
     if is_injected(model):
         raise PeftlabError("something was injected after the merge; peftlab.remove(model) takes it out first")
-    held, adapted, tied = getattr(model, _KEPT)
+    held, adapted, tied, twins = getattr(model, _KEPT)
+    for name, parameter in twins.items():
+        _put(model, name, parameter)
     _exchange(model, adapted)
     if tied is not None:
         _tie(model, tied)
@@ -369,6 +374,24 @@ def _tie(model: nn.Module, tied: bool) -> None:
 def _hold(model: nn.Module, held: Injection) -> None:
     setattr(model, _ATTRIBUTE, held)
     save_adapters(model)
+
+
+def _part(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give each tied parameter values of its own, and return what it shared, by name.
+
+    transformers ties all pairs of a model or none, and saves a parameter that two modules share under one name.
+    """
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    twins = {twin: model.get_parameter(twin) for twin, name in pairs}
+    twins = {twin: twins[twin] for twin, name in pairs if twins[twin] is model.get_parameter(name)}
+    for name, parameter in twins.items():
+        _put(model, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+    return twins
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, last = name.rpartition(".")
+    model.get_submodule(owner)._parameters[last] = parameter
 
 
 def _forget(model: ModelT, held: Injection) -> ModelT:

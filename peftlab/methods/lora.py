@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -19,6 +18,8 @@ from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.lora_experts import adapt_experts
 from peftlab.methods.lora_fold import row_norms
 from peftlab.methods.lora_layers import LEAVES
+from peftlab.methods.lora_start import Start
+from peftlab.methods.own_copy import shared_outside, with_own_copy
 from peftlab.methods.plan import Plan, adopt, trainable_dtype
 from peftlab.methods.targets import (
     ALL_LINEAR,
@@ -29,14 +30,23 @@ from peftlab.methods.targets import (
     inside,
     match,
 )
+from peftlab.patterns import matching
+
+# Why an adapter of another tool that starts from the base (``LoraConfig.start``) means nothing without it.
+NEEDS_BASE = (
+    "its update is what its factors differ by from those that the base's weights give; peftlab.load_adapter into the "
+    "base and peftlab.save_adapter make it a plain LoRA"
+)
+Rank = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LoraConfig(MethodConfig):
     """LoRA's knobs, spelled as peft spells them."""
 
     name: Literal["lora"] = "lora"
-    r: int = Field(8, ge=1, description="Rank of the update.")
-    lora_alpha: float = Field(16, gt=0, description="The update is scaled by lora_alpha / r.")
+    r: Rank = Field(8, description="Rank of the update.")
+    lora_alpha: Positive = Field(16, description="The update is scaled by lora_alpha / r.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the input of the low-rank branch.")
     target_modules: list[str] | str | None = Field(
         None,
@@ -44,20 +54,26 @@ class LoraConfig(MethodConfig):
     )
     exclude_modules: list[str] | str | None = Field(None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(None, description="Only the targets in these layers.")
-    rank_pattern: dict[str, int] = Field({}, description="Rank by name suffix or regular expression.")
-    alpha_pattern: dict[str, float] = Field({}, description="lora_alpha by name suffix or regular expression.")
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {}, description="Rank by name suffix or regular expression."
+    )
+    alpha_pattern: dict[str, Positive] = Field({}, description="lora_alpha by name suffix or regular expression.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
     use_dora: bool = Field(False, description="Train each output row's norm apart from its direction (DoRA).")
     target_parameters: list[str] | None = Field(
         None,
         description="Expert weights: 3-D parameters by name suffix; without target_modules, these alone.",
     )
+    ensure_weight_tying: bool = Field(
+        True,
+        description="Modules of modules_to_save stay tied to those they share weights with; false: they train a copy.",
+    )
     loraplus_lr_ratio: float | None = Field(None, gt=0, description="LoRA+: multiple of the learning rate for B.")
     bias: Literal["none", "lora_only", "all"] = Field("none", description="Which biases train too.")
     init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
         True,
         description="true: A Kaiming uniform, B zero; gaussian: A normal; pissa, olora: A and B the leading part "
-        "of W by SVD or QR, with W kept and the start subtracted.",
+        "of W by SVD or QR, with W kept and the start subtracted (embeddings start as with true).",
     )
 
     @field_validator("target_modules", "exclude_modules")
@@ -67,20 +83,29 @@ class LoraConfig(MethodConfig):
             raise ValueError("names no module")
         return value
 
+    @property
+    def start(self) -> Start | None:
+        """The start that takes part of the base's weight, if it is one."""
+        start = self.init_lora_weights
+        return start if start == "pissa" or start == "olora" else None
+
     def rank(self, module: str) -> int:
         """Return the rank at ``module``."""
         return int(_by_pattern(self.rank_pattern, module, self.r))
 
+    def alpha(self, module: str) -> float:
+        """Return α at ``module``."""
+        return float(_by_pattern(self.alpha_pattern, module, self.lora_alpha))
+
     def scale(self, module: str, rank: int | None = None) -> float:
         """Return the factor of B·A at ``module``: α/r, or α/√r with ``use_rslora``."""
-        r = rank or self.rank(module)
-        alpha = _by_pattern(self.alpha_pattern, module, self.lora_alpha)
-        return float(alpha / math.sqrt(r) if self.use_rslora else alpha / r)
+        r, alpha = rank or self.rank(module), self.alpha(module)
+        return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
 
 def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if matching(rf"(.*\.)?({pattern})", [module], what="rank_pattern/alpha_pattern"):
             return value
     return default
 
@@ -98,6 +123,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     body = [name for name in leaves if not inside(name, whole)]
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
+    copied = {} if config.ensure_weight_tying else shared_outside(model, whole)
     adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
@@ -112,7 +138,10 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         replace[module] = partial(
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
         )
-    return Plan(replace, parameters_under(model, whole) + _biases(model, config, list(parts), whole))
+    replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
+    in_place = parameters_under(model, [name for name in whole if name not in copied])
+    own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
+    return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
 
 
 def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
@@ -187,6 +216,8 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
         raise PeftlabError("target_parameters: expert weights take neither lora_dropout nor use_dora")
+    if config.start:
+        raise PeftlabError(f"target_parameters: expert weights take no init_lora_weights={config.start}")
     return found
 
 
@@ -199,10 +230,9 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
     limit = min(weight.shape[0], weight[0].numel())
     if rank > limit:
         raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {name}")
-    linear = isinstance(leaf, (nn.Linear, Conv1D))
-    if config.init_lora_weights in ("pissa", "olora") and rows is not None:
+    if config.start and rows is not None:
         raise PeftlabError(f"init_lora_weights={config.init_lora_weights}: name {name} as a whole, not by its parts")
-    if config.init_lora_weights in ("pissa", "olora") and not linear:
+    if config.start and not isinstance(leaf, (nn.Linear, Conv1D, nn.Embedding)):
         raise PeftlabError(
             f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
         )
@@ -233,13 +263,14 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
     if isinstance(leaf, nn.Embedding):
         nn.init.zeros_(a)
         nn.init.normal_(b)
-    elif config.init_lora_weights in ("pissa", "olora"):
-        a, b = _spectral(weight.t() if kind.transposed else weight, rank, scale, config.init_lora_weights, like)
-        new.frozen_A, new.frozen_B = a.clone(), b.clone()
     else:
         _fill_a(a, config, rank)
     for name, factor in zip(kind.names, (a, b), strict=True):
         new.register_parameter(name, nn.Parameter(factor))
+    new.start = config.start if isinstance(leaf, (nn.Linear, Conv1D)) else None
+    if new.start is not None:
+        new.settle()
+        new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
     new.register_parameter("lora_magnitude_vector", None)
     if config.use_dora:
         whole_a, whole_b = new.factors()
@@ -253,14 +284,3 @@ def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
         nn.init.normal_(a, std=1 / rank)
     else:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-
-
-def _spectral(weight: Tensor, rank: int, scale: float, kind: str, like: Any) -> tuple[Tensor, Tensor]:
-    """Return A and B with scale·B·A = the leading part of W: by SVD (PiSSA, 2404.02948) or QR (OLoRA, 2406.01775)."""
-    w = weight.detach().float()
-    if kind == "olora":
-        q, r = torch.linalg.qr(w)
-        return r[:rank].to(**like).contiguous(), q[:, :rank].to(**like).contiguous()
-    u, s, vh = torch.linalg.svd(w, full_matrices=False)
-    root = (s[:rank] / scale).sqrt()
-    return (root[:, None] * vh[:rank]).to(**like), (u[:, :rank] * root).to(**like).contiguous()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.methods.lora_fold import fold_weight, row_norms
+from peftlab.methods.lora_fold import fold_weight, one_thread, row_norms
 from peftlab.methods.lora_function import low_rank_linear
+from peftlab.methods.lora_start import Start, leading_part
 from peftlab.methods.plan import FOLDING, Adapted, Folding
 
 
@@ -24,8 +25,9 @@ class LowRank(Adapted):
     Attributes:
         lora_A, lora_B (``lora_embedding_A``, ``lora_embedding_B`` in embeddings): the trained factors.
         lora_magnitude_vector: DoRA's trained row norms (out), or None.
-        frozen_A, frozen_B: with PiSSA and OLoRA the factors' starting values; the update is B·A − B0·A0, so
-            that W keeps its values. None otherwise.
+        start: PiSSA or OLoRA, where the factors start from W; None otherwise.
+        frozen_A, frozen_B: the starting values where there is such a start; the update is B·A − B0·A0, so that
+            W keeps its values. None otherwise.
         rows: with targets that are parts of a fused projection, the output rows of each part, one part after
             the other; B then holds those rows alone, and A one factor a part. None otherwise.
         sizes: the number of rows of each part.
@@ -34,12 +36,13 @@ class LowRank(Adapted):
 
     added = (
         "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "frozen_A", "frozen_B",
-        "rows", "sizes", "scale", "dropout",
+        "start", "rows", "sizes", "scale", "dropout",
     )  # fmt: skip
     names = ("lora_A", "lora_B")
     transposed = False
     weight: Tensor
     lora_magnitude_vector: nn.Parameter | None
+    start: Start | None
     frozen_A: Tensor | None
     frozen_B: Tensor | None
     rows: Tensor | None
@@ -55,6 +58,14 @@ class LowRank(Adapted):
         if self.frozen_A is not None and self.frozen_B is not None:
             a, b = torch.cat([a, self.frozen_A]), torch.cat([b, -self.frozen_B], dim=1)
         return a, b
+
+    def settle(self) -> None:
+        if self.start is None:
+            return
+        rank, dtype = self.lora_A.shape[0], self.lora_A.dtype  # type: ignore[attr-defined]
+        with one_thread():
+            factors = leading_part(self.weight, rank, self.scale, self.start, transposed=self.transposed)
+        self.frozen_A, self.frozen_B = (factor.to(dtype) for factor in factors)
 
     def width(self) -> int:
         """Return the number of output features."""

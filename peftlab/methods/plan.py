@@ -63,6 +63,9 @@ class Adapted:
         """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Compute anew what the addition takes from the base's weight, after that was filled in."""
+
 
 class AnyLeaf(Adapted):
     """An adapted form that leaves of any class can take: ``adapted_class`` makes the subclass, once for each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, nearest
+from peftlab.patterns import matching
 
 ALL_LINEAR = "all-linear"
 
@@ -136,15 +136,12 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
     """Return those of ``names`` that ``targets`` picks, in order: a list of suffixes, or one full-match regex.
 
     Raises:
-        PeftlabError: the regex, or any one suffix of the list, picks nothing; the nearest names are given.
+        PeftlabError: the regex, or any one suffix of the list, picks nothing (the nearest names are given), or
+            matching takes too long.
     """
     names = list(names)
     if isinstance(targets, str):
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise PeftlabError(f"{what}: {targets!r} is not a regular expression ({error})") from None
-        picked = [name for name in names if pattern.fullmatch(name)]
+        picked = matching(targets, names, what=what)
         if not picked:
             raise PeftlabError(f"{what}: the regular expression {targets!r} matches no module{_hint(targets, names)}")
         return picked
