@@ -149,7 +149,7 @@ def test_a_plain_module_gets_no_such_method() -> None:
 
 
 class AdapterTrainer(peftlab.AdapterCheckpoints, Trainer):
-    """What docs/trainers.md shows."""
+    """What docs/guide/trainers.md shows."""
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
@@ -168,6 +168,7 @@ def test_checkpoints_of_a_trainer_load_and_merge(base: str, tmp_path: Path) -> N
         assert "model.safetensors" not in files(place)
         assert torch.equal(logits(peftlab.load_adapter(load(base), place)), logits(model))
     peftlab.merge_checkpoint(str(tmp_path / "run" / "checkpoint-8"), base, str(tmp_path / "merged"))
+    assert not {name for name in files(tmp_path / "merged") if name.endswith((".pt", ".pth", ".bin"))}
     torch.testing.assert_close(logits(load(str(tmp_path / "merged"))), logits(model), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(model), logits(load(base)), atol=1e-2)
 
@@ -210,3 +211,39 @@ def test_other_checkpoints_are_read_as_a_trainer_does(base: str, tmp_path: Path)
     trainer = AdapterTrainer(resumed, arguments(tmp_path / "resumed"), train_dataset=Rows())
     trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert torch.equal(logits(resumed), logits(whole))
+
+
+def test_gradient_checkpointing_changes_nothing(base: str, tmp_path: Path) -> None:
+    models = [injected(base), injected(base)]
+    for model, on in zip(models, (False, True), strict=True):
+        settings = arguments(tmp_path / str(on), gradient_checkpointing=on)
+        Trainer(model, settings, train_dataset=Rows()).train()
+    torch.testing.assert_close(logits(models[1]), logits(models[0]), rtol=1e-4, atol=1e-5)
+
+
+def documented(heading: str, base: str) -> str:
+    """Return the first Python block below a heading of docs/guide/trainers.md, about the model at ``base``."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "trainers.md").read_text()
+    block = page.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
+    assert '"FacebookAI/roberta-base"' in block
+    return block.replace('"FacebookAI/roberta-base"', repr(base))
+
+
+def test_the_documented_trainer(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"train_rows": Rows(), "validation_rows": Rows()}
+    exec(documented("transformers' Trainer", base), names)
+    merged = names["model"]
+    torch.testing.assert_close(logits(load("merged").to(merged.device)), logits(merged), rtol=1e-5, atol=1e-6)
+    back = peftlab.load_adapter(load(base).to(merged.device), "adapter")
+    torch.testing.assert_close(logits(back), logits(merged), rtol=1e-4, atol=1e-5)
+
+
+def test_the_documented_loop(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [Rows()[i] for i in range(4)]
+    batches = [{key: torch.stack([row[key] for row in rows]) for key in rows[0]}] * 2
+    names: dict[str, Any] = {"batches": batches}
+    exec(documented("A plain loop", base), names)
+    assert torch.equal(logits(peftlab.load_adapter(load(base), "adapter")), logits(names["model"]))
+    assert not torch.equal(logits(names["model"]), logits(load(base)))
