@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
+
+_TYPED = 200  # characters of a name
+_COMPARED = 10_000  # names
 
 
 class PeftlabError(Exception):
@@ -17,8 +21,14 @@ class PeftlabError(Exception):
 
 
 def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to ``n`` of ``candidates`` spelled most like ``name``, best first, case ignored."""
-    by_lower = {c.lower(): c for c in candidates}
+    """Return up to ``n`` of ``candidates`` spelled most like ``name``, best first, case ignored.
+
+    Comparing takes the product of two lengths: what is too long to have been typed, as a text where a name is
+    expected, resembles nothing.
+    """
+    if len(name) > _TYPED:
+        return []
+    by_lower = {c.lower(): c for c in islice(candidates, _COMPARED) if len(c) <= _TYPED}
     return [by_lower[m] for m in difflib.get_close_matches(name.lower(), by_lower, n=n, cutoff=0.5)]
 
 

@@ -367,6 +367,17 @@ def test_a_path_that_no_system_takes_is_refused(tmp_path, monkeypatch, reference
         load(reference, validation=1)
 
 
+def test_texts_in_place_of_labels_give_a_message_that_can_be_read(tmp_path):
+    def texts(end):
+        return labelled(*(f"{i} {'long text ' * 1000}{end}" for i in range(60)))
+
+    write(tmp_path / "train.csv", texts("a"))
+    write(tmp_path / "validation.csv", texts("b"))
+    with pytest.raises(PeftlabError) as caught:
+        load(tmp_path)
+    assert "in 60 of 60 rows" in str(caught.value) and len(str(caught.value)) < 8000
+
+
 def test_a_misspelt_relative_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     write(tmp_path / "reviews.csv", labelled("a", "b"))
     monkeypatch.chdir(tmp_path)
