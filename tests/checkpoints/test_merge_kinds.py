@@ -266,7 +266,7 @@ def test_complete_directory(tmp_path: Path) -> None:
     merge_checkpoint(adapter, base, tmp_path / "merged", recipe="kind: finetune\n")
     there = {str(p.relative_to(tmp_path / "merged")) for p in (tmp_path / "merged").rglob("*") if p.is_file()}
     assert there == {
-        "model.safetensors", "config.json", "merge.json", "README.md", "generation_config.json", "tokenizer.json",
+        "model.safetensors", "config.json", "merge.json", "peftlab.json", "README.md", "generation_config.json", "tokenizer.json",
         "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE", "modeling_own.py",
     }  # fmt: skip
     card = (tmp_path / "merged" / "README.md").read_text()
