@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_text
 from peftlab.references import locate
 from peftlab.tasks.chat import chat_ids
 from peftlab.tasks.content import is_unicode, text_lines
