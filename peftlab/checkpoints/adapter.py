@@ -145,7 +145,9 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         theirs = read_peft(raw, tensors, path / CONFIG_FILE)
         config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
-        config = _our_config(raw, tensors, path / CONFIG_FILE)
+        config = _our_config(raw, path / CONFIG_FILE)
+    if said := config.misfit({name: tensor.shape for name, tensor in tensors.items()}):
+        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {said}")
     return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
 
 
@@ -310,7 +312,7 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
                 raise PeftlabError(f"{source}: {name} holds NaN or infinity")
 
 
-def _our_config(raw: dict[str, Any], tensors: Mapping[str, Tensor], path: Path) -> MethodConfig:
+def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
     method = raw.get("method")
     if not isinstance(method, dict) or method.get("name") not in list(METHODS):
         raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab's (no known method)")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.checkpoints.bounds import Bounded, check_directory
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
+from peftlab.hub import snapshot, unreachable
 from peftlab.references import locate
 
 T = TypeVar("T")
@@ -76,6 +77,8 @@ def _gguf(reference: str) -> bool:
 
 def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
     place = locate(reference)
+    if isinstance(place, str) and unreachable():
+        place = snapshot(place, "model", revision=options.get("revision"))
     local = isinstance(place, Path) and not _gguf(reference)
     if isinstance(place, Path):
         options.pop("revision", None)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from peftlab.checkpoints.pickles import read_pickle
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import member
 from peftlab.methods import make_config
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.sites import SITES
@@ -58,23 +58,30 @@ def read_adapterhub(
     settings = raw["config"]
     if settings.get("architecture") == "lora":
         _require(settings, _LORA, path)
-        targets = [_ATTENTION[key] for key in settings.get("attn_matrices", ["q", "v"])]
-        config = make_config(
-            "lora", r=settings["r"], lora_alpha=settings["alpha"], target_modules=targets,
-            lora_dropout=settings.get("dropout", 0.0),
+        matrices = settings.get("attn_matrices", ["q", "v"])
+        if not isinstance(matrices, list) or not all(matrix in list(_ATTENTION) for matrix in matrices):
+            raise PeftlabError(f"{path}: attn_matrices={matrices!r} is not supported; q, k and v are")
+        config = _config(
+            path, "lora", r=member(settings, "r", int, path), lora_alpha=settings.get("alpha"),
+            target_modules=[_ATTENTION[matrix] for matrix in matrices], lora_dropout=settings.get("dropout", 0.0),
         )  # fmt: skip
         return config, {re.sub(r"\.loras\.[^.]+\.", ".", key): tensor for key, tensor in tensors.items()}
     _require(settings, _BOTTLENECK, path)
-    config = make_config(
+    downs = [t for key, t in tensors.items() if key.endswith("adapter_down.0.weight") and t.ndim == 2]
+    if not downs:
+        raise PeftlabError(f"{path}: the adapter's file has no matrix adapter_down.0.weight")
+    config = _config(
+        path,
         "houlsby",
-        bottleneck=next(t.shape[0] for key, t in tensors.items() if key.endswith("adapter_down.0.weight")),
-        non_linearity=settings["non_linearity"].lower(),
-        placement="houlsby" if settings["mh_adapter"] else "pfeiffer",
-        skip_layers=sorted(settings.get("leave_out") or []) or None,
+        bottleneck=downs[0].shape[0],
+        non_linearity=member(settings, "non_linearity", str, path).lower(),
+        placement="houlsby" if member(settings, "mh_adapter", bool, path) else "pfeiffer",
+        skip_layers=settings.get("leave_out") or None,
         train_layer_norms=False,
         train_head=head is not None,
     )
-    return config, {_bottleneck_name(key, raw["model_type"], path): tensor for key, tensor in tensors.items()}
+    model_type = member(raw, "model_type", str, path)
+    return config, {_bottleneck_name(key, model_type, path): tensor for key, tensor in tensors.items()}
 
 
 def read_loralib(path: Path, lora_alpha: float | None) -> tuple[MethodConfig, dict[str, Tensor]]:
@@ -89,21 +96,17 @@ def read_loralib(path: Path, lora_alpha: float | None) -> tuple[MethodConfig, di
         raise PeftlabError(f"{path}: no key ends in .lora_A; this is no loralib adapter")
     if lora_alpha is None:
         raise PeftlabError(f"{path}: a loralib file does not say its alpha; pass lora_alpha (--lora-alpha)")
-    rank = tensors[f"{modules[0]}.lora_A"].shape[0]
-    return make_config("lora", r=rank, lora_alpha=lora_alpha, target_modules=modules), tensors
+    first = tensors[f"{modules[0]}.lora_A"]
+    if first.ndim < 2:
+        raise PeftlabError(f"{path}: {modules[0]}.lora_A has shape {tuple(first.shape)} and is no matrix")
+    return _config(path, "lora", r=first.shape[0], lora_alpha=lora_alpha, target_modules=modules), tensors
 
 
-def read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled state dict; code in a pickle never runs (``weights_only``)."""
+def _config(path: Path, method: str, **fields: Any) -> MethodConfig:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise PeftlabError(f"{path}: no such file") from None
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, KeyError, ValueError) as error:
-        raise PeftlabError(f"{path}: not a plain file of tensors ({str(error).splitlines()[0]})") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise PeftlabError(f"{path}: not a flat dictionary of tensors")
-    return state
+        return make_config(method, **fields)
+    except PeftlabError as error:
+        raise PeftlabError(f"{path}: {error}") from None
 
 
 def _require(settings: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:

@@ -22,6 +22,7 @@ from peftlab.checkpoints.sidefiles import copy_side_files, merge_card, write_mod
 from peftlab.checkpoints.stream import OutputFile, run
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
+from peftlab.hub import upload
 from peftlab.methods import METHODS
 from peftlab.outputs import staged_directory
 
@@ -97,7 +98,7 @@ def merge_checkpoint(
             with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
                 _write_weights(plan, staging, report, precision, allow_nonfinite)
                 report.judge()
-                copy_side_files(directory, own, staging)
+                report.notes += copy_side_files(directory, own, staging)
                 write_model_config(plan.model, staging, plan.dtype)
                 write_text(staging / "README.md", card or merge_card(report, directory, recipe))
                 report.seconds = time.perf_counter() - started
@@ -108,20 +109,8 @@ def merge_checkpoint(
         finally:
             plan.close()
     if push_to_hub:
-        _push(Path(out), push_to_hub)
+        upload(Path(out), push_to_hub)
     return report
-
-
-def _push(directory: Path, repository: str) -> None:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().create_repo(repository, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository, folder_path=directory)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise PeftlabError(f"{directory} is complete, but was not uploaded to {repository!r}: {reason}") from None
 
 
 def _write_weights(

@@ -12,6 +12,7 @@ import torch
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.errors import PeftlabError
+from peftlab.hub import snapshot
 from peftlab.outputs import contains, real, scratch_directory
 from peftlab.references import locate
 
@@ -66,7 +67,7 @@ def base_directory(reference: str) -> Path:
 
 def _located(reference: str) -> Path:
     place = locate(reference, "base model")
-    return _snapshot(place) if isinstance(place, str) else place
+    return snapshot(place, "base model") if isinstance(place, str) else place
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
@@ -97,13 +98,3 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_
     model.save_pretrained(directory, save_original_format=not quantised)
     with suppress(PeftlabError):  # a base without a tokenizer has none to hand on
         load_tokenizer(reference).save_pretrained(directory)
-
-
-def _snapshot(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        others = ["*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "onnx/*", "openvino/*"]
-        return Path(snapshot_download(hub_id, ignore_patterns=others))
-    except (OSError, ValueError) as error:
-        raise PeftlabError(f"base model {hub_id!r}: {str(error).strip().splitlines()[0]}") from None

@@ -61,8 +61,7 @@ def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
 
     Raises:
         PeftlabError: another peft type; an active option or a start that this reader does not know; a value of a
-            wrong type; a key of an unknown form, or two keys that mean one parameter and differ; a factor whose
-            rank is not the configuration's.
+            wrong type; a key of an unknown form, or two keys that mean one parameter and differ.
     """
     config, notes = _config(raw, path)
     weights = path.with_name("adapter_model.safetensors")
@@ -75,8 +74,6 @@ def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
             raise PeftlabError(f"{weights}: two keys hold different values for {new}")
         named[new] = tensor
     config = _fitted(config, named, matrices)
-    for name, tensor in named.items():
-        _check_rank(name, tensor, config, path)
     return PeftAdapter(config, named, notes)
 
 
@@ -214,16 +211,6 @@ def _matched(patterns: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
         for pattern, value in patterns.items()
         if matching(rf"(.*\.)?({pattern})", names, what="rank_pattern/alpha_pattern")
     }
-
-
-def _check_rank(name: str, tensor: Tensor, config: LoraConfig, path: Path) -> None:
-    """Refuse a factor of another rank than the configuration's, before anything of that size is made."""
-    found = re.fullmatch(r"(.+?)[._]lora_(?:embedding_)?A", name)
-    if found is None:
-        return
-    rank, rows = config.rank(found[1]), tensor.shape[0] if tensor.ndim else 0
-    if rows != rank and not (name.endswith("_lora_A") and rows and rows % rank == 0):
-        raise PeftlabError(f"{path}: rank {rank} for {found[1]}, whose factors have rank {rows}")
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from peftlab.checkpoints.formats import PREFIX
 from peftlab.checkpoints.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_json
+from peftlab.files import write_json
 from peftlab.methods.lora import NEEDS_BASE, LoraConfig
 from peftlab.outputs import staged_directory
 
@@ -65,10 +65,9 @@ def export_adapter(source: str | Path, out: str | Path, for_: Consumer) -> str:
         scaled = (b.double() * config.scale(module, a.shape[0])).to(torch.float32)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = F.pad(a.float(), (0, 0, 0, missing))
         tensors[f"{PREFIX}{module}.lora_B.weight"] = F.pad(scaled, (0, missing))
-    place = Path(source) / "adapter" if (Path(source) / "adapter" / CONFIG_FILE).exists() else Path(source)
     raw: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": read_json(place / CONFIG_FILE).get("task_type"),
+        "task_type": adapter.task_type,
         "base_model_name_or_path": adapter.base_reference,
         "inference_mode": True,
         "r": rank,

@@ -7,11 +7,11 @@ import mmap
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensorfiles import DTYPES, NAMES, Entry, check_index, read_header, shard_names
 from peftlab.errors import PeftlabError
 
@@ -74,7 +74,7 @@ class PickleShard(Shard):
 
     def read(self, key: str, buffer: Tensor | None = None) -> Tensor:
         if self._tensors is None:
-            self._tensors = _unpickle(self.path)
+            self._tensors = read_pickle(self.path, mapped=True)
         mapped = self._tensors[key]
         tensor = mapped.clone(memory_format=torch.contiguous_format)
         _drop_pages(mapped)
@@ -117,28 +117,11 @@ def _open_safetensors(path: Path) -> Shard:
 
 def _open_pickle(path: Path) -> Shard:
     entries = {}
-    for key, tensor in _unpickle(path).items():
+    for key, tensor in read_pickle(path, mapped=True).items():
         if tensor.dtype not in NAMES:
             raise PeftlabError(f"{path}: {key!r}: dtype {tensor.dtype} has no place in a safetensors file")
         entries[key] = Entry(NAMES[tensor.dtype], tuple(tensor.shape), 0)
     return PickleShard(path, entries)
-
-
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    try:
-        try:
-            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # Files of torch before 1.6 cannot be mapped; then this one shard lies in memory.
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler has no end of ways to say that a file is none of its own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PeftlabError(f"{path}: cannot be read as weights alone ({reason})") from None
-    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise PeftlabError(f"{path}: holds something other than tensors by name")
-    return loaded
 
 
 def _drop_pages(mapped: Tensor) -> None:

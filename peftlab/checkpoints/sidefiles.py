@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,16 +23,15 @@ OTHERS = (
 )  # fmt: skip
 
 
-def copy_side_files(base: Path, adapter: Path | None, out: Path) -> None:
-    """Copy tokenizer, chat templates, custom code and licence to ``out``.
+def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
+    """Copy tokenizer, chat templates, custom code and licence to ``out``; return notes on what was left out.
 
     The tokenizer is that of the adapter or run directory if it holds one (its vocabulary may have grown), else
-    the base's.
+    the base's. A link out of its directory is not followed: what it leads to was never meant to be published.
     """
     homes = [adapter / "adapter", adapter] if adapter is not None else []
     own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
-    _copy(own or base, out, TOKENIZER)
-    _copy(base, out, OTHERS)
+    return _copy(own or base, out, TOKENIZER) + _copy(base, out, OTHERS)
 
 
 def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
@@ -72,17 +72,33 @@ def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
 def _base_front_matter(base: Path) -> Mapping[str, str]:
     """Return the licence lines of the base's own card."""
     card = base / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and _belongs(card, base) else ""
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     lines = re.findall(r"^(license\w*): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
     return dict(lines)
 
 
-def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> None:
-    for file in sorted(source.iterdir()):
-        if not any(fnmatch(file.name, pattern) for pattern in patterns):
+def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
+    notes = []
+    for entry in sorted(source.iterdir()):
+        if not any(fnmatch(entry.name, pattern) for pattern in patterns):
             continue
-        if file.is_file():
-            shutil.copyfile(file, out / file.name)
-        elif file.name == "additional_chat_templates":
-            shutil.copytree(file, out / file.name)
+        for file in sorted(entry.rglob("*")) if entry.name == "additional_chat_templates" else [entry]:
+            if not _belongs(file, source):
+                notes.append(f"{file} was left out: it is a link to {os.path.realpath(file)}, outside {source}")
+            elif file.is_file():
+                copied = out / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copied)
+    return notes
+
+
+def _belongs(file: Path, directory: Path) -> bool:
+    """Whether a file is within the directory once links are followed, or is the hub cache's own copy of it.
+
+    The cache keeps contents in ``blobs`` and links to them from ``snapshots/<revision>``.
+    """
+    # Unlike Path.resolve, realpath does not fail on links that lead in a circle.
+    home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
+    cached = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    return cached or target.is_relative_to(home)

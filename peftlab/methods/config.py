@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -18,3 +20,10 @@ class MethodConfig(BaseModel):
         None,
         description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
     )
+
+    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        """Return what of the configuration does not fit an adapter's tensors, by name; an empty string: nothing.
+
+        A size that a file claims is compared with those of its tensors before anything of that size is made.
+        """
+        return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -69,6 +69,12 @@ class HoulsbyConfig(MethodConfig):
         if self.bottleneck is not None and self.reduction_factor is not None:
             raise ValueError("give bottleneck or reduction_factor, not both")
         return self
+
+    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        widths = {shape[0] for name, shape in shapes.items() if name.endswith("adapter_down.weight") and shape}
+        if self.bottleneck is not None and widths - {self.bottleneck}:
+            return f"bottleneck {self.bottleneck}, and the adapters' width is {min(widths - {self.bottleneck})}"
+        return ""
 
     def width(self, d: int) -> int:
         """Return the bottleneck's width m for activations of width ``d``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,8 @@ NEEDS_BASE = (
     "its update is what its factors differ by from those that the base's weights give; peftlab.load_adapter into the "
     "base and peftlab.save_adapter make it a plain LoRA"
 )
+_A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
+
 Rank = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -102,6 +105,17 @@ class LoraConfig(MethodConfig):
         r, alpha = rank or self.rank(module), self.alpha(module)
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
+    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        for name, shape in shapes.items():
+            found = _A.fullmatch(name)
+            if found is None:
+                continue
+            rank, rows = self.rank(found[1]), shape[0] if shape else 0
+            experts = name.endswith("_lora_A") and rows > 0 and rows % rank == 0
+            if rows != rank and not experts:
+                return f"rank {rank} for {found[1]}, whose factors have rank {rows}"
+        return ""
+
 
 def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     for pattern, value in patterns.items():
@@ -134,6 +148,10 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
     for module, names in experts.items():
         ranks = {name: config.rank(f"{module}.{name}") for name in names}
+        for name, rank in ranks.items():
+            limit = min(model.get_parameter(f"{module}.{name}").shape[1:])
+            if rank > limit:
+                raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {module}.{name}")
         scales = {name: config.scale(f"{module}.{name}") for name in names}
         replace[module] = partial(
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -39,6 +40,12 @@ class MedusaConfig(MethodConfig):
         description="Medusa-2: weight of KL(base | trained model), which keeps the model what it was (5 is the "
         "paper's 1 : 0.2).",
     )
+
+    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        found = {match[1] for name in shapes if (match := re.search(r"medusa_heads\.blocks\.(\d+)\.", name))}
+        if len(found) != self.heads:
+            return f"{self.heads} heads, and there are {len(found)}"
+        return self.trunk.misfit(shapes) if self.trunk is not None else ""
 
 
 class MedusaHead(Adapted, nn.Linear):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.hub import unreachable
 from peftlab.references import locate
 from peftlab.tasks.examples import Examples
 from peftlab.tasks.faults import quoted, refuse_rows
@@ -142,10 +143,12 @@ def _scores(table: Table, values: list[str]) -> list[float]:
 
 
 def _from_hub(task: Task) -> dict[str, Examples]:
-    from datasets import load_dataset
+    import datasets
 
+    if unreachable():
+        datasets.config.HF_HUB_OFFLINE = True  # what the cache holds, at once
     try:
-        hub = load_dataset(_HUB, task.name.removeprefix("glue/"))
+        hub = datasets.load_dataset(_HUB, task.name.removeprefix("glue/"))
     except Exception as error:  # the hub's client raises a different type for each way of not reaching it
         raise PeftlabError(
             f"task {task.name}: {_HUB} could not be loaded from the hub ({type(error).__name__}: {error}); "

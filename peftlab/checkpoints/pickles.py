@@ -1,0 +1,48 @@
+"""Pickled state dicts, read as tensors alone: code in a pickle never runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftlab.errors import PeftlabError
+from peftlab.files import open_regular, reason
+
+# The part of torch's message that says what is wrong with the file; the rest advises to load it without protection.
+_WRONG = re.compile(r"unsupported (?:global|class|operand)\b[^\n]*", re.IGNORECASE)
+
+
+def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a pickled state dict.
+
+    Args:
+        mapped: leave the values in the file until they are used, where the file's format allows it.
+
+    Raises:
+        PeftlabError: no regular file, a damaged one, or one that holds anything else than tensors by name.
+    """
+    open_regular(path).close()
+    try:
+        try:
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except RuntimeError as error:
+            if not mapped or "mmap" not in str(error):
+                raise
+            # Files of torch before 1.6 cannot be mapped.
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler has no end of ways to say that a file is none of its own
+        raise PeftlabError(f"{path}: cannot be read as tensors alone ({_told(error)})") from None
+    named = isinstance(loaded, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in loaded.items())
+    if not named:
+        raise PeftlabError(f"{path}: holds something other than tensors by name")
+    return loaded
+
+
+def _told(error: Exception) -> str:
+    if found := _WRONG.search(str(error)):
+        return found[0].rstrip(". ")
+    return "not a pickle of tensors" if "weights_only" in str(error) else reason(error)
