@@ -69,6 +69,21 @@ def recipe(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["validate", "recipe.yaml", *overrides], check)
 
 
+def run(world: World, folder: Path, rng: random.Random) -> Case:
+    """A recipe's section ``train``, run for two steps and, in all that it says, by ``results.json``."""
+    fitting = [text for _ in range(rng.randrange(1, 4)) if not (text := _fitting(rng)).startswith(("compile", "max_s"))]
+    seed = rng.choice((0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -1))
+    overrides = [f"train.{text}" for text in (*fitting, f"seed={seed}")]
+
+    def check(outcome: Outcome) -> str:
+        results = json.loads((folder / "out" / "results.json").read_text())
+        told = {"seed": seed, "task": "text/classification", "method": "lora", "model": str(world.base)}
+        wrong = [key for key, value in told.items() if results[key] != value]
+        return f"results.json: {wrong}" if wrong or results["steps"] not in (1, 2) else ""
+
+    return Case(["run", str(world.run / "recipe.yaml"), "output_dir=out", *overrides], check, (folder / "out",))
+
+
 def _fitting(rng: random.Random) -> str:
     """A key of the section ``train`` with a value that its type allows, if not its bounds."""
     key, field = rng.choice(list(_schema()["$defs"]["TrainConfig"]["properties"].items()))
@@ -377,5 +392,6 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "data": (data, 0.12),
     "prompts": (prompts, 0.02),
     "merge report": (report, 0.02),
+    "run": (run, 0.02),
     "paths": (paths, 0.06),
 }
