@@ -292,6 +292,28 @@ def prompts(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["draft", "bench", "--target", str(world.llama), "--prompts", path.name, *options], check)
 
 
+def heads(world: World, folder: Path, rng: random.Random) -> Case:
+    """Medusa heads, drafting: whatever they are, the text is the target's own."""
+    place = _copied(world.heads, folder / "heads")
+    if rng.random() < 0.7:
+        _mutate_json(place / "config.json", rng)
+    else:
+        _mutate_tensors(place / "model.safetensors", rng)
+
+    def check(outcome: Outcome) -> str:
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(world.llama)
+        reader = transformers.AutoTokenizer.from_pretrained(world.llama)
+        ids = reader("the film was", return_tensors="pt").input_ids
+        new = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+        text = reader.decode(new, skip_special_tokens=True)
+        return "" if text.split() == outcome.out.split() else f"wrote {outcome.out!r}, the target alone {text!r}"
+
+    options = ["--draft", "heads", "--prompt", "the film was", "--max-new-tokens", "5", "--gamma", "2"]
+    return Case(["generate", "--target", str(world.llama), *options], check)
+
+
 def report(world: World, folder: Path, rng: random.Random) -> Case:
     """``merge.json`` of a merged directory, unmerged."""
     merged = _copied(world.merge, folder / "merged")
@@ -391,6 +413,7 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "tokenizer": (tokenizer, 0.04),
     "data": (data, 0.12),
     "prompts": (prompts, 0.02),
+    "heads": (heads, 0.03),
     "merge report": (report, 0.02),
     "run": (run, 0.02),
     "paths": (paths, 0.06),
