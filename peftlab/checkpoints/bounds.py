@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 
-_MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 1_000_000, 200_000
+_MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|layers|labels|embeddings)$")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # A byte of a weight file holds at most some eight parameters (one-bit weights). Heads and buffers may come new.

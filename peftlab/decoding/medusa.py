@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.bounds import Bounded
 from peftlab.checkpoints.tensorfiles import read_tensors
 from peftlab.decoding.drafters import Draft, Row, Start, Verified
 from peftlab.decoding.trees import best_tree, shape_of
@@ -83,15 +82,15 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
     config = read_object(directory / "config.json")
     if config.get("model_type") != "medusa":
         raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
+    tensors, _ = read_tensors(directory / "model.safetensors")
     sizes = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
     rows, width, count, vocabulary = (member(config, key, int, directory / "config.json") for key in sizes)
-    if min(rows, width, count) < 1 or max(rows, width) >= 2**31:
-        raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are no sizes of heads")
-    with Bounded(directory), torch.device("meta"):
+    if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
+        raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are not those of the heads beside it")
+    with torch.device("meta"):
         blank = nn.Parameter(torch.empty(rows, width))
         bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
         heads = MedusaHeads(blank, count, bias, shared)
-    tensors, _ = read_tensors(directory / "model.safetensors")
     reduced = rows < vocabulary
     expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
     if expected != set(tensors):

@@ -14,6 +14,9 @@ from peftlab.methods import METHODS
 from peftlab.methods.config import MethodConfig
 from peftlab.tasks.table import find_task
 
+MOST_SEED = 2**32 - 1
+"""The largest seed that all generators take."""
+
 
 class Section(BaseModel):
     """Base of every recipe section: unknown keys are refused and values cannot change later."""
@@ -56,7 +59,9 @@ class DataConfig(Section):
         default=False,
         description="Own task: leave out rows without a text or label, and count them, instead of refusing the file.",
     )
-    split_seed: int = Field(default=0, ge=0, description="Seed of that held-out split; independent of train.seed.")
+    split_seed: int = Field(
+        default=0, ge=0, le=MOST_SEED, description="Seed of that held-out split; independent of train.seed."
+    )
     max_train_examples: int | None = Field(
         default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
     )
@@ -135,7 +140,7 @@ class TrainConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         default=[], description="Trackers beside metrics.jsonl."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of initialisation, data order and dropout.")
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of initialisation, data order and dropout.")
 
     @model_validator(mode="after")
     def _longest_fits(self) -> TrainConfig:
@@ -287,7 +292,7 @@ class DraftData(Section):
     cache: str | None = Field(
         default=None, description="Directory of written data sets; null: draft-data beside output_dir."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the target's sampling.")
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of the target's sampling.")
 
     @model_validator(mode="after")
     def _possible(self) -> DraftData:
@@ -405,7 +410,7 @@ class TableRecipe(Section):
         min_length=1,
         description="The rows: name to what is particular to it, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
     )
-    seeds: list[Annotated[int, Field(ge=0)]] = Field(
+    seeds: list[Annotated[int, Field(ge=0, le=MOST_SEED)]] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
     )
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")

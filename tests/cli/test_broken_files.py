@@ -161,6 +161,27 @@ def test_places_that_cannot_be_written(verb: str, out: str, world: worlds.World,
     assert out.split("/")[0][:50] in refused(folder, *commands[verb])
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_heads": 10**6}, "num_heads"),
+        ({"num_heads": "2"}, "num_heads must be a number, not a string"),
+        ({"hidden_size": 10**9}, "states of 1000000000"),
+        ({"truncated_vocab_size": -1}, "truncated_vocab_size"),
+        ({"truncated_vocab_size": 5}, "token_map"),
+        ({"truncated_vocab_size": 18}, "shape"),
+        ({"vocab_size": None}, "None tokens"),
+    ],
+)
+def test_heads_of_other_sizes_than_their_file(
+    changes: dict[str, Any], said: str, world: worlds.World, tmp_path: Path
+) -> None:
+    heads = shutil.copytree(world.heads, tmp_path / "heads")
+    edited(heads / "config.json", **changes)
+    message = refused(tmp_path, "generate", "--target", str(world.llama), "--draft", "heads", "--prompt", "a")
+    assert "heads" in message and said in message
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: a\n")
     code = (

@@ -69,6 +69,21 @@ def recipe(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["validate", "recipe.yaml", *overrides], check)
 
 
+def run(world: World, folder: Path, rng: random.Random) -> Case:
+    """A recipe's section ``train``, run for two steps and, in all that it says, by ``results.json``."""
+    fitting = [text for _ in range(rng.randrange(1, 4)) if not (text := _fitting(rng)).startswith(("compile", "max_s"))]
+    seed = rng.choice((0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -1))
+    overrides = [f"train.{text}" for text in (*fitting, f"seed={seed}")]
+
+    def check(outcome: Outcome) -> str:
+        results = json.loads((folder / "out" / "results.json").read_text())
+        told = {"seed": seed, "task": "text/classification", "method": "lora", "model": str(world.base)}
+        wrong = [key for key, value in told.items() if results[key] != value]
+        return f"results.json: {wrong}" if wrong or results["steps"] not in (1, 2) else ""
+
+    return Case(["run", str(world.run / "recipe.yaml"), "output_dir=out", *overrides], check, (folder / "out",))
+
+
 def _fitting(rng: random.Random) -> str:
     """A key of the section ``train`` with a value that its type allows, if not its bounds."""
     key, field = rng.choice(list(_schema()["$defs"]["TrainConfig"]["properties"].items()))
@@ -277,6 +292,28 @@ def prompts(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["draft", "bench", "--target", str(world.llama), "--prompts", path.name, *options], check)
 
 
+def heads(world: World, folder: Path, rng: random.Random) -> Case:
+    """Medusa heads, drafting: whatever they are, the text is the target's own."""
+    place = _copied(world.heads, folder / "heads")
+    if rng.random() < 0.7:
+        _mutate_json(place / "config.json", rng)
+    else:
+        _mutate_tensors(place / "model.safetensors", rng)
+
+    def check(outcome: Outcome) -> str:
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(world.llama)
+        reader = transformers.AutoTokenizer.from_pretrained(world.llama)
+        ids = reader("the film was", return_tensors="pt").input_ids
+        new = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+        text = reader.decode(new, skip_special_tokens=True)
+        return "" if text.split() == outcome.out.split() else f"wrote {outcome.out!r}, the target alone {text!r}"
+
+    options = ["--draft", "heads", "--prompt", "the film was", "--max-new-tokens", "5", "--gamma", "2"]
+    return Case(["generate", "--target", str(world.llama), *options], check)
+
+
 def report(world: World, folder: Path, rng: random.Random) -> Case:
     """``merge.json`` of a merged directory, unmerged."""
     merged = _copied(world.merge, folder / "merged")
@@ -376,6 +413,8 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "tokenizer": (tokenizer, 0.04),
     "data": (data, 0.12),
     "prompts": (prompts, 0.02),
+    "heads": (heads, 0.03),
     "merge report": (report, 0.02),
+    "run": (run, 0.02),
     "paths": (paths, 0.06),
 }

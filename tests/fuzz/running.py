@@ -16,6 +16,7 @@ from types import FrameType
 from unittest import mock
 
 LIMIT = 20  # seconds
+IMPORTING = 40  # seconds that a process may take beside, to import torch and transformers on a busy machine
 _MESSAGE = 20_000  # characters that a message may have
 
 
@@ -30,12 +31,14 @@ class Outcome:
     Attributes:
         status: its exit status. out, err: what it printed.
         fault: why it is a fault whatever the input was (a traceback, a hang, another status); empty if it is none.
+        hung: whether it was stopped at the limit of time.
     """
 
     status: int
     out: str
     err: str
     fault: str = ""
+    hung: bool = False
 
 
 def judged(status: int, out: str, err: str) -> Outcome:
@@ -73,7 +76,7 @@ def in_process(arguments: Sequence[str], folder: Path) -> Outcome:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except Hang as hang:
-        return Outcome(-1, out.getvalue(), err.getvalue(), f"longer than {LIMIT} s, in\n{hang}")
+        return Outcome(-1, out.getvalue(), err.getvalue(), f"longer than {LIMIT} s, in\n{hang}", hung=True)
     except BaseException:
         return Outcome(-1, out.getvalue(), err.getvalue(), traceback.format_exc()[-1500:])
     finally:
@@ -89,8 +92,8 @@ def as_process(arguments: Sequence[str], folder: Path) -> Outcome:
     command = [sys.executable, "-m", "peftlab", *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, cwd=folder, env=environment, timeout=LIMIT + 40, check=False
+            command, capture_output=True, cwd=folder, env=environment, timeout=LIMIT + IMPORTING, check=False
         )
     except subprocess.TimeoutExpired:
-        return Outcome(-1, "", "", f"longer than {LIMIT + 40} s")
+        return Outcome(-1, "", "", f"longer than {LIMIT + IMPORTING} s", hung=True)
     return judged(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -78,6 +79,11 @@ class World:
         return self.root / "data"
 
     @property
+    def heads(self) -> Path:
+        """Two Medusa heads for ``llama``."""
+        return self.root / "heads"
+
+    @property
     def merge(self) -> Path:
         """``base`` with the adapter ``lora`` merged into it."""
         return self.root / "merged"
@@ -99,6 +105,7 @@ def build(root: Path) -> World:
     )  # fmt: skip
     _stirred(transformers.LlamaForCausalLM(llama), 0.3).save_pretrained(world.llama)
     tokenizer.save_pretrained(world.llama)
+    _heads(world.heads, len(tokenizer))
     for name, (method, fields) in ADAPTERS.items():
         injected = transformers.AutoModelForSequenceClassification.from_pretrained(world.base)
         peftlab.inject(injected, make_config(method, **fields))
@@ -130,6 +137,27 @@ def _bert(vocabulary: int) -> transformers.BertConfig:
         max_position_embeddings=32, id2label=dict(enumerate(CLASSES)), label2id={c: i for i, c in enumerate(CLASSES)},
         pad_token_id=0,
     )  # fmt: skip
+
+
+def _heads(directory: Path, rows: int) -> None:
+    directory.mkdir()
+    shapes = {f"blocks.{i}.layers.0.weight": (16, 16) for i in range(2)}
+    shapes |= {f"lm_heads.{i}.weight": (rows, 16) for i in range(2)}
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, directory / "model.safetensors")
+    sizes = {
+        "num_heads": 2,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "vocab_size": rows,
+        "truncated_vocab_size": rows,
+    }
+    kind = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "medusa_fc_bias": False,
+        "original_lm_head": False,
+    }
+    (directory / "config.json").write_text(json.dumps(kind | sizes))
 
 
 def _stirred(model: transformers.PreTrainedModel, std: float) -> transformers.PreTrainedModel:

@@ -33,6 +33,12 @@ def complaint(text: str, *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**18, 10**400])
+def test_a_seed_is_one_that_all_generators_take(seed: int) -> None:
+    assert "train.seed" in complaint(BASE, f"train.seed={seed}")[0]
+    assert load_recipe(write(BASE), ["train.seed=4294967295"]).train.seed == 2**32 - 1
+
+
 def test_yaml_is_version_1_2() -> None:
     text = BASE + "revision: no\ntrain:\n  lr: 1e-4\n  max_steps: 010\n"
     recipe = load_recipe(write(text))
