@@ -53,8 +53,8 @@ def build_engine(
         if exact := _exact(engine, trial, failures):
             return exact
     raise PeftlabError(
-        f"{name} cannot be decoded losslessly: its logits on a cache of ours are not those of its own forward "
-        f"({'; '.join(failures)}). Use transformers' generate for this model, or another target"
+        f"{name} cannot be decoded losslessly here ({failures[-1]}): "
+        "decode it with transformers' generate, or take another target"
     )
 
 
@@ -71,10 +71,10 @@ def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
         except torch.OutOfMemoryError:
             raise
         except _FAULTS as fault:
-            failures.append(f"{engine.kind}, {check.__name__}: {fault}")
+            failures.append(f"its forward fails on {check.__name__}: {fault}")
             return False
         if not right:
-            failures.append(f"{engine.kind}, {check.__name__}: other logits")
+            failures.append(f"its logits of {check.__name__} are not those of its own forward on single rows")
         return right
 
     if not holds(trial.chains, engine):

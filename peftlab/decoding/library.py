@@ -63,14 +63,19 @@ class LibraryEngine:
     def _logits(
         self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
     ) -> Tensor:
+        slots = _Slots if self._masks else _Copies
         return self.model(
             input_ids=tokens,
             attention_mask=self._mask(block) if self._masks else None,
             position_ids=positions,
-            past_key_values=Cache(layers=[_Slots(cache, block, i) for i in range(self.layers)]),
+            past_key_values=Cache(layers=[slots(cache, block, i, self._seen(block)) for i in range(self.layers)]),
             use_cache=True,
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
         ).logits
+
+    def _seen(self, block: Block) -> int:
+        """How many slots the model is shown. None past its limit in a chain: it may have no bias or mask for them."""
+        return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
     def _mask(self, block: Block) -> Any:
         # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.
@@ -79,7 +84,8 @@ class LibraryEngine:
         def mask(window: int | None) -> Tensor | None:
             visible = block.visible(window, self.device)
             visible = everything if visible is None else visible
-            return additive(visible.expand(len(block.starts), -1, -1, -1), self.model.dtype)
+            visible = visible.expand(len(block.starts), -1, -1, -1)
+            return additive(visible[..., : self._seen(block)], self.model.dtype)
 
         if len(self._types) > 1:
             return {"full_attention": mask(None), "sliding_attention": mask(self._window)}
@@ -95,15 +101,16 @@ def limit_of(config: Any) -> int | None:
 class _Slots(CacheLayerMixin):
     """One layer of a ``KVCache`` as ``transformers`` sees it, for one forward pass."""
 
-    def __init__(self, cache: KVCache, block: Block, layer: int):
+    def __init__(self, cache: KVCache, block: Block, layer: int, seen: int):
         super().__init__()
-        self.cache, self.block, self.layer = cache, block, layer
+        self.cache, self.block, self.layer, self.seen = cache, block, layer, seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the ``KVCache`` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
+        keys, values = self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
+        return keys[:, :, : self.seen], values[:, :, : self.seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.block.end, 0
@@ -113,3 +120,11 @@ class _Slots(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.cache.capacity
+
+
+class _Copies(_Slots):
+    """Gives keys and values in one piece of memory, as the library's cache does: some models rely on it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states)
+        return keys.contiguous(), values.contiguous()

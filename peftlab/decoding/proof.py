@@ -54,7 +54,8 @@ class Trial:
         self._window = _window(self._config)
         self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
         self._short = min(5, self._long - 1)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = len(embeddings.weight)
         tokens = torch.randint(vocabulary, (_PROMPT + _NODES,), generator=torch.Generator().manual_seed(0))
         self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
         self._prompt = self._prompt[: self._long]

@@ -38,9 +38,11 @@ class EqualLengths:
         for start, places in by_start.items():
             # A model that places tokens by their slots has none past its limit.
             n = block.n if self.limit is None or block.tree else min(block.n, self.limit - start)
+            kept = [i for i, place in enumerate(wanted) if place < n]
+            if not kept:
+                continue
             rows = block.rows if len(by_start) == 1 else tuple(slots[place] for place in places)
             part = replace(block, starts=(start,) * len(places), n=n, rows=rows)
-            kept = [i for i, place in enumerate(wanted) if place < n]
             out = self._engine.forward(cache, tokens[places, :n], part, [wanted[i] for i in kept])
             if not len(logits):
                 logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
