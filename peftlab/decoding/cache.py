@@ -47,6 +47,17 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
+    def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
+        """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
+        copies = KVCache(len(self.states), len(rows), capacity)
+        for layer, held in enumerate(self.states):
+            if held is not None:
+                state = held.new_zeros(len(rows), held.shape[1], capacity, held.shape[3])
+                kept = min(capacity, self.capacity)
+                state[:, :, :kept] = held[list(rows), :, :kept]
+                copies.states[layer] = state
+        return copies
+
     def move(self, row: int, start: int, nodes: Sequence[int]) -> None:
         """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
         if list(nodes) == list(range(len(nodes))):

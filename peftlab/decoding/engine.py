@@ -1,65 +1,34 @@
-"""One seam for the forward pass: tokens and a cache in, logits and hidden states out.
-
-``build_engine`` picks the fastest step that the model and the device allow: a flattened step for Llama-like
-models (``flat.py``), else the forward of ``transformers``. Both read and write the same ``KVCache``.
-"""
+"""Which forward pass decodes a model: the fastest that is exact, by a trial on the model itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 
-from peftlab.decoding.cache import Block, KVCache, additive
+from peftlab.decoding.flat import FlatEngine, flattens
+from peftlab.decoding.library import LibraryEngine
+from peftlab.decoding.proof import Trial
+from peftlab.decoding.split import EqualLengths, PathByPath
+from peftlab.decoding.step import Engine, Output
 from peftlab.errors import PeftlabError
 
-
-@dataclass(frozen=True)
-class Output:
-    """What a forward pass gives for the tokens asked for.
-
-    Attributes:
-        logits: [b, kept, V].
-        hidden: [b, kept, H], the input of the LM head (after the final norm).
-    """
-
-    logits: Tensor
-    hidden: Tensor
-
-
-class Engine(Protocol):
-    """A model that decodes.
-
-    Attributes:
-        kind: how the step is done, for reports.
-        vocab_size: V, the rows of the LM head.
-        limit: positions the model knows; None where any number will do.
-        layers: how many the cache holds.
-        device: where tokens go.
-    """
-
-    kind: str
-    vocab_size: int
-    limit: int | None
-    layers: int
-    device: torch.device
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """Run tokens [b, n] that stand at ``block``; ``keep`` names the places of n to give, default all."""
-        ...
+__all__ = ["Engine", "Output", "build_engine"]
 
 
 def build_engine(
     model: PreTrainedModel, *, vocabulary: int | None = None, pack: bool = True, flat: bool = True
 ) -> Engine:
-    """Return the fastest engine for ``model``.
+    """Return the fastest engine that gives ``model``'s own logits.
+
+    For Llama-like models that is a flattened step (``flat.py``), else the forward of ``transformers`` with masks of
+    ours, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a tree
+    (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
+    (``split.py``). ``Engine.kind`` tells which it is.
 
     Args:
-        model: a causal language model in eval mode; its weights must not change afterwards.
+        model: a causal language model; its weights must not change afterwards.
         vocabulary: give logits for the first so many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
         pack: on the CPU, lay every weight out once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
@@ -67,96 +36,51 @@ def build_engine(
         flat: use the flattened step where the architecture is known.
 
     Raises:
-        PeftlabError: the model keeps a state that cannot be cropped, or is not a decoder.
+        PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
     """
-    from peftlab.decoding.flat import FlatEngine, flattens
+    library = LibraryEngine(model, vocabulary)
+    name = type(model).__name__
+    try:
+        trial = Trial(model)
+    except _FAULTS as fault:
+        raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
+    if not trial.causal:
+        raise PeftlabError(f"{name} is not causal: what it gives for a token changes with the tokens read beside it")
+    if flat and flattens(model) and (engine := _exact(FlatEngine(model, vocabulary, pack=pack), trial, [])):
+        return engine
+    failures: list[str] = []
+    for engine in (library, LibraryEngine(model, vocabulary, masks=False)):
+        if exact := _exact(engine, trial, failures):
+            return exact
+    raise PeftlabError(
+        f"{name} cannot be decoded losslessly here ({failures[-1]}): "
+        "decode it with transformers' generate, or take another target"
+    )
 
-    if flat and flattens(model):
-        return FlatEngine(model, vocabulary, pack=pack)
-    return TransformersEngine(model, vocabulary)
+
+# What a model raises that is given a mask, a position or a cache of a form that it does not know.
+_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
-class TransformersEngine:
-    """The model's own forward, with positions and a four-dimensional mask given by us."""
+def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
+    """Return the engine, split as far as it must be; None if single rows are wrong. ``failures`` takes up what was."""
 
-    kind = "transformers"
-
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None):
-        config = model.config.get_text_config(decoder=True)
-        name = type(model).__name__
-        if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
-            raise PeftlabError(f"{name} is not a decoder-only language model; load one for causal LM")
-        kinds = {type(layer) for layer in DynamicCache(config=config).layers} or {DynamicLayer}
-        if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-            raise PeftlabError(f"{name} keeps a state other than keys and values, which cannot be cropped")
-        self.model, self.config = model, config
-        self.vocab_size = vocabulary or model.get_output_embeddings().weight.shape[0]
-        self.limit = getattr(config, "max_position_embeddings", None)
-        self.layers = config.num_hidden_layers
-        self.device = model.device
-        self._window = getattr(config, "sliding_window", None)
-        self._types = set(getattr(config, "layer_types", None) or ())
-
-    @torch.inference_mode()
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        positions = block.positions(self.device).expand(len(tokens), -1)
-        if self.limit is not None:
-            positions = positions.clamp_max(self.limit - 1)  # of rows that are at the end, and draft nothing
-        head_inputs: list[Tensor] = []
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: head_inputs.append(inputs[0])
-        )
+    def holds(check: Callable[[Engine], bool], engine: Engine) -> bool:
         try:
-            logits = self._logits(cache, tokens, positions, block, keep)
-        finally:
-            hook.remove()
-        return Output(logits[..., : self.vocab_size], head_inputs[0])
+            right = check(engine)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAULTS as fault:
+            failures.append(f"its forward fails on {check.__name__}: {fault}")
+            return False
+        if not right:
+            failures.append(f"its logits of {check.__name__} are not those of its own forward on single rows")
+        return right
 
-    def _logits(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
-    ) -> Tensor:
-        return self.model(
-            input_ids=tokens,
-            attention_mask=self._mask(block),
-            position_ids=positions,
-            past_key_values=Cache(layers=[_Slots(cache, block, i) for i in range(self.layers)]),
-            use_cache=True,
-            logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
-        ).logits
-
-    def _mask(self, block: Block) -> Any:
-        # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.
-        everything = torch.ones(1, 1, block.n, block.end, dtype=torch.bool, device=self.device)
-
-        def mask(window: int | None) -> Tensor | None:
-            visible = block.visible(window, self.device)
-            visible = everything if visible is None else visible
-            return additive(visible.expand(len(block.starts), -1, -1, -1), self.model.dtype)
-
-        if len(self._types) > 1:
-            return {"full_attention": mask(None), "sliding_attention": mask(self._window)}
-        return mask(None if self._types == {"full_attention"} else self._window)
-
-
-class _Slots(CacheLayerMixin):
-    """One layer of a ``KVCache`` as ``transformers`` sees it, for one forward pass."""
-
-    def __init__(self, cache: KVCache, block: Block, layer: int):
-        super().__init__()
-        self.cache, self.block, self.layer = cache, block, layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the ``KVCache`` allocates."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.block.end, 0
-
-    def get_seq_length(self) -> int:
-        return self.block.end - self.block.n
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
+    if not holds(trial.chains, engine):
+        return None
+    if not holds(trial.batches, engine):
+        engine = EqualLengths(engine)
+    if not holds(trial.trees, engine):
+        engine = PathByPath(engine)
+    return engine if holds(trial.batches, engine) and holds(trial.trees, engine) else None

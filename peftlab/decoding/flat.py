@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.decoding.cache import Block, KVCache, additive
-from peftlab.decoding.engine import Output
+from peftlab.decoding.step import Output
 
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 _PACKED_FOR = 8  # rows that oneDNN lays the weights out for; measured no slower at 1 and at 64

@@ -26,6 +26,7 @@ from transformers import (
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.flat import growth
+from peftlab.decoding.split import EqualLengths, PathByPath
 from peftlab.decoding.trees import best_tree, shape_of
 from peftlab.errors import PeftlabError
 
@@ -61,6 +62,7 @@ for known in ("llama, biases, scaled rope", "qwen2, some windows"):
     MODELS[f"{known}, 16 bits"] = MODELS[known]
 WAYS = {"packed": {}, "flat": {"pack": False}, "transformers": {"flat": False}}
 CASES = [(m, w) for m in MODELS for w in WAYS if w == "transformers" or not m.startswith(("gemma", "gpt2"))]
+CASES += [("llama", "split"), ("gemma2, windows and caps", "split")]
 
 
 def build(name):
@@ -78,8 +80,10 @@ def build(name):
 def built(request):
     name, way = request.param
     model = build(name)
-    engine = build_engine(model, **WAYS[way])
-    assert engine.kind.startswith("transformers" if way == "transformers" else "flat")
+    engine = build_engine(model, **WAYS.get(way, {"flat": False}))
+    if way == "split":
+        engine = PathByPath(EqualLengths(engine))
+    assert engine.kind.startswith("transformers" if way in ("transformers", "split") else "flat")
     assert ("16 bits" in engine.kind) == ("16 bits" in name and way == "packed")
     return model, engine
 

@@ -1,0 +1,143 @@
+"""Greedy output equals ``transformers.generate`` on every architecture: batches, chains, trees, past the window."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from peftlab.decoding.decoder import Ending, decode
+from peftlab.decoding.drafters import ModelDrafter
+from peftlab.decoding.engine import build_engine
+from peftlab.decoding.free import Recycling
+from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import acceptance_statistics
+
+NEW, CONTEXT, WINDOW = 20, 64, 10
+# A tied head of a random model repeats the token that it reads.
+SIZES = {"vocab_size": 64, "initializer_range": 0.3, "tie_word_embeddings": False}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+EIGHT = {**LLAMA, "head_dim": 8, "sliding_window": WINDOW}
+NEO = {"num_layers": 3, "num_heads": 4, "window_size": WINDOW, "attention_types": [[["global", "local", "local"], 1]]}
+FALCON = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+MODELS = {
+    "Llama": ("llama", LLAMA),
+    "Mistral with a sliding window": ("mistral", {**LLAMA, "sliding_window": WINDOW}),
+    "Qwen2": ("qwen2", LLAMA),
+    "Gemma 2": ("gemma2", {**EIGHT, "query_pre_attn_scalar": 8}),
+    "Gemma 3": ("gemma3_text", {**EIGHT, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2}),
+    "gpt-oss": ("gpt_oss", {**EIGHT, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}),
+    "GPT-NeoX": ("gpt_neox", {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}),
+    "OPT": ("opt", {**OPT, "max_position_embeddings": CONTEXT, "init_std": 0.3}),
+    "Falcon": ("falcon", FALCON),
+    "MPT": ("mpt", {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": CONTEXT}),
+    "GPT-Neo": ("gpt_neo", {"hidden_size": 32, "max_position_embeddings": CONTEXT, **NEO}),
+    "BLOOM": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "Falcon with ALiBi": ("falcon", {**FALCON, "alibi": True, "multi_query": False, "bias": True}),
+}
+
+
+def make(name):
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings)).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):  # biases start at zero, where leaving one out is not seen
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    return make(name)
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return build_engine(model)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight prompts, some past the window, and one that ends at the context."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (3, 25, 9, 50, 1, 14, 30, 9)]
+
+
+@pytest.fixture(scope="module")
+def expected(model, target, prompts, generate_greedy):
+    limits = [NEW if target.limit is None else min(NEW, target.limit - len(prompt)) for prompt in prompts]
+    return [generate_greedy(model, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+
+
+def near_copy(model):
+    """A draft that is often right, not always."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter) if parameter.numel() > 1 else 0
+    return ModelDrafter(build_engine(draft))
+
+
+DRAFTERS = {"plain": None, "chains": near_copy, "trees": lambda _: Recycling()}
+
+
+def parted_at_a_tie(model, prompt, want, got):
+    """Whether two outputs differ first where rounding may decide between their tokens."""
+    place = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
+    logits = model(torch.tensor([[*prompt, *want[:place]]])).logits[0, -1]
+    return abs(logits[want[place]] - logits[got[place]]) < 1e-4 * logits.std()
+
+
+@pytest.mark.parametrize("how", DRAFTERS)
+def test_output_is_that_of_transformers(model, target, prompts, expected, how):
+    drafter = DRAFTERS[how] and DRAFTERS[how](model)
+    for batch in (1, 3, 8):
+        outputs = []
+        for i in range(0, len(prompts), batch):
+            outputs += decode(target, prompts[i : i + batch], Ending(NEW), drafter, policy=partial(Fixed, 6))
+        for prompt, want, output in zip(prompts, expected, outputs, strict=True):
+            assert output.tokens == want or parted_at_a_tie(model, prompt, want, output.tokens)
+        statistics = acceptance_statistics(outputs)
+        if drafter is not None:
+            assert 0 < statistics["accepted"] < statistics["drafted"]
+
+
+def test_outputs_are_not_all_alike(expected):
+    assert len({token for output in expected for token in output}) > 5
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "decoding.md"
+
+
+def test_the_documented_table_is_what_is_built(name, target):
+    line = r"^\| ([^|]+) \| (together|one length at a time) \| (one pass|path by path) \|$"
+    table = {
+        architecture.strip(): (batch, tree)
+        for names, batch, tree in re.findall(line, DOCS.read_text(), re.M)
+        for architecture in names.split(", ")
+    }
+    assert table.keys() == MODELS.keys()
+    batch = "one length at a time" if "one length at a time" in target.kind else "together"
+    assert table[name] == (batch, "path by path" if "path by path" in target.kind else "one pass")
