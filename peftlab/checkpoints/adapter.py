@@ -166,8 +166,11 @@ def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
         ours = parse_json(header.get("peftlab", "{}"))
     except ValueError as error:
         raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
-    base = ours.get("base", {}) if isinstance(ours, dict) else None
-    if not isinstance(base, dict) or not isinstance(base.get("config", {}), dict):
+    base: Any = ours.get("base", {}) if isinstance(ours, dict) else None
+    described = isinstance(base, dict) and (
+        not base or (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
+    )
+    if not described:
         raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
     return base
 

@@ -13,7 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import open_regular, reason
 
 # The part of torch's message that says what is wrong with the file; the rest advises to load it without protection.
-_WRONG = re.compile(r"unsupported (?:global|class|operand)\b[^\n]*", re.IGNORECASE)
+_WRONG = re.compile(r"unsupported (?:global|class|operand)\W+(?:GLOBAL )?[\w.]+", re.IGNORECASE)
 
 
 def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
@@ -44,5 +44,5 @@ def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
 
 def _told(error: Exception) -> str:
     if found := _WRONG.search(str(error)):
-        return found[0].rstrip(". ")
+        return found[0]
     return "not a pickle of tensors" if "weights_only" in str(error) else reason(error)

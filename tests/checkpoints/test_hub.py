@@ -1,0 +1,76 @@
+"""Without a network: one clear message within seconds, what the cache holds, and results that stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import adapt, build, save_base
+from safetensors.torch import save_file
+
+from peftlab.references import locate
+from tests.packages import MINILM
+
+DEAD = "http://127.0.0.1:9"  # nothing listens there
+
+
+def peftlab(*arguments: object, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    around = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": DEAD, "HF_HOME": str(cache), "NO_PROXY": "*"} | env
+    command = [sys.executable, "-m", "peftlab", *map(str, arguments)]
+    return subprocess.run(command, env=around, capture_output=True, text=True, timeout=300, check=False)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "Retry" not in done.stderr, done.stderr
+    return " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("verb", ["inspect", "merge", "run"])
+def test_a_model_that_is_nowhere(tmp_path: Path, verb: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "data.csv").write_text("text,label\n" + "good,yes\nbad,no\n" * 20)
+    recipe.write_text(
+        f"model: me/nothing\noutput_dir: {tmp_path / 'out'}\ntask: text/classification\n"
+        f"data: {{path: {tmp_path / 'data.csv'}, text: text, label: label}}\nmethod: {{name: lora}}\n"
+    )
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 1, "target_modules": ["q"]})
+    )
+    pair = {"base_model.model.q.lora_A.weight": torch.ones(1, 2), "base_model.model.q.lora_B.weight": torch.ones(2, 1)}
+    save_file(pair, tmp_path / "adapter" / "adapter_model.safetensors")
+    arguments = {
+        "inspect": ["inspect", "me/nothing"],
+        "merge": ["merge", tmp_path / "adapter", "--base", "me/nothing", "-o", tmp_path / "merged"],
+        "run": ["run", recipe],
+    }[verb]
+    message = said(peftlab(*arguments, cache=tmp_path / "cache"))
+    assert "'me/nothing' is not in the local cache" in message and DEAD in message
+
+
+def test_what_the_cache_holds_is_used(tmp_path: Path, minilm: str) -> None:
+    repository = tmp_path / "cache" / "hub" / "models--me--encoder"
+    shutil.copytree(locate(MINILM), repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    done = peftlab("inspect", "me/encoder", cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert "Retry" not in done.stderr
+
+
+def test_an_upload_without_a_network_leaves_the_result(tmp_path: Path) -> None:
+    model = build("llama")
+    base = save_base(model, tmp_path / "base")
+    adapter = adapt(model, tmp_path / "adapter")
+    out = tmp_path / "merged"
+    arguments = ("merge", adapter, "--base", base, "-o", out, "--push-to-hub", "me/x")
+    message = said(peftlab(*arguments, cache=tmp_path / "cache", HF_TOKEN="hf_x"))
+    assert "is complete, but was not uploaded to 'me/x'" in message and DEAD in message
+    assert (out / "model.safetensors").exists()
