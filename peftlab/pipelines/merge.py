@@ -14,6 +14,7 @@ from peftlab.checkpoints.base import load_tokenizer
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import read_text
 from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_work, sample_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
@@ -49,7 +50,7 @@ def run_merge(
         lora_alpha, options: passed to ``merge_checkpoint``.
     """
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
-    text = recipe.read_text(encoding="utf-8") if recipe else None
+    text = read_text(recipe) if recipe else None
     report = merge_checkpoint(adapter, base, out, recipe=text, lora_alpha=lora_alpha, **options)
     if not (verify if verify is not None else recipe is not None):
         return report.to_dict(), {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_text
+from peftlab.files import read_json, read_text, write_text
 from peftlab.reporting import facts
 from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings
 from peftlab.reporting.curves import History, read_history
@@ -73,7 +73,7 @@ def page_context(run_dir: Path) -> dict[str, Any]:
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
         raise PeftlabError(f"{recipe_file}: no such file")
-    recipe = recipe_file.read_text(encoding="utf-8")
+    recipe = read_text(recipe_file)
     history = read_history(run_dir / "metrics.jsonl")
     metric = results["metric"]
     return {

@@ -182,6 +182,18 @@ def test_heads_of_other_sizes_than_their_file(
     assert "heads" in message and said in message
 
 
+@pytest.mark.parametrize("content", [b"model: \xff", None])
+def test_a_run_whose_recipe_is_no_text(content: bytes | None, world: worlds.World, tmp_path: Path) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    (run / "recipe.yaml").unlink()
+    if content is None:
+        os.mkfifo(run / "recipe.yaml")
+    else:
+        (run / "recipe.yaml").write_bytes(content)
+    for command in (["merge", "run", "-o", "out"], ["eval", "run"], ["resume", "run"]):
+        assert "recipe.yaml" in refused(tmp_path, *command)
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: a\n")
     code = (
