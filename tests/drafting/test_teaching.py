@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from peftlab.drafting.acceptance import bootstrap, measure, measure_exit, measure_heads, overlap
 from peftlab.drafting.examples import Collate, make_dataset
+from peftlab.drafting.exits import find_exit
 from peftlab.drafting.hidden import forward_hidden, head_weight
 from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
 from peftlab.drafting.onpolicy import OnPolicy
@@ -236,9 +237,10 @@ def test_early_exit_is_the_truncated_model() -> None:
         expected = OBJECTIVES["kl"](plain(model, batch)[0], plain(cut, batch)[0]).sum()
         expected_rates = measure(model, cut, rows).rates()
     inject(model, make_config("lora", r=2, target_modules="all-linear"))
-    loss = EarlyExitLoss(Objective("kl"), 2)(model, batch)
+    found = find_exit(model, 2)
+    loss = EarlyExitLoss(Objective("kl"), found)(model, batch)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=1e-3)
-    early, whole = measure_exit(model, 2, rows)
+    early, whole = measure_exit(model, found, rows)
     assert early.rates() == pytest.approx(expected_rates, abs=1e-6)
     assert whole.rates()["acceptance"] == 1.0
     loss.backward()
