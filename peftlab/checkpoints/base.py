@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.checkpoints.bounds import Bounded, check_directory
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
-from peftlab.references import locate
+from peftlab.references import hub_silence, locate, similar_path
 
 T = TypeVar("T")
 
@@ -77,6 +77,9 @@ def _gguf(reference: str) -> bool:
 def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
     place = locate(reference)
     local = isinstance(place, Path) and not _gguf(reference)
+    silence = hub_silence() if isinstance(place, str) else None
+    if silence is not None:
+        options["local_files_only"] = True  # what is in the cache is loaded at once, and the rest fails at once
     if isinstance(place, Path):
         options.pop("revision", None)
         if _gguf(reference):
@@ -96,4 +99,7 @@ def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
     except ImportError as error:
         raise PeftlabError(f"model {reference!r}: {error}") from error
     except Exception as error:  # whatever the libraries make of files that are not as they expect
-        raise PeftlabError(f"model {reference!r} cannot be loaded: {reason(error)}") from error
+        why = reason(error)
+        if isinstance(place, str):
+            why = f"no such directory{similar_path(reference)}, and as a hub id: {silence or why}"
+        raise PeftlabError(f"model {reference!r} cannot be loaded: {why}") from error

@@ -14,8 +14,8 @@ from peftlab.checkpoints.base import load_base
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
 from peftlab.decoding.confined import write_tokens
 from peftlab.drafting.examples import Collate
-from peftlab.drafting.export import write_medusa
 from peftlab.drafting.foresight import save_foresight, train_foresight
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.hidden import head_weight
 from peftlab.drafting.truncate import truncate
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens

@@ -20,8 +20,9 @@ from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.medusa import read_medusa
 from peftlab.decoding.pairs import load_pair
-from peftlab.drafting.export import export_draft, write_medusa
+from peftlab.drafting.export import export_draft
 from peftlab.drafting.foresight import load_foresight
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, make_config
 from peftlab.pipelines import run_recipe

@@ -29,7 +29,8 @@ from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.medusa import MedusaDrafter, read_medusa
 from peftlab.drafting.acceptance import measure_heads
 from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.export import export_draft, write_medusa
+from peftlab.drafting.export import export_draft
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.hidden import last_hidden
 from peftlab.drafting.objectives import kl
 from peftlab.drafting.teaching import HeadsLoss, Objective
