@@ -8,6 +8,7 @@ import pytest
 import torch
 from draft_models import requests, tiny
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.drafting.acceptance import bootstrap, measure, measure_exit, measure_heads, overlap
 from peftlab.drafting.examples import Collate, make_dataset
@@ -207,6 +208,17 @@ class TestHeads:
         assert HeadsLoss(Objective("kl"), preserve=10.0, trunk=True)(both, batch) > 1.001 * HeadsLoss(
             Objective("kl"), preserve=0.0, trunk=True
         )(both, batch)
+
+    def test_a_frozen_trunk_is_read_without_dropout(self) -> None:
+        config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5)
+        model = inject(GPT2LMHeadModel(config).eval(), make_config("medusa", heads=2))
+        batch, loss = batch_of(make_dataset(requests())), HeadsLoss(Objective("kl"))
+        expected = loss(model, batch)
+        model.train()
+        found = loss(model, batch)
+        found.backward()
+        torch.testing.assert_close(found, expected)
+        assert model.training and all(p.grad is not None for p in trainable_parameters(model).values())
 
     def test_an_untrained_head_repeats_the_base_head(self) -> None:
         model = inject(tiny(0), make_config("medusa", heads=3))
