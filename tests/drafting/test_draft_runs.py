@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
+from peftlab.checkpoints.adapter import load_adapter
 from peftlab.checkpoints.base import load_base
 from peftlab.cli import app
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
+from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.pairs import load_pair
 from peftlab.drafting.foresight import load_foresight
 from peftlab.errors import PeftlabError
@@ -178,19 +182,34 @@ class TestModes:
     @pytest.mark.parametrize(
         "overrides",
         [
-            ["merge=false"],
             ["method={name: medusa, heads: 2}", "~draft"],
             ["method={name: medusa, heads: 2, trunk: {r: 2}}", "~draft", "merge=false"],
         ],
-        ids=["unmerged LoRA", "heads", "trained trunk in memory"],
+        ids=["heads", "trained trunk in memory"],
     )
     def test_the_report_decodes_without_dropout(self, gpt2: Path, place: Path, overrides: list[str]) -> None:
         out = place / f"modes-{len(overrides[0])}"
         results = go(gpt2, out, *overrides, "train.max_steps=4", "data.samples=2")
         after = results["decoding"]["after"]
         assert after["lossless"] is True, "plain and drafted greedy outputs are the same"
-        if "trunk" not in overrides[0] and "medusa" in overrides[0]:
+        if "trunk" not in overrides[0]:
             assert results["metrics"]["prompts"]["preserved"] == 1.0
+
+    def test_a_draft_that_is_not_merged_drafts_without_dropout(self, gpt2: Path, place: Path) -> None:
+        """Its block efficiency is that of the adapter as it lies on disk."""
+        out = place / "unmerged"
+        small = ["train.max_steps=4", "data.samples=2", "data.temperature=0.5"]
+        results = go(gpt2, out, "draft={truncate: {layers: [0, 1, 2]}}", "merge=false", *small)
+        draft = load_adapter(load_base(str(out / "base"), "AutoModelForCausalLM")[0], out)
+        recipe, pair = load_recipe(out / "recipe.yaml"), load_pair(str(gpt2))
+        assert isinstance(recipe, DraftRecipe) and isinstance(recipe.data.prompts, list)
+        policy = partial(Fixed, recipe.gamma)
+        steps = []
+        for prompt in recipe.data.prompts[-recipe.data.held_out :]:
+            ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
+            steps += decode(pair.target, [ids], Ending(24, pair.eos), drafter, policy=policy)
+        after = results["decoding"]["after"]
+        assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
 
     def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
         """The same engine, and the same number of steps for the same prompts."""
