@@ -24,7 +24,7 @@ from peftlab.drafting.preflight import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_object
 from peftlab.outputs import MARK, staged_directory
-from peftlab.references import locate
+from peftlab.references import locate, similar_path
 
 Consumer = Literal["transformers", "vllm"]
 CONSUMERS: tuple[str, ...] = get_args(Consumer)
@@ -69,6 +69,8 @@ def export_draft(
 
 
 def _plain(source: Path, consumer: str) -> Path:
+    if not source.is_dir():
+        raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
     found = next((p for p in (source / "merged", source) if (p / "config.json").exists()), None)
     heads = "Medusa heads, which no released engine loads; peftlab generate and peftlab draft bench do"
     if (source / "heads" / "config.json").exists():

@@ -251,6 +251,8 @@ class TestUpdate:
         assert [json.loads(line) for line in buffer] == [*rows[-2:], *rows], "the newest ones, in order"
         with pytest.raises(PeftlabError, match="no run here"):
             run_update(tmp_path, log)
+        with pytest.raises(PeftlabError, match=r"no such directory \(did you mean"):
+            run_update(run.with_name("cii"), log)
 
     def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="heads and exits live in the target"):
