@@ -53,12 +53,16 @@ def plan(
 ) -> None:
     """Measure target and draft on this device: can drafting pay, and from what acceptance on."""
     from peftlab.decoding import pages
+    from peftlab.decoding.medusa import is_medusa
     from peftlab.decoding.pairs import load_pair
+    from peftlab.decoding.plan import check_plan
     from peftlab.decoding.plan import plan as measure
 
-    pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
-    if pair.draft is None:
+    check_plan(max_gamma, repeats)
+    if is_medusa(draft):
         raise PeftlabError(f"--draft {draft}: heads have no step of their own to plan; time them with draft bench")
+    pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
+    assert pair.draft is not None
     result: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "draft_dtype": draft_dtype or dtype}
     result["warnings"] = list(pair.warnings)
     result |= measure(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats)
@@ -99,9 +103,11 @@ def bench(
     from peftlab.decoding import pages
     from peftlab.decoding.drafters import Sampling
     from peftlab.decoding.free import PromptLookup, Recycling
-    from peftlab.decoding.pairs import BOTH, load_pair, make_drafter
+    from peftlab.decoding.medusa import is_medusa
+    from peftlab.decoding.pairs import BOTH, check_width, load_pair, make_drafter
     from peftlab.decoding.prompts import encode, read_prompts, spread
 
+    check_width(width, heads=draft is not None and is_medusa(draft))
     settings = benches.Settings(
         max_new_tokens=max_new_tokens,
         policy=_policy(policy, gamma),
@@ -122,7 +128,6 @@ def bench(
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
     if draft is not None:
-        make_drafter("draft", pair, width)  # a wrong width is found before anything is timed
         drafters |= {name: partial(make_drafter, name, pair, width) for name in ("draft", BOTH)}
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
     questions = [benches.Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
@@ -162,7 +167,7 @@ def update(
 @draft_app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
-    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm, vllm-medusa or speculators.")],
+    consumer: Annotated[str, typer.Option("--for", help="transformers or vllm.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     target: Target,
     gamma: Gamma = 4,
@@ -204,14 +209,14 @@ def generate(
     from peftlab.decoding.decoder import Ending, decode
     from peftlab.decoding.drafters import Sampling
     from peftlab.decoding.measures import acceptance_statistics
-    from peftlab.decoding.pairs import BOTH, load_pair, make_drafter
+    from peftlab.decoding.medusa import is_medusa
+    from peftlab.decoding.pairs import BOTH, check_width, load_pair, make_drafter
     from peftlab.decoding.prompts import Prompt, encode
     from peftlab.decoding.streaming import TextStream, stop_at
 
     if draft is not None and drafter not in (None, "draft", BOTH):
         raise PeftlabError(f"--draft and --drafter {drafter}: give one of them, or --drafter {BOTH}")
-    if draft is None and width != 1:
-        raise PeftlabError(f"--width {width}: belongs to Medusa heads; name their directory (--draft)")
+    check_width(width, heads=draft is not None and is_medusa(draft))
     sampling, make_policy = Sampling(temperature, top_k, top_p, seed), _policy(policy, gamma)
     pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     name = drafter or ("draft" if draft is not None else None)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
+from peftlab.references import similar_path
 
 PATIENCE = 5.0  # seconds for the hub to answer
 REMEMBERED = 60  # seconds for which its answer, or the lack of one, is believed
@@ -54,7 +55,10 @@ def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
         place = snapshot_download(hub_id, revision=revision, ignore_patterns=others, local_files_only=bool(offline))
     except Exception as error:  # the transport's own types too
         if offline:
-            raise PeftlabError(f"{what} {hub_id!r} is not in the local cache, and {offline}") from None
+            raise PeftlabError(
+                f"{what} {hub_id!r}: no such directory{similar_path(hub_id)}, no such model in the hub's local cache, "
+                f"and {offline}"
+            ) from None
         raise PeftlabError(f"{what} {hub_id!r}: {reason(error)}") from None
     return Path(place)
 

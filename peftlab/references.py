@@ -24,7 +24,8 @@ def locate(reference: str, what: str = "model") -> Path | str:
         what: the word for the thing in error messages.
 
     Raises:
-        PeftlabError: a package that is not installed, a file that is not there, or a malformed id.
+        PeftlabError: a package that is not installed, a file that is not there, or a malformed id. ``org/name`` is
+            a file that is not there, too, where ``org`` is a directory and the hub's cache has no such model.
     """
     if reference.startswith("package:"):
         return _in_package(reference, what)
@@ -33,9 +34,27 @@ def locate(reference: str, what: str = "model") -> Path | str:
         return path
     looks_local = reference.startswith((".", "/", "~")) or reference.count("/") > 1 or path.suffix == ".gguf"
     if looks_local or not _HUB_ID.fullmatch(reference):
-        siblings = [p.name for p in path.parent.iterdir()] if os.path.isdir(path.parent) else []
-        raise PeftlabError(f"{what} {reference!r}: no such file or directory{did_you_mean(path.name, siblings)}")
+        raise PeftlabError(f"{what} {reference!r}: no such file or directory{similar_path(reference)}")
+    owner = reference.rpartition("/")[0]
+    if owner and os.path.isdir(owner) and not _cached(reference):
+        raise PeftlabError(
+            f"{what} {reference!r}: no such file or directory: {owner!r} is a directory here, and this is not in "
+            f"it{similar_path(reference)}; a hub id that begins like it is taken from another working directory"
+        )
     return reference
+
+
+def similar_path(reference: str) -> str:
+    """Return ``" (did you mean 'x'?)"`` for what is spelled most like the last part of a path, beside it."""
+    path = Path(os.path.expanduser(reference))
+    siblings = [p.name for p in path.parent.iterdir()] if os.path.isdir(path.parent) else []
+    return did_you_mean(path.name, siblings)
+
+
+def _cached(hub_id: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
 
 
 def _in_package(reference: str, what: str) -> Path:

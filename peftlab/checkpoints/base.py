@@ -15,7 +15,7 @@ from peftlab.checkpoints.bounds import Bounded, check_directory
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
-from peftlab.references import locate
+from peftlab.references import locate, similar_path
 
 T = TypeVar("T")
 
@@ -99,4 +99,7 @@ def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
     except ImportError as error:
         raise PeftlabError(f"model {reference!r}: {error}") from error
     except Exception as error:  # whatever the libraries make of files that are not as they expect
-        raise PeftlabError(f"model {reference!r} cannot be loaded: {reason(error)}") from error
+        why = reason(error)
+        if isinstance(place, str):
+            why = f"no such directory{similar_path(reference)}, and as a hub id: {why}"
+        raise PeftlabError(f"model {reference!r} cannot be loaded: {why}") from error

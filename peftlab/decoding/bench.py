@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.decoder import Ending, Generation, decode
 from peftlab.decoding.drafters import Drafter, Sampling
 from peftlab.decoding.engine import Engine, Output
 from peftlab.decoding.lengths import Fixed, Policy
-from peftlab.decoding.measures import Overlap, acceptance_statistics, divergence, rate_intervals
+from peftlab.decoding.measures import (
+    Interval,
+    Overlap,
+    Timed,
+    acceptance_statistics,
+    divergence,
+    rate_intervals,
+)
 from peftlab.errors import PeftlabError
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
@@ -77,6 +85,9 @@ class Settings:
         sampling: default greedy.
         batch_size: prompts decoded together.
         repeats: timed passes over all prompts, contestants in turn; one batch of each warms up.
+
+    Raises:
+        PeftlabError: a number of tokens, prompts or repeats below 1.
     """
 
     max_new_tokens: int
@@ -86,6 +97,11 @@ class Settings:
     batch_size: int = 1
     repeats: int = 3
 
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "repeats", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise PeftlabError(f"{name}: {getattr(self, name)} is less than 1")
+
 
 @dataclass
 class _Record:
@@ -93,6 +109,60 @@ class _Record:
 
     seconds: list[list[float]]
     outputs: list[Generation]
+
+
+@dataclass
+class Race:
+    """Plain decoding and drafters, timed in turn on the same prompts.
+
+    Attributes:
+        target, settings: what was measured, and how.
+        batches: the prompts as they were decoded together.
+        conditions: what the machine was like meanwhile.
+    """
+
+    target: Engine
+    settings: Settings
+    batches: list[Sequence[Question]]
+    records: dict[str, _Record]
+    conditions: Conditions
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Return one drafter's figures: those of ``bench`` but ``alpha``."""
+        record, plain = self.records[name], self.records[PLAIN]
+        mine, theirs = self.timed(name), self.timed(PLAIN)
+        intervals = rate_intervals(mine, theirs)
+        speedup = mine.rate() / theirs.rate()
+        questions = [q for batch in self.batches for q in batch]
+        apart = []
+        if self.settings.sampling.greedy:
+            for q, one, other in zip(questions, plain.outputs, record.outputs, strict=True):
+                parting = divergence(self.target, q.ids, one.tokens, other.tokens)
+                if parting is not None:
+                    apart.append({"id": q.id, **asdict(parting)})
+        return {
+            "tokens_per_second": mine.rate(),
+            "tokens_per_second_interval": intervals["rate"],
+            "baseline_tokens_per_second": theirs.rate(),
+            "baseline_tokens_per_second_interval": intervals["baseline"],
+            "speedup": speedup,
+            "speedup_interval": intervals["speedup"],
+            "verdict": verdict(speedup, intervals["speedup"], self.conditions.doubts()),
+            **acceptance_statistics(record.outputs),
+            # A sampled output cannot be compared token for token: that the scheme is exact is proved elsewhere.
+            "lossless": not apart,
+            "lossless_by": "comparison" if self.settings.sampling.greedy else "construction",
+            "divergences": apart,
+        }
+
+    def timed(self, name: str, batches: Sequence[int] | None = None) -> Timed:
+        """Return one contestant's tokens and times, of all batches or of those numbered."""
+        record, tokens, place = self.records[name], [], 0
+        for batch in self.batches:
+            tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
+            place += len(batch)
+        chosen = range(len(tokens)) if batches is None else batches
+        return Timed([tokens[i] for i in chosen], [record.seconds[i] for i in chosen])
 
 
 def bench(
@@ -105,43 +175,29 @@ def bench(
 ) -> dict[str, Any]:
     """Measure drafters against plain decoding.
 
-    Every pass makes its drafters anew, so that none remembers the answers of the pass before.
-
     Args:
-        target: the model; pass a ``Stopwatch`` to learn the decoder's own share of the time.
-        drafters: name -> maker; the first is the one the result is about, the others stand beside it.
-        questions: those that do not fit the context are left out, and named under ``skipped``.
-        settings: how.
+        target, drafters, questions, settings: as for ``race``; the first drafter is the one the result is about,
+            the others stand beside it. Pass a ``Stopwatch`` as target to learn the decoder's own share of the time.
         models: every stopwatch that runs inside, for ``overhead``.
 
     Returns:
-        ``tokens_per_second``, ``baseline_tokens_per_second``, ``speedup`` (each with an ``_interval``), ``tau``,
-        ``acceptance``, ``acceptance_by_position``, ``histogram``, ``alpha``, ``lossless``, ``divergences``,
-        ``verdict``, ``overhead``, all of the first drafter; ``drafters``, the same for each; ``categories``;
-        ``prompts`` with the generated ids of each; ``skipped``.
+        ``tokens_per_second``, ``baseline_tokens_per_second``, ``speedup`` (each with an ``_interval``, null for a
+        single batch), ``tau``, ``acceptance``, ``acceptance_by_position``, ``histogram``, ``alpha``, ``lossless``,
+        ``divergences``, ``verdict``, ``overhead``, all of the first drafter; ``drafters``, the same for each;
+        ``categories``; ``conditions`` of the machine, with ``doubts``; ``prompts`` with the generated ids of each;
+        ``skipped``.
 
     Raises:
-        PeftlabError: no drafter, no prompt that fits, or settings that make no sense.
+        PeftlabError: no drafter, or no prompt that fits.
     """
-    _check(drafters, settings)
-    fitting = [q for q in questions if _fits(target, q)]
-    if not fitting:
-        raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
-    batches: list[Sequence[Question]] = [
-        fitting[i : i + settings.batch_size] for i in range(0, len(fitting), settings.batch_size)
-    ]
-    contestants: dict[str, Callable[[], Drafter] | None] = {PLAIN: None, **drafters}
-    for make in contestants.values():
-        _decode(target, batches[0], make and make(), settings)
-    for model in models:
-        model.seconds = 0.0
-    records = _race(target, batches, contestants, settings)
-    everything = sum(map(sum, (row for record in records.values() for row in record.seconds)))
+    run = race(target, drafters, questions, settings, models=models)
+    everything = sum(map(sum, (row for record in run.records.values() for row in record.seconds)))
     within = sum(model.seconds for model in models)
-    summaries = {name: _summary(records[name], records[PLAIN], batches, fitting, target, settings) for name in drafters}
+    summaries = {name: run.summary(name) for name in drafters}
     first = next(iter(drafters))
     for name, make in drafters.items():
-        summaries[name]["alpha"] = _overlap(target, batches, make(), settings)
+        summaries[name]["alpha"] = _overlap(target, run.batches, make(), settings)
+    fitting = [q for batch in run.batches for q in batch]
     return summaries[first] | {
         "drafter": first,
         "overhead": 1 - within / everything if models else None,
@@ -152,19 +208,50 @@ def bench(
         "kernel": target.kind,
         "threads": torch.get_num_threads(),
         "device": str(target.device),
+        "conditions": run.conditions.as_json(),
         "drafters": summaries,
-        "categories": _categories(records[first], records[PLAIN], batches, fitting),
-        "prompts": [_prompt(q, records, first, i) for i, q in enumerate(fitting)],
+        "categories": _categories(run, first),
+        "prompts": [_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
         "skipped": [q.id for q in questions if not _fits(target, q)],
     }
 
 
-def _check(drafters: dict[str, Callable[[], Drafter]], settings: Settings) -> None:
+def race(
+    target: Engine,
+    drafters: dict[str, Callable[[], Drafter]],
+    questions: Sequence[Question],
+    settings: Settings,
+    *,
+    models: Sequence[Stopwatch] = (),
+) -> Race:
+    """Time plain decoding and every drafter on every prompt, after one batch of each to warm up.
+
+    Who goes first changes from batch to batch. Every pass makes its drafters anew, so that none remembers the
+    answers of the pass before.
+
+    Args:
+        target: the model. drafters: name -> maker.
+        questions: those that do not fit the context are left out.
+        models: stopwatches, set to 0 when the timing begins.
+
+    Raises:
+        PeftlabError: no drafter, or no prompt that fits.
+    """
     if not drafters:
         raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
-    for name in ("batch_size", "repeats", "max_new_tokens"):
-        if getattr(settings, name) < 1:
-            raise PeftlabError(f"{name}: {getattr(settings, name)} is less than 1")
+    fitting = [q for q in questions if _fits(target, q)]
+    if not fitting:
+        raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
+    size = settings.batch_size
+    batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
+    contestants: dict[str, Callable[[], Drafter] | None] = {PLAIN: None, **drafters}
+    for make in contestants.values():
+        _decode(target, batches[0], make and make(), settings)
+    for model in models:
+        model.seconds = 0.0
+    with Watch(target.device) as watch:
+        records = _timed(target, batches, contestants, settings)
+    return Race(target, settings, batches, records, watch.conditions(records[PLAIN].seconds))
 
 
 def _fits(target: Engine, question: Question) -> bool:
@@ -189,13 +276,13 @@ def _decode(
     )
 
 
-def _race(
+def _timed(
     target: Engine,
     batches: list[Sequence[Question]],
     contestants: dict[str, Callable[[], Drafter] | None],
     settings: Settings,
 ) -> dict[str, _Record]:
-    """Time every contestant on every batch; who goes first changes from batch to batch."""
+    """Decode every batch with every contestant in turn, as often as asked."""
     records = {name: _Record([[] for _ in batches], []) for name in contestants}
     names = list(contestants)
     for repeat in range(settings.repeats):
@@ -212,58 +299,22 @@ def _race(
     return records
 
 
-def _summary(
-    record: _Record,
-    plain: _Record,
-    batches: list[Sequence[Question]],
-    questions: Sequence[Question],
-    target: Engine,
-    settings: Settings,
-) -> dict[str, Any]:
-    tokens, seconds = _totals(record, batches)
-    plain_tokens, plain_seconds = _totals(plain, batches)
-    rate, baseline = sum(tokens) / sum(seconds), sum(plain_tokens) / sum(plain_seconds)
-    intervals = rate_intervals(tokens, seconds, plain_tokens, plain_seconds)
-    apart = []
-    if settings.sampling.greedy:
-        for q, one, other in zip(questions, plain.outputs, record.outputs, strict=True):
-            parting = divergence(target, q.ids, one.tokens, other.tokens)
-            if parting is not None:
-                apart.append({"id": q.id, **asdict(parting)})
-    return {
-        "tokens_per_second": rate,
-        "tokens_per_second_interval": intervals["rate"],
-        "baseline_tokens_per_second": baseline,
-        "baseline_tokens_per_second_interval": intervals["baseline"],
-        "speedup": rate / baseline,
-        "speedup_interval": intervals["speedup"],
-        "verdict": verdict(rate / baseline, intervals["speedup"]),
-        **acceptance_statistics(record.outputs),
-        # A sampled output cannot be compared token for token: that the scheme is exact is proved elsewhere.
-        "lossless": not apart,
-        "lossless_by": "comparison" if settings.sampling.greedy else "construction",
-        "divergences": apart,
-    }
+def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> str:
+    """Return the gain in words: "slower" where it is slower, "no clear difference" where noise hides it.
 
-
-def verdict(speedup: float, interval: tuple[float, float]) -> str:
-    """Return the gain in words: "slower" where it is slower, "no clear difference" where noise hides it."""
+    Args:
+        interval: of ``speedup``; None for a single batch, from which nothing is concluded.
+        doubts: why the times may be wrong; with any, the verdict is called uncertain.
+    """
+    if interval is None:
+        return uncertain(doubts, f"{speedup:.2f}x plain decoding on a single batch, too few for an interval")
     low, high = interval
     numbers = f"{speedup:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
     if low > 1:
-        return f"faster than plain decoding ({numbers})"
+        return uncertain(doubts, f"faster than plain decoding ({numbers})")
     if high < 1:
-        return f"slower than plain decoding ({numbers})"
-    return f"no clear difference from plain decoding ({numbers})"
-
-
-def _totals(record: _Record, batches: list[Sequence[Question]]) -> tuple[list[int], list[float]]:
-    """Tokens and seconds of each batch; seconds are the median over repeats."""
-    tokens, place = [], 0
-    for batch in batches:
-        tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
-        place += len(batch)
-    return tokens, [sorted(times)[len(times) // 2] for times in record.seconds]
+        return uncertain(doubts, f"slower than plain decoding ({numbers})")
+    return uncertain(doubts, f"no clear difference from plain decoding ({numbers})")
 
 
 def _overlap(
@@ -277,21 +328,17 @@ def _overlap(
     return overlap.result()
 
 
-def _categories(
-    record: _Record, plain: _Record, batches: list[Sequence[Question]], questions: Sequence[Question]
-) -> dict[str, Any]:
+def _categories(run: Race, name: str) -> dict[str, Any]:
     """Acceptance by category, and speed where no batch holds two categories."""
     outputs: dict[str, list[Generation]] = defaultdict(list)
-    for q, generation in zip(questions, record.outputs, strict=True):
+    questions = [q for batch in run.batches for q in batch]
+    for q, generation in zip(questions, run.records[name].outputs, strict=True):
         outputs[q.category].append(generation)
-    tokens, seconds = _totals(record, batches)
-    plain_tokens, plain_seconds = _totals(plain, batches)
     result = {}
     for category, generations in outputs.items():
-        mine = [i for i, batch in enumerate(batches) if any(q.category == category for q in batch)]
-        pure = all(q.category == category for i in mine for q in batches[i])
-        rate = sum(tokens[i] for i in mine) / sum(seconds[i] for i in mine)
-        baseline = sum(plain_tokens[i] for i in mine) / sum(plain_seconds[i] for i in mine)
+        mine = [i for i, batch in enumerate(run.batches) if any(q.category == category for q in batch)]
+        pure = all(q.category == category for i in mine for q in run.batches[i])
+        rate, baseline = run.timed(name, mine).rate(), run.timed(PLAIN, mine).rate()
         statistics = acceptance_statistics(generations)
         result[category] = {
             "prompts": len(generations),

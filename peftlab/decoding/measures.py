@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import random
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from peftlab.decoding.cache import Block, KVCache
@@ -15,6 +16,9 @@ from peftlab.decoding.decoder import Generation
 from peftlab.decoding.drafters import Row, Sampling, Verified
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.theory import acceptance_rate
+
+Interval = tuple[float, float] | None
+"""Of 95 %; None where the data cannot tell."""
 
 
 def acceptance_statistics(generations: Iterable[Generation]) -> dict[str, Any]:
@@ -74,30 +78,55 @@ class Overlap:
         return {name: total / self.positions for name, total in self._sums.items()}
 
 
-def rate_intervals(
-    tokens: Sequence[int],
-    seconds: Sequence[float],
-    baseline_tokens: Sequence[int],
-    baseline_seconds: Sequence[float],
-    *,
-    draws: int = 1000,
-) -> dict[str, tuple[float, float]]:
-    """Return 95 % bootstrap intervals of both rates and of their ratio, batches drawn with replacement.
+@dataclass(frozen=True)
+class Timed:
+    """What one way of decoding took.
+
+    Attributes:
+        tokens: of each batch. seconds: of each batch in each repeat.
+    """
+
+    tokens: list[int]
+    seconds: list[list[float]]
+
+    def rate(self) -> float:
+        """Return tokens a second; a batch takes the median of its repeats."""
+        return sum(self.tokens) / sum(map(statistics.median, self.seconds))
+
+
+def rate_intervals(one: Timed, baseline: Timed, *, draws: int = 1000) -> dict[str, Interval]:
+    """Return 95 % bootstrap intervals of both rates (``rate``, ``baseline``) and of their ratio (``speedup``).
+
+    Batches are drawn with replacement, and so are the repeats of each batch drawn. Both ways of decoding are drawn
+    alike: they took turns, so that a slow moment of the machine met both.
 
     Args:
-        tokens, seconds: of each batch; the baseline's are of the same batches, and stay paired.
+        one, baseline: times of the same batches in the same repeats.
         draws: resamples; the same every time.
+
+    Returns:
+        None for each of the three where there is but one batch: it says nothing about how batches differ.
     """
-    dice = random.Random(0)
-    count = len(tokens)
-    samples: dict[str, list[float]] = {"rate": [], "baseline": [], "speedup": []}
-    for _ in range(draws):
-        chosen = [dice.randrange(count) for _ in range(count)]
-        rate = sum(tokens[i] for i in chosen) / sum(seconds[i] for i in chosen)
-        plain = sum(baseline_tokens[i] for i in chosen) / sum(baseline_seconds[i] for i in chosen)
-        for name, value in (("rate", rate), ("baseline", plain), ("speedup", rate / plain)):
-            samples[name].append(value)
-    return {name: (sorted(v)[int(0.025 * draws)], sorted(v)[int(0.975 * draws)]) for name, v in samples.items()}
+    count, repeats = len(one.tokens), len(one.seconds[0])
+    if count < 2:
+        return dict.fromkeys(("rate", "baseline", "speedup"))
+    dice = numpy.random.default_rng(0)
+    batch = dice.integers(count, size=(draws, count))
+    repeat = dice.integers(repeats, size=(draws, count, repeats))
+
+    def drawn(of: Timed) -> numpy.ndarray:
+        seconds = numpy.median(numpy.asarray(of.seconds)[batch[..., None], repeat], -1)  # [draws, count]
+        return numpy.asarray(of.tokens)[batch].sum(-1) / seconds.sum(-1)
+
+    rate, plain = drawn(one), drawn(baseline)
+    samples = {"rate": rate, "baseline": plain, "speedup": rate / plain}
+    return {name: percentiles(values) for name, values in samples.items()}
+
+
+def percentiles(values: numpy.ndarray) -> tuple[float, float]:
+    """Return the ends of the middle 95 % of resampled values."""
+    low, high = numpy.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class MedusaDrafter:
 
 
 def is_medusa(directory: str | Path) -> bool:
-    """Whether a directory holds Medusa heads as ``drafting.export.write_medusa`` writes them."""
+    """Whether a directory holds Medusa heads as ``drafting.headfiles.write_medusa`` writes them."""
     config = Path(directory) / "config.json"
     return config.is_file() and read_object(config).get("model_type") == "medusa"
 

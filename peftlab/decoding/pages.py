@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from peftlab.decoding.measures import Interval
 from peftlab.decoding.plan import finite
 from peftlab.errors import PeftlabError
 
@@ -24,9 +25,10 @@ Rows = Sequence[Sequence[str]]
 
 def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
     """Return the tables of a plan: title, header, rows."""
+    steps = zip(plan["target_seconds"], plan["target_range"], strict=True)
     verification = [
-        (str(k), f"{1e3 * seconds:.1f} ms", f"{seconds / plan['target_seconds'][0]:.2f}")
-        for k, seconds in enumerate(plan["target_seconds"], start=1)
+        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan['target_seconds'][0]:.2f}")
+        for k, (seconds, ends) in enumerate(steps, start=1)
     ]
     gammas = [(str(row["gamma"]), finite(row["break_even"]), finite(row["cap"])) for row in plan["gammas"]]
     alphas = [
@@ -35,7 +37,7 @@ def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
         if row["alpha"] >= 0.3
     ]
     return [
-        ("one target step", ["tokens", "time", "of one token"], verification),
+        ("one target step", ["tokens", "median", "shortest to longest", "of one token"], verification),
         ("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas),
         ("best draft length", ["alpha", "gamma", "gain"], alphas),
     ]
@@ -43,17 +45,21 @@ def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
 
 def plan_facts(plan: dict[str, Any]) -> list[str]:
     """Return a plan in sentences, the verdict last."""
-    costs = f"a draft step takes {1e3 * plan['draft_seconds']:.1f} ms, c = {plan['c']:.3f} of a target step"
-    return [costs, *(f"warning: {w}" for w in plan.get("warnings", ())), plan["verdict"]]
+    seconds, ends = 1e3 * plan["draft_seconds"], _milliseconds(plan["draft_range"])
+    c = f"c = {plan['c']:.3f}{_between(plan['c_interval'], 3)} of a target step"
+    return [
+        f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
+        *(f"warning: {w}" for w in plan.get("warnings", ())),
+        plan["verdict"],
+    ]
 
 
 def bench_tables(result: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
     """Return the tables of a benchmark: title, header, rows."""
 
     def row(name: str, of: dict[str, Any]) -> list[str]:
-        low, high = of["speedup_interval"]
         lossless = "yes" if of["lossless"] else f"{len(of['divergences'])} differ"
-        speed = f"{of['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+        speed = f"{of['speedup']:.2f}x{_between(of['speedup_interval'], 2)}"
         return [name, f"{of['tokens_per_second']:.1f}", speed, finite(of["tau"]), finite(of["acceptance"]), lossless]
 
     baseline = ["plain", f"{result['baseline_tokens_per_second']:.1f}", "1.00x", "1.00", "-", "-"]
@@ -73,6 +79,14 @@ def bench_tables(result: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
     return tables
 
 
+def _between(interval: Interval, digits: int) -> str:
+    return f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else " (no interval)"
+
+
+def _milliseconds(ends: tuple[float, float]) -> str:
+    return f"{1e3 * ends[0]:.1f} to {1e3 * ends[1]:.1f} ms"
+
+
 def bench_facts(result: dict[str, Any]) -> list[str]:
     """Return a benchmark in sentences, the verdict last."""
     facts = []
@@ -84,6 +98,9 @@ def bench_facts(result: dict[str, Any]) -> list[str]:
         )
     if result["overhead"] is not None:
         facts.append(f"time outside the models: {100 * result['overhead']:.1f} %")
+    spread = result["conditions"]["spread"]
+    if spread is not None:
+        facts.append(f"repeats of plain decoding on the same prompts differ by {100 * spread:.0f} %")
     near = sum(parting["near_tie"] for parting in result["divergences"])
     if result["divergences"]:
         facts.append(f"{len(result['divergences'])} outputs differ from plain decoding, {near} of them at a near tie")

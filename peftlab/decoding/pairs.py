@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.base import load_base, load_tokenizer
+from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.decoding.confined import Confined, read_tokens
 from peftlab.decoding.drafters import Drafter, ModelDrafter
 from peftlab.decoding.engine import Engine, build_engine
@@ -64,13 +64,19 @@ def load_pair(
     Raises:
         PeftlabError: something cannot be loaded, or the two do not speak the same tokens.
     """
-    model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     tokenizer = load_tokenizer(target)
+    heads_given = draft is not None and is_medusa(draft)
+    draft_tokenizer = None
+    if draft is not None and not heads_given:
+        load_config(draft)  # a wrong name is found before any weights are read
+        draft_tokenizer = _tokenizer_of(draft)
+        check_tokens(tokenizer, draft_tokenizer)
+    model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     eos = eos_ids(model)
     size = model.num_parameters()
     if draft is None:
         return Pair(build_engine(model, pack=pack), tokenizer, eos, target_parameters=size)
-    if is_medusa(draft):
+    if heads_given:
         _check_heads(draft, model)
         heads = read_medusa(draft).to(draft_dtype or dtype)
         return Pair(
@@ -82,7 +88,7 @@ def load_pair(
             draft_parameters=sum(parameter.numel() for parameter in heads.parameters()),
         )
     small, _ = load_base(draft, "AutoModelForCausalLM", dtype=draft_dtype or dtype)
-    vocabulary = common_vocabulary(model, small, tokenizer, _tokenizer_of(draft))
+    vocabulary = common_vocabulary(model, small, draft_tokenizer)
     return Pair(
         target=build_engine(model, vocabulary=vocabulary, pack=pack),
         tokenizer=tokenizer,
@@ -112,36 +118,42 @@ def _check_heads(directory: str, target: PreTrainedModel) -> None:
         )
 
 
-def common_vocabulary(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    target_tokenizer: PreTrainedTokenizerBase,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-) -> int:
-    """Return how many logits target and draft share: all, or what is left without one's padding.
+def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
+    """Refuse a draft whose tokenizer gives a token another id; a draft saved without a tokenizer passes.
 
     Raises:
-        PeftlabError: the tokenizers differ in a token, or the LM heads in size with no tokenizer to explain it.
+        PeftlabError: naming the first token that differs.
     """
-    sizes = [m.get_output_embeddings().weight.shape[0] for m in (target, draft)]
-    if draft_tokenizer is None:
-        if sizes[0] != sizes[1]:
-            raise PeftlabError(
-                f"draft: vocabulary of {sizes[1]}, but the target's has {sizes[0]}, and the draft has no tokenizer"
-            )
-        return sizes[0]
-    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    if ours != theirs:
+    ours, theirs = target.get_vocab(), draft.get_vocab() if draft is not None else None
+    if theirs is not None and ours != theirs:
         apart = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
         token = apart[0][0]
         raise PeftlabError(
             f"draft: its tokenizer is not the target's; {len(apart)} entries differ, the first is {token!r} "
             f"(id {ours.get(token, 'none')} in the target's, {theirs.get(token, 'none')} in the draft's)"
         )
-    if min(sizes) < len(target_tokenizer) and sizes[0] != sizes[1]:
+
+
+def common_vocabulary(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> int:
+    """Return how many logits target and draft share: all, or what is left without one's padding.
+
+    Args:
+        tokenizer: of both; None where the draft has none.
+
+    Raises:
+        PeftlabError: the LM heads differ in size with no tokenizer to explain it.
+    """
+    sizes = [m.get_output_embeddings().weight.shape[0] for m in (target, draft)]
+    if sizes[0] != sizes[1] and tokenizer is None:
+        raise PeftlabError(
+            f"draft: vocabulary of {sizes[1]}, but the target's has {sizes[0]}, and the draft has no tokenizer"
+        )
+    if sizes[0] != sizes[1] and tokenizer is not None and min(sizes) < len(tokenizer):
         raise PeftlabError(
             f"draft: LM heads of {sizes[0]} (target) and {sizes[1]} (draft) rows, fewer than "
-            f"the {len(target_tokenizer)} tokens of their tokenizer"
+            f"the {len(tokenizer)} tokens of their tokenizer"
         )
     return min(sizes)
 
@@ -165,8 +177,7 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
-    if width < 1 or (width > 1 and pair.heads is None):
-        raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
+    check_width(width, heads=pair.heads is not None)
     if name in FREE:
         return FREE[name]()
     if name == BOTH:
@@ -179,6 +190,12 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)
+
+
+def check_width(width: int, *, heads: bool) -> None:
+    """Raise ``PeftlabError`` for a tree of no width, or one asked of what has no heads."""
+    if width < 1 or (width > 1 and not heads):
+        raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
 
 
 def _tokenizer_of(reference: str) -> PreTrainedTokenizerBase | None:

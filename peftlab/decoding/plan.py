@@ -9,10 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.engine import Engine
+from peftlab.decoding.measures import Interval, percentiles
 from peftlab.decoding.theory import goodput
 from peftlab.errors import PeftlabError
 
@@ -21,17 +24,21 @@ ALPHAS = tuple(i / 20 for i in range(1, 21))
 
 def step_seconds(
     engines: dict[str, tuple[Engine, int]], *, context: int = 128, repeats: int = 9
-) -> dict[tuple[str, int], float]:
+) -> dict[tuple[str, int], list[float]]:
     """Measure one forward pass over 1..k tokens after ``context`` cached ones.
 
     Args:
         engines: name -> engine and its largest k.
         context: tokens in the cache.
-        repeats: passes of each kind, in turn; the median counts. One more of each warms up.
+        repeats: passes of each kind, in turn. One more of each warms up.
 
     Returns:
-        (name, k) -> seconds.
+        (name, k) -> seconds of each repeat.
+
+    Raises:
+        PeftlabError: ``repeats < 1``, or a context that does not fit.
     """
+    check_repeats(repeats)
     generator = torch.Generator().manual_seed(0)
     runs: dict[tuple[str, int], Callable[[], Any]] = {}
     for name, (engine, most) in engines.items():
@@ -48,7 +55,13 @@ def step_seconds(
             began = time.perf_counter()
             float(run().logits[0, -1, 0])  # reading a number waits for the device
             seconds[key].append(time.perf_counter() - began)
-    return {key: statistics.median(values[1:]) for key, values in seconds.items()}
+    return {key: values[1:] for key, values in seconds.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Raise ``PeftlabError`` if nothing would be measured."""
+    if repeats < 1:
+        raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
 
 
 def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
@@ -69,11 +82,7 @@ def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
     longest = len(target) - 1
     if longest < 1:
         raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
-
-    def gain(alpha: float, gamma: int) -> float:
-        per_second = goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft)
-        return per_second * target[0]
-
+    gain = partial(_gain, target, draft)
     gammas: list[dict[str, Any]] = [
         {"gamma": g, "cap": gain(1.0, g), "break_even": _break_even(partial(gain, gamma=g))}
         for g in range(1, longest + 1)
@@ -93,6 +102,53 @@ def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
         "pays": pays,
         "verdict": _verdict(gammas, pays),
     }
+
+
+def plan_from_repeats(target: list[list[float]], draft: list[float], conditions: Conditions) -> dict[str, Any]:
+    """Return what measured step times allow, and how sure that is.
+
+    Args:
+        target: for 1, 2, ..., γ_max + 1 tokens the seconds of each repeat. draft: those of a draft step.
+        conditions: of the measurement.
+
+    Returns:
+        That of ``plan_from_times`` for the medians; ``c_interval`` and ``cap_interval`` (of the largest gain at α = 1),
+        95 % bootstrap intervals over repeats, None for a single one; ``target_range`` and ``draft_range``, the
+        shortest and the longest repeat; ``conditions``, with ``doubts``. With doubts, or if the repeats do not
+        agree on whether a draft can pay, the verdict is called uncertain.
+    """
+    result = plan_from_times([statistics.median(times) for times in target], statistics.median(draft))
+    intervals = _intervals(target, draft)
+    doubts = conditions.doubts()
+    result["verdict"] = uncertain(doubts, result["verdict"])
+    cap = intervals["cap_interval"]
+    if not doubts and cap is not None and cap[0] <= 1 < cap[1]:
+        result["verdict"] = (
+            f"uncertain, as by some repeats a perfect draft reaches {cap[0]:.2f}x and by others {cap[1]:.2f}x: by the "
+            f"median {result['verdict']}"
+        )
+    return result | {
+        **intervals,
+        "target_range": [(min(times), max(times)) for times in target],
+        "draft_range": (min(draft), max(draft)),
+        "conditions": conditions.as_json(),
+    }
+
+
+def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> dict[str, Interval]:
+    """Draw repeats with replacement, the same for all steps: they took turns."""
+    if len(draft) < 2:
+        return {"c_interval": None, "cap_interval": None}
+    times = numpy.asarray([*target, draft])  # [γ_max + 2, repeats]
+    drawn = numpy.random.default_rng(0).integers(times.shape[1], size=(draws, times.shape[1]))
+    medians = numpy.median(times[:, drawn], -1)  # [γ_max + 2, draws]
+    caps = [max(_gain(list(t[:-1]), t[-1], 1.0, g) for g in range(1, len(target))) for t in medians.T]
+    ratios = {"c_interval": medians[-1] / medians[0], "cap_interval": numpy.asarray(caps)}
+    return {name: percentiles(values) for name, values in ratios.items()}
+
+
+def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
+    return goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft) * target[0]
 
 
 def _verdict(gammas: list[dict[str, Any]], pays: bool) -> str:
@@ -115,18 +171,25 @@ def _break_even(gain: Callable[[float], float]) -> float | None:
     return high
 
 
-def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> dict[str, Any]:
-    """Measure target and draft on this device; see ``plan_from_times`` for the result.
-
-    Raises:
-        PeftlabError: ``max_gamma < 1``, or a context that does not fit.
-    """
+def check_plan(max_gamma: int, repeats: int) -> None:
+    """Raise ``PeftlabError`` for settings that plan nothing, before a model is loaded."""
     if max_gamma < 1:
         raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
+    check_repeats(repeats)
+
+
+def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> dict[str, Any]:
+    """Measure target and draft on this device; see ``plan_from_repeats`` for the result.
+
+    Raises:
+        PeftlabError: ``max_gamma`` or ``repeats`` below 1, or a context that does not fit.
+    """
+    check_plan(max_gamma, repeats)
     both = {"target": (target, max_gamma + 1), "draft": (draft, 1)}
-    seconds = step_seconds(both, context=context, repeats=repeats)
+    with Watch(target.device) as watch:
+        seconds = step_seconds(both, context=context, repeats=repeats)
     times = [seconds["target", k] for k in range(1, max_gamma + 2)]
-    return plan_from_times(times, seconds["draft", 1]) | {
+    return plan_from_repeats(times, seconds["draft", 1], watch.conditions(list(seconds.values()))) | {
         "context": context,
         "kernels": {"target": target.kind, "draft": draft.kind},
         "threads": torch.get_num_threads(),

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.drafting.examples import Collate
+from peftlab.drafting.exits import Exit
 from peftlab.drafting.hidden import forward_hidden, frozen_hidden, head_weight
-from peftlab.methods import disabled
+from peftlab.methods import disabled, eval_mode
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time
@@ -83,18 +84,19 @@ def target_states(target: nn.Module, data: Any, batch_size: int = 16) -> Iterato
 
 
 @torch.no_grad()
-def measure_exit(model: Any, layers: int, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
-    """Return the acceptance of an exit after the first ``layers`` layers, and of the whole model as trained.
+def measure_exit(model: Any, exit_: Exit, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
+    """Return the acceptance of an early exit, and of the whole model as trained.
 
     Both by the base model, which is what ``model`` computes with its injection switched off.
     """
     sums = torch.zeros(2, 4, len(data), dtype=torch.float64)
     head = head_weight(model)
     for rows, places, ids, mask in _batches(data, batch_size, head.device):
-        states = forward_hidden(model, ids, mask)
+        with eval_mode(model):
+            states = forward_hidden(model, ids, mask)
+            early = exit_.states(model, states, places)
         with disabled(model):
             base = frozen_hidden(model, ids, mask)[places]
-        early = model.base_model.norm(states[layers][places])
         for total, mine in zip(sums, (early, states[-1][places]), strict=True):
             _add(total, rows[places.nonzero()[:, 0].cpu()], base, mine, head, head)
     return Acceptance(*sums[0]), Acceptance(*sums[1])

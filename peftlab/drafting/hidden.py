@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
+from peftlab.methods import eval_mode
 
 
 def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
@@ -54,9 +55,5 @@ def head_weight(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def frozen_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Return ``last_hidden`` without a graph, in eval mode; the model's mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         return last_hidden(model, input_ids, attention_mask)
-    finally:
-        model.train(training)

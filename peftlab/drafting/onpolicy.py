@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import Sampling
 from peftlab.decoding.engine import Engine, build_engine
+from peftlab.methods import eval_mode
 
 
 @dataclass
@@ -37,20 +38,18 @@ class OnPolicy:
         if not chosen:
             return inputs
         bare: Any = getattr(model, "module", model)
-        if self._engine is None:
-            self._engine = build_engine(bare, flat=False)  # reads the weights anew at every step
         counts = (inputs["weights"] > 0).sum(1).tolist()
         starts = (inputs["weights"] > 0).int().argmax(1).tolist()
         prompts = [inputs["input_ids"][i, : starts[i] + 1].tolist() for i in chosen]
-        training = bare.training
-        bare.eval()
-        outputs = decode(
-            self._engine,
-            prompts,
-            Ending(max(counts[i] for i in chosen), self.eos),
-            sampling=Sampling(self.temperature, seed=seed),
-        )
-        bare.train(training)
+        with eval_mode(bare):
+            if self._engine is None:
+                self._engine = build_engine(bare, flat=False)  # reads the weights anew at every step
+            outputs = decode(
+                self._engine,
+                prompts,
+                Ending(max(counts[i] for i in chosen), self.eos),
+                sampling=Sampling(self.temperature, seed=seed),
+            )
         inputs = {key: value.clone() for key, value in inputs.items()}
         for i, output in zip(chosen, outputs, strict=True):
             tokens = output.tokens[: counts[i]]

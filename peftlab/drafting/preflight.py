@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.drafting.hidden import head_weight, last_hidden
 from peftlab.errors import PeftlabError
-from peftlab.methods import METHODS
+from peftlab.methods import METHODS, eval_mode
 from peftlab.methods.config import MethodConfig
 
 
@@ -111,11 +111,9 @@ def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
     """
     size = min(16, len(head_weight(model)))
     ids = torch.arange(size, device=head_weight(model).device)[None]
-    training = model.training
-    model.eval()
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    own = nn.functional.linear(last_hidden(model, ids, torch.ones_like(ids)), head_weight(model)).float()
-    model.train(training)
+    with eval_mode(model):
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        own = nn.functional.linear(last_hidden(model, ids, torch.ones_like(ids)), head_weight(model)).float()
     gap = float((own - logits).abs().max() / logits.abs().max().clamp_min(1e-6))
     if gap > tolerance:
         raise PeftlabError(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.drafting.chunked import chunked_loss
+from peftlab.drafting.exits import Exit
 from peftlab.drafting.hidden import forward_hidden, frozen_hidden, head_weight, last_hidden
 from peftlab.drafting.objectives import OBJECTIVES, TopK, selective_mask
-from peftlab.methods import disabled
+from peftlab.methods import disabled, eval_mode
 
 Inputs = dict[str, Tensor]
 NO_LOGITS = ("ce", "topk_kl")
@@ -140,8 +141,10 @@ class HeadsLoss:
             with disabled(bare):
                 base = frozen_hidden(bare, ids, mask)
         else:
-            # The heads alone train: no graph goes into the trunk. Wrapped, the model is called all the same.
-            hidden = base = last_hidden(model, ids, mask).detach()
+            # The heads alone train: no graph goes into the trunk, which is read as it will decode. The gradient mode
+            # stays on, because DDP prepares to gather gradients only then.
+            with eval_mode(model):
+                hidden = base = last_hidden(model, ids, mask).detach()
         total = hidden.new_zeros(())
         n = ids.shape[1]
         for i, (block, weight) in enumerate(head.medusa_heads):
@@ -173,15 +176,15 @@ class EarlyExitLoss:
     """LayerSkip's loss on one exit: KL(base ‖ exit) + preserve·KL(base ‖ the trained model), shared LM head.
 
     Elhoushi et al. 2024 (arXiv 2404.16710), with the base model's own distribution as the teacher. The exit
-    answers head(norm(h_l)), h_l the state after ``layers`` layers: what a draft of the first layers computes.
+    answers head(norm(h_l)), h_l the state after l layers: what a draft of the first layers computes.
 
     Attributes:
-        layers: how many of the first layers the exit runs. preserve: of the last layer's KL.
         objective: what the exit minimises against the base model's distribution.
+        exit: where the exit is. preserve: of the last layer's KL.
     """
 
     objective: Objective
-    layers: int
+    exit: Exit
     preserve: float = 1.0
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -192,7 +195,7 @@ class EarlyExitLoss:
             base = frozen_hidden(bare, ids, mask)[places]
         states = forward_hidden(model, ids, mask)
         head = head_weight(model)
-        early = bare.base_model.norm(states[self.layers][places])
+        early = self.exit.states(bare, states, places)
         frozen = head.detach()
         if self.objective.name == "ce":
             target, target_head = _following(ids)[places], None

@@ -26,7 +26,7 @@ def truncate(model: M, layers: Sequence[int], *, share: bool = False) -> M:
         PeftlabError: no layer at all, a layer that is not there, one named twice or out of order, or a model
             without one stack of layers.
     """
-    stack = _stack(model)
+    stack = layer_stack(model)
     count = len(stack)
     if not layers:
         raise PeftlabError("layers: none named; a draft needs at least one")
@@ -43,7 +43,12 @@ def truncate(model: M, layers: Sequence[int], *, share: bool = False) -> M:
     return draft
 
 
-def _stack(model: PreTrainedModel) -> nn.ModuleList:
+def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the one list of layers of a language model.
+
+    Raises:
+        PeftlabError: there is none with as many layers as the configuration says, or more than one.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
@@ -57,7 +62,7 @@ def _renumber(draft: PreTrainedModel, layers: Sequence[int]) -> None:
     for name, value in list(vars(config).items()):
         if name.endswith("layer_types") and isinstance(value, list):
             setattr(config, name, [value[i] for i in layers])
-    for number, layer in enumerate(_stack(draft)):
+    for number, layer in enumerate(layer_stack(draft)):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = number

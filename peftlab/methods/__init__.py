@@ -16,12 +16,14 @@ from peftlab.methods.injection import (
     trainable_parameters,
     unmerge,
 )
+from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import METHODS
 
 __all__ = [
     "METHODS",
     "count_parameters",
     "disabled",
+    "eval_mode",
     "inject",
     "inject_bitfit",
     "inject_houlsby",

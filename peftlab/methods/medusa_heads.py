@@ -26,7 +26,7 @@ class MedusaBlock(nn.Module):
 class MedusaHeads(nn.Module):
     """K heads; head i (from 0) predicts position t+2+i: softmax(W2(SiLU(W1 h) + h)), h the state at t.
 
-    Medusa (Cai et al. 2024, arXiv 2401.10774). Parameters are named as in the serving format:
+    Medusa (Cai et al. 2024, arXiv 2401.10774). Parameters are named as in the files of heads:
     ``blocks.i.layers.0.weight`` (and ``.bias``), ``lm_heads.i.weight``; where W2 is shared, ``lm_heads.0.weight``
     is the only one.
 

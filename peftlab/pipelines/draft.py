@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,15 @@ from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
 from peftlab.checkpoints.base import load_base
 from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
 from peftlab.decoding.confined import write_tokens
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import Drafter, ModelDrafter
-from peftlab.decoding.engine import Engine, build_engine
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.medusa import MedusaDrafter, read_medusa
-from peftlab.decoding.pairs import draft_engine
 from peftlab.drafting.examples import Collate
-from peftlab.drafting.export import write_medusa
 from peftlab.drafting.foresight import save_foresight, train_foresight
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.hidden import head_weight
 from peftlab.drafting.truncate import truncate
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
-from peftlab.methods import METHODS, count_parameters, inject
+from peftlab.methods import METHODS, count_parameters, inject, remove
 from peftlab.methods.medusa import MedusaConfig
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
@@ -45,16 +36,20 @@ from peftlab.pipelines.draftparts import (
     make_sets,
     read_text,
 )
+from peftlab.pipelines.draftspeed import (
+    decoding_speed,
+    drafting_with_a_model,
+    drafting_with_an_exit,
+    drafting_with_heads,
+)
 from peftlab.pipelines.finetune import make_accelerator
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import DraftRecipe
+from peftlab.recipe.schema import DraftRecipe, Truncation
 from peftlab.reporting.console import trainable_line
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
-
-_DECODED = 8  # held-out prompts that are decoded, one at a time
 
 
 def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
@@ -86,11 +81,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     models = load_models(recipe, text, run_dir, accelerator.device)
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
     sets = make_sets(recipe, text, models, cache, accelerator.main_process_first())
-    if accelerator.is_main_process:
-        _start(recipe, directory, models, text.tokenizer, sets, accelerator)
+    before_speed = _speed_before(recipe, models, sets) if accelerator.is_main_process else {}
     accelerator.wait_for_everyone()
-    clock = _Clock(recipe, models, sets)
-    before_speed = clock.measure() if recipe.method.name != "medusa" else {}
     inject(models.student, recipe.method)
     trainable, total = count_parameters(models.student)
     accelerator.print(trainable_line(trainable, total))
@@ -100,6 +92,9 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     accelerator.print(f"before: {_line(before)}")
     if settings.gradient_checkpointing:
         models.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if accelerator.is_main_process:
+        _start(recipe, directory, models, text.tokenizer, sets, accelerator)
+    accelerator.wait_for_everyone()
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
@@ -110,7 +105,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     models.student = work.model
     results = _results(recipe, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
-        _write_out(recipe, models, work, sets, run_dir, results, clock, before_speed)
+        _write_out(recipe, models, work, sets, run_dir, results, before_speed)
     accelerator.wait_for_everyone()
     return results
 
@@ -118,14 +113,18 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
 def _start(
     recipe: DraftRecipe, directory: Claim, models: Models, tokenizer: Any, sets: Sets, accelerator: Accelerator
 ) -> None:
-    """Make the run directory; a draft cut from the target becomes a plain model in it, the adapter's base."""
+    """Make the run directory, last before training, so that what fails before leaves none behind.
+
+    A draft cut from the target becomes a plain model in it, the adapter's base.
+    """
     directory.begin()
     run_dir = directory.path
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
     write_json(run_dir / "provenance.json", provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes))
     if models.base == str(run_dir / "base") and not (run_dir / "base" / "config.json").exists():
+        assert isinstance(recipe.draft, Truncation)
         with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
-            models.student.save_pretrained(staging)
+            truncate(models.target, recipe.draft.truncate.layers, share=True).save_pretrained(staging)
             tokenizer.save_pretrained(staging)
 
 
@@ -193,7 +192,6 @@ def _write_out(
     sets: Sets,
     run_dir: Path,
     results: dict[str, Any],
-    clock: _Clock,
     before_speed: dict[str, Any],
 ) -> None:
     """Write adapter, merged model or heads, and results; then measure what is on disk, and write that as well."""
@@ -226,7 +224,7 @@ def _write_out(
         greedy = recipe.data.temperature == 0
         head, results["acceptance_head"] = train_foresight(models.target, draft, sets.train, unseen, greedy=greedy)
         save_foresight(head, run_dir / "acceptance_head.safetensors")
-    after_speed = clock.measure(merged, run_dir / "heads", tokens)
+    after_speed = _speed_after(recipe, models, sets, run_dir, merged, tokens)
     results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
     conclude(run_dir, results)
     print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
@@ -259,57 +257,39 @@ def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
     return [{key: batch[key] for key in ("input_ids", "attention_mask")}]
 
 
-class _Clock:
-    """Greedy decoding of a few held-out prompts, one at a time, plain and with the draft."""
+def _speed_before(recipe: DraftRecipe, models: Models, sets: Sets) -> dict[str, Any]:
+    """Return how fast the untrained draft decodes; untrained heads are no draft."""
+    if recipe.method.name == "medusa":
+        return {}
+    if models.exit is not None:
+        drafter = drafting_with_an_exit(models.target, models.exit.layers)
+    else:
+        drafter = drafting_with_a_model(models.student)
+    return decoding_speed(recipe, models.target, drafter, sets.prompts, models.eos, repeats=1)
 
-    def __init__(self, recipe: DraftRecipe, models: Models, sets: Sets) -> None:
-        self._recipe, self._models = recipe, models
-        self._prompts: Sequence[list[int]] = sets.prompts[:_DECODED]
-        self._ending = Ending(recipe.data.max_new_tokens, models.eos)
 
-    def measure(
-        self, merged: Any = None, heads: Path | None = None, tokens: torch.Tensor | None = None
-    ) -> dict[str, Any]:
-        """Return block efficiency (tokens a target step) and tokens per second, without and with the draft.
+def _speed_after(
+    recipe: DraftRecipe, models: Models, sets: Sets, run_dir: Path, merged: Any, tokens: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return how fast decoding is with what was trained, read from disk where it can be.
 
-        Args:
-            merged: the trained model as read from disk; None: the one in memory, before or after training.
-            heads: directory of the trained Medusa heads.
-            tokens: what the trained model is confined to when it drafts; None for the whole vocabulary.
-        """
-        target, drafter = self._engines(merged, heads, tokens)
-        plain, seconds = self._decode(target, None)
-        drafted, draft_seconds = self._decode(target, drafter)
-        written = sum(len(output.tokens) for output in plain)
-        produced = sum(len(output.tokens) for output in drafted)
-        statistics = acceptance_statistics(drafted)
-        return {
-            "block_efficiency": statistics["tau"],
-            "accepted": statistics["acceptance"],
-            "plain_tokens_per_second": round(written / seconds, 2),
-            "tokens_per_second": round(produced / draft_seconds, 2),
-            "speed_up": round(produced / draft_seconds / (written / seconds), 3),
-        }
-
-    def _engines(self, merged: Any, heads: Path | None, tokens: torch.Tensor | None) -> tuple[Engine, Drafter]:
-        recipe, models = self._recipe, self._models
-        if recipe.method.name == "medusa":
-            assert heads is not None
-            return build_engine(models.student), MedusaDrafter(read_medusa(heads).to(models.target.device))
-        if recipe.early_exit:
-            whole = merged if merged is not None else models.student
-            layers = recipe.draft.truncate.layers  # type: ignore[union-attr]
-            return build_engine(whole), ModelDrafter(build_engine(truncate(whole, layers)))
-        draft = merged if merged is not None else models.student
-        return build_engine(models.target), ModelDrafter(draft_engine(draft, tokens=tokens))
-
-    def _decode(self, target: Engine, drafter: Drafter | None) -> tuple[list[Any], float]:
-        decode(target, self._prompts[:1], Ending(4), drafter)  # not timed: what a first pass sets up
-        outputs = []
-        started = time.perf_counter()
-        for prompt in self._prompts:
-            outputs += decode(target, [prompt], self._ending, drafter, policy=lambda: Fixed(self._recipe.gamma))
-        return outputs, time.perf_counter() - started
+    Args:
+        merged: the trained draft as read from disk; None: the one in memory, with its adapter.
+        tokens: what a draft model is confined to; None for the whole vocabulary.
+    """
+    served = models.target
+    if isinstance(recipe.method, MedusaConfig):
+        if recipe.method.trunk is None:
+            served = remove(models.student)  # the target as it is served, on its fastest engine
+        elif recipe.merge is not False:
+            served = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")[0].to(served.device)
+        drafter = drafting_with_heads(run_dir / "heads", models.target.device)
+    elif models.exit is not None:
+        served = merged if merged is not None else models.student
+        drafter = drafting_with_an_exit(served, models.exit.layers)
+    else:
+        drafter = drafting_with_a_model(merged if merged is not None else models.student, tokens)
+    return decoding_speed(recipe, served, drafter, sets.prompts, models.eos, repeats=2)
 
 
 def _line(scores: dict[str, dict[str, float]]) -> str:
@@ -320,12 +300,10 @@ def _line(scores: dict[str, dict[str, float]]) -> str:
 
 
 def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return the measured speed in a sentence; a slow-down is called one."""
-    gain = after["speed_up"]
-    word = "faster" if gain > 1.02 else "slower" if gain < 0.98 else "no faster"
+    """Return the measured speed in a sentence."""
     earlier = f", {before['block_efficiency']:.2f} before training" if before else ""
+    rates = f"{after['tokens_per_second']:.1f} against {after['plain_tokens_per_second']:.1f} tokens/s"
     return (
-        f"greedy decoding with the draft is {word} than without: {gain:.2f} times plain "
-        f"({after['tokens_per_second']:.1f} against {after['plain_tokens_per_second']:.1f} tokens/s), "
-        f"{after['block_efficiency']:.2f} tokens a target step{earlier}"
+        f"greedy decoding with the draft: {after['verdict']}; {rates}, {after['block_efficiency']:.2f} tokens a target "
+        f"step{earlier}"
     )

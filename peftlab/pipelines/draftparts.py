@@ -19,6 +19,7 @@ from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
 from peftlab.decoding.pairs import eos_ids
 from peftlab.drafting.acceptance import measure, measure_exit, measure_heads
 from peftlab.drafting.examples import make_dataset
+from peftlab.drafting.exits import Exit, find_exit
 from peftlab.drafting.onpolicy import OnPolicy
 from peftlab.drafting.preflight import check_dtypes, check_head, check_method, check_models, check_tokenizers
 from peftlab.drafting.prompts import Request, read_prompts, read_requests
@@ -56,6 +57,7 @@ class Models:
 
     Attributes:
         base: reference of the model that trains; the run's ``base/`` where it was cut from the target.
+        exit: where the target exits early; None for other drafts.
     """
 
     target: Any
@@ -63,6 +65,7 @@ class Models:
     base: str
     eos: frozenset[int]
     reference: Any = None
+    exit: Exit | None = None
 
 
 @dataclass
@@ -86,6 +89,8 @@ def read_text(recipe: DraftRecipe) -> Text:
         missing = [layer for layer in recipe.draft.truncate.layers if not 0 <= layer < count]
         if missing:
             raise PeftlabError(f"draft.truncate.layers: no layer {missing[0]}; the target has 0 to {count - 1}")
+        if recipe.early_exit and len(recipe.draft.truncate.layers) == count:
+            raise PeftlabError(f"early_exit: draft.truncate.layers names all {count} layers; leave out the last ones")
     prompts: list[list[int]] = []
     if data.prompts is not None:
         prompts = read_prompts(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
@@ -117,13 +122,15 @@ def load_models(recipe: DraftRecipe, text: Text, run_dir: Path, device: torch.de
     options = model_options(recipe)
     target, _ = load_base(recipe.target, "AutoModelForCausalLM", **options)
     check_head(target, "target")
+    exit_ = _exit(recipe, target)
     student, base = target, recipe.target
     if isinstance(recipe.draft, Truncation) and not recipe.early_exit:
         student, base = truncate(target, recipe.draft.truncate.layers), str(run_dir / "base")
     elif isinstance(recipe.draft, str):
         base = recipe.draft
         student, _ = load_base(base, "AutoModelForCausalLM", trust_remote_code=recipe.trust_remote_code)
-    held = Models(target, student, base, eos_ids(target) or frozenset(filter(None, [text.tokenizer.eos_token_id])))
+    eos = eos_ids(target) or frozenset(filter(None, [text.tokenizer.eos_token_id]))
+    held = Models(target, student, base, eos, exit=exit_)
     if recipe.objective.reference is not None:
         held.reference, _ = load_base(recipe.objective.reference, "AutoModelForCausalLM")
     others: list[Any] = [student, held.reference]
@@ -135,6 +142,13 @@ def load_models(recipe: DraftRecipe, text: Text, run_dir: Path, device: torch.de
     check_method(student, recipe.method)
     held.target.to(device).requires_grad_(False)
     return held
+
+
+def _exit(recipe: DraftRecipe, target: Any) -> Exit | None:
+    if not recipe.early_exit:
+        return None
+    assert isinstance(recipe.draft, Truncation)
+    return find_exit(target, len(recipe.draft.truncate.layers))
 
 
 def make_sets(recipe: DraftRecipe, text: Text, models: Models, cache: Path, first: AbstractContextManager[Any]) -> Sets:
@@ -175,9 +189,8 @@ def make_losses(recipe: DraftRecipe, models: Models) -> Callable[..., Any]:
     objective, method = make_objective(recipe), recipe.method
     if isinstance(method, MedusaConfig):
         return HeadsLoss(objective, method.decay, method.preserve, method.trunk is not None)
-    if recipe.early_exit:
-        assert isinstance(recipe.draft, Truncation)
-        return EarlyExitLoss(objective, len(recipe.draft.truncate.layers))
+    if models.exit is not None:
+        return EarlyExitLoss(objective, models.exit)
     rewrite = OnPolicy(recipe.data.on_policy, recipe.data.temperature, models.eos) if recipe.data.on_policy else None
     return PairLoss(objective, models.target, models.reference, rewrite)
 
@@ -193,18 +206,16 @@ def make_score(recipe: DraftRecipe, models: Models, sets: Sets) -> Score:
         mean = sum(rates["acceptance"] for rates in heads) / len(heads)
         return {"acceptance": mean, **each, "preserved": trunk.rates()["acceptance"]}
 
-    def of_exit(model: nn.Module, layers: int, data: Dataset) -> dict[str, float]:
-        early, whole = measure_exit(model, layers, data, size)
+    def of_exit(model: nn.Module, exit_: Exit, data: Dataset) -> dict[str, float]:
+        early, whole = measure_exit(model, exit_, data, size)
         return early.rates() | {"preserved": whole.rates()["acceptance"]}
 
     def score(model: nn.Module) -> dict[str, dict[str, float]]:
         bare: Any = getattr(model, "module", model)
         if recipe.method.name == "medusa":
             return {name: of_heads(bare, data) for name, data in sets.held_out.items()}
-        if recipe.early_exit:
-            assert isinstance(recipe.draft, Truncation)
-            layers = len(recipe.draft.truncate.layers)
-            return {name: of_exit(bare, layers, data) for name, data in sets.held_out.items()}
+        if models.exit is not None:
+            return {name: of_exit(bare, models.exit, data) for name, data in sets.held_out.items()}
         return {name: measure(models.target, bare, d, size).rates() for name, d in sets.held_out.items()}
 
     return score

@@ -15,6 +15,7 @@ from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
+from peftlab.references import similar_path
 
 
 def run_update(
@@ -37,6 +38,8 @@ def run_update(
         PeftlabError: no such run, no merged draft in it, or no request in ``logs``.
     """
     run = Path(run)
+    if not run.is_dir():
+        raise PeftlabError(f"{run}: no such directory{similar_path(str(run))}")
     if not (run / "recipe.yaml").exists():
         raise PeftlabError(f"{run}: no run here (there is no recipe.yaml)")
     first = load_recipe(run / "recipe.yaml")

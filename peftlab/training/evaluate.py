@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import nn
 from torch.nn import functional as F
 
+from peftlab.methods import eval_mode
 from peftlab.tasks.batches import eval_batches
 
 if TYPE_CHECKING:
@@ -20,15 +21,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(model: nn.Module, work: Work, accelerator: Accelerator, batch_size: int) -> dict[str, dict[str, float]]:
-    """Return the metrics and the mean loss of each evaluation split; the model is left in training mode."""
-    model.eval()
-    if work.score is not None:
-        scores = work.score(model)
-        model.train()
-        return scores
-    scores = {split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()}
-    model.train()
-    return scores
+    """Return the metrics and the mean loss of each evaluation split, read in eval mode; the mode is as before then."""
+    with eval_mode(model):
+        if work.score is not None:
+            return work.score(model)
+        return {split: _score(model, work, data, accelerator, batch_size) for split, data in work.evaluation.items()}
 
 
 def predict(model: nn.Module, work: Work, data: Dataset, accelerator: Accelerator, batch_size: int) -> numpy.ndarray:

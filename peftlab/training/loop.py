@@ -71,7 +71,7 @@ class Work:
 
 
 def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *, resume: bool = False) -> Progress:
-    """Train ``work.model`` and leave in its place the model with the best evaluation's adapter.
+    """Train ``work.model`` and leave in its place the model with the best evaluation's adapter, in eval mode.
 
     Each step takes one global batch, dealt over processes and accumulation steps; the loss is the mean over
     its examples (or by ``work.mass``), however they are dealt. The order of examples depends on the seed and
@@ -137,6 +137,7 @@ def train(work: Work, settings: Any, accelerator: Accelerator, run_dir: Path, *,
             clock = time.perf_counter()
     work.model = final
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
+    final.eval()  # what comes next decodes, scores or times it: dropout would make every pass another one
     return progress
 
 

@@ -52,7 +52,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, verb: str) -> None:
         "run": ["run", recipe],
     }[verb]
     message = said(peftlab(*arguments, cache=tmp_path / "cache"))
-    assert "'me/nothing' is not in the local cache" in message and DEAD in message
+    assert "'me/nothing': no such directory, no such model in the hub's local cache" in message and DEAD in message
 
 
 def test_what_the_cache_holds_is_used(tmp_path: Path, minilm: str) -> None:

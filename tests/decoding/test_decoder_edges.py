@@ -14,7 +14,7 @@ from peftlab.decoding.engine import build_engine
 from peftlab.decoding.free import PromptLookup, Recycling
 from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.decoding.pairs import common_vocabulary
+from peftlab.decoding.pairs import check_tokens, common_vocabulary
 from peftlab.decoding.streaming import TextStream, cut_at, stop_at
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
@@ -164,7 +164,7 @@ def test_vocabularies_of_different_size(target):
 def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, generate_greedy):
     padded = truncate(stories_model, range(4))
     padded.resize_token_embeddings(520)
-    vocabulary = common_vocabulary(stories_model, padded, stories_tokenizer, stories_tokenizer)
+    vocabulary = common_vocabulary(stories_model, padded, stories_tokenizer)
     assert vocabulary == 512
     target = build_engine(stories_model, vocabulary=vocabulary)
     draft = build_engine(padded, vocabulary=vocabulary)
@@ -178,9 +178,9 @@ def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
     other = load_tokenizer(str(stories))
     other.add_tokens(["zebra"])
     with pytest.raises(PeftlabError, match=r"tokenizer is not the target's; 1 entries differ, the first is 'zebra'"):
-        common_vocabulary(stories_model, stories_model, stories_tokenizer, other)
+        check_tokens(stories_tokenizer, other)
     with pytest.raises(PeftlabError, match="the draft has no tokenizer"):
-        common_vocabulary(stories_model, tiny(), stories_tokenizer, None)
+        common_vocabulary(stories_model, tiny(), None)
 
 
 def test_rows_that_end_leave_the_others_alone(target):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from peftlab.checkpoints.base import load_base
+from peftlab.checkpoints.base import load_base, load_tokenizer
 from peftlab.cli import app
 from peftlab.decoding import bench as benches
 from peftlab.decoding.decoder import Generation, Step, decode
@@ -17,9 +18,9 @@ from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
 from peftlab.decoding.free import Recycling
 from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import Overlap, acceptance_statistics, rate_intervals
+from peftlab.decoding.measures import Overlap, acceptance_statistics
 from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
-from peftlab.drafting.export import write_medusa
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.truncate import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, make_config
@@ -64,16 +65,6 @@ def test_statistics_by_hand():
     assert acceptance_statistics([Generation()])["tau"] is None
 
 
-def test_intervals_and_verdicts():
-    same = rate_intervals([10] * 20, [1.0] * 20, [10] * 20, [2.0] * 20)
-    assert same == {"rate": (10.0, 10.0), "baseline": (5.0, 5.0), "speedup": (2.0, 2.0)}
-    uneven = rate_intervals([10] * 20, [0.5, 3.0] * 10, [10] * 20, [1.0, 1.0] * 10)
-    assert uneven["speedup"][0] < 2 / 3.5 < uneven["speedup"][1]
-    assert benches.verdict(2.0, (1.5, 2.5)).startswith("faster than plain")
-    assert benches.verdict(0.8, (0.7, 0.9)).startswith("slower than plain")
-    assert benches.verdict(1.1, (0.9, 1.2)).startswith("no clear difference")
-
-
 def test_overlap_is_that_of_the_models(stories_model):
     """Against both models run over the finished text."""
     draft = truncate(stories_model, range(3))
@@ -109,6 +100,10 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     )  # fmt: skip
     result = json.loads(out.read_text())
     assert shown.exit_code == 0 and result["verdict"] in shown.stdout.replace("\n", " ")
+    assert set(result["conditions"]) == {"load", "cores", "running", "spread", "doubts"}
+    assert result["verdict"].startswith("uncertain") == bool(result["conditions"]["doubts"])
+    low, high = result["speedup_interval"]
+    assert low <= high
     assert result["gamma"] == 3 and result["lossless"] is True and result["divergences"] == []
     assert result["lossless_by"] == ("construction" if temperature else "comparison")
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
@@ -137,6 +132,8 @@ def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
     shown = invoke("draft", "bench", "--target", stories, "--prompts", prompts, "--repeats", 1, "--json", out)
     result = json.loads(out.read_text())
     assert result["drafter"] == "lookup" and result["skipped"] == ["3"] and len(result["prompts"]) == 1
+    assert result["speedup_interval"] is None and "on a single batch" in result["verdict"], "one prompt"
+    assert "(no interval)" in shown.stdout
     assert "1 prompts left out" in shown.stdout
 
 
@@ -157,7 +154,9 @@ def test_free_drafters_forget_between_passes(stories_model):
 def test_bench_refuses(stories_model):
     target, question = build_engine(stories_model), benches.Question("1", "all", [1])
     with pytest.raises(PeftlabError, match="batch_size: 0 is less than 1"):
-        benches.bench(target, {"d": None}, [question], benches.Settings(3, batch_size=0))
+        benches.Settings(3, batch_size=0)
+    with pytest.raises(PeftlabError, match="repeats: 0 is less than 1"):
+        benches.Settings(3, repeats=0)
     with pytest.raises(PeftlabError, match="none fits the model's context"):
         benches.bench(target, {"d": None}, [benches.Question("1", "all", [1] * 512)], benches.Settings(3))
     with pytest.raises(PeftlabError, match="drafters: none given"):
@@ -315,6 +314,31 @@ def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path
     headed = invoke("generate", *arguments, "--prompt", "Once upon a time")
     assert headed.exit_code == 0, headed.output
     assert headed.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+
+
+def test_settings_that_measure_nothing_are_refused_before_a_model_is_loaded(stories, draft_dir, prompt_file, tmp_path):
+    """Neither model has weights here: reading them would be another error."""
+    bare = {}
+    for name, source in (("target", stories), ("draft", draft_dir)):
+        bare[name] = tmp_path / name
+        shutil.copytree(source, bare[name], ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    pair = ["--target", bare["target"], "--draft", bare["draft"]]
+    with pytest.raises(PeftlabError, match="repeats: 0 measures nothing"):
+        invoke("draft", "plan", *pair, "--repeats", 0)
+    with pytest.raises(PeftlabError, match="max_gamma: 0 drafts nothing"):
+        invoke("draft", "plan", *pair, "--max-gamma", 0)
+    with pytest.raises(PeftlabError, match="repeats: 0 is less than 1"):
+        invoke("draft", "bench", *pair, "--prompts", prompt_file, "--repeats", 0)
+    for draft in ([], pair[2:]):
+        with pytest.raises(PeftlabError, match="width 3: 1, or more where the draft is a directory of Medusa heads"):
+            invoke("draft", "bench", *pair[:2], *draft, "--prompts", prompt_file, "--width", 3)
+    with pytest.raises(PeftlabError, match="cannot be loaded"):
+        invoke("draft", "plan", *pair)
+    tokenizer = load_tokenizer(str(stories))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save_pretrained(bare["draft"])
+    with pytest.raises(PeftlabError, match="its tokenizer is not the target's; 1 entries differ, the first is 'zebra'"):
+        invoke("draft", "plan", *pair)
 
 
 def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_path):

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draft_models import tiny
-from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
 
+from peftlab.checkpoints.adapter import load_adapter
 from peftlab.checkpoints.base import load_base
+from peftlab.cli import app
 from peftlab.decoding.decoder import Ending, decode
 from peftlab.decoding.drafters import ModelDrafter, Sampling
 from peftlab.decoding.engine import build_engine
-from peftlab.decoding.medusa import read_medusa
+from peftlab.decoding.lengths import Fixed
+from peftlab.decoding.measures import acceptance_statistics
 from peftlab.decoding.pairs import load_pair
-from peftlab.drafting.export import export_draft, write_medusa
 from peftlab.drafting.foresight import load_foresight
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.update import run_update
 from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.schema import DraftRecipe
 
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
@@ -148,8 +151,7 @@ class TestRun:
     def test_reduced_heads_and_the_acceptance_head(self, stories: Path, place: Path) -> None:
         results = go(stories, place / "reduced", "method={name: medusa, heads: 1}", "~draft", "vocabulary=128")
         assert results["vocabulary"]["tokens"] == 128 and 0.5 < results["vocabulary"]["ceiling"] < 1
-        export_draft(place / "reduced", place / "reduced-export", "vllm-medusa", str(stories))
-        config = json.loads((place / "reduced-export" / "config.json").read_text())
+        config = json.loads((place / "reduced" / "heads" / "config.json").read_text())
         assert config["truncated_vocab_size"] == 128
         results = go(stories, place / "foreseen", "acceptance_head=true")
         assert set(results["acceptance_head"]) == {"brier", "brier_constant"}
@@ -158,6 +160,70 @@ class TestRun:
     def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
         chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]
         assert go(stories, place / "selective", *chosen)["kept_share"] == pytest.approx(0.25, abs=0.02)
+
+
+class TestModes:
+    """Dropout, on by default in GPT-2, is off wherever something is decoded, scored or timed."""
+
+    @pytest.fixture(scope="class")
+    def gpt2(self, stories: Path, place: Path) -> Path:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=512, n_embd=32, n_layer=3, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=2,
+            resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0.4,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(20)  # choices of a random model differ only by rounding otherwise
+        model.save_pretrained(place / "gpt2")
+        AutoTokenizer.from_pretrained(stories).save_pretrained(place / "gpt2")
+        return place / "gpt2"
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ["method={name: medusa, heads: 2}", "~draft"],
+            ["method={name: medusa, heads: 2, trunk: {r: 2}}", "~draft", "merge=false"],
+        ],
+        ids=["heads", "trained trunk in memory"],
+    )
+    def test_the_report_decodes_without_dropout(self, gpt2: Path, place: Path, overrides: list[str]) -> None:
+        out = place / f"modes-{len(overrides[0])}"
+        results = go(gpt2, out, *overrides, "train.max_steps=4", "data.samples=2")
+        after = results["decoding"]["after"]
+        assert after["lossless"] is True, "plain and drafted greedy outputs are the same"
+        if "trunk" not in overrides[0]:
+            assert results["metrics"]["prompts"]["preserved"] == 1.0
+
+    def test_a_draft_that_is_not_merged_drafts_without_dropout(self, gpt2: Path, place: Path) -> None:
+        """Its block efficiency is that of the adapter as it lies on disk."""
+        out = place / "unmerged"
+        small = ["train.max_steps=4", "data.samples=2", "data.temperature=0.5"]
+        results = go(gpt2, out, "draft={truncate: {layers: [0, 1, 2]}}", "merge=false", *small)
+        draft = load_adapter(load_base(str(out / "base"), "AutoModelForCausalLM")[0], out)
+        recipe, pair = load_recipe(out / "recipe.yaml"), load_pair(str(gpt2))
+        assert isinstance(recipe, DraftRecipe) and isinstance(recipe.data.prompts, list)
+        policy = partial(Fixed, recipe.gamma)
+        steps = []
+        for prompt in recipe.data.prompts[-recipe.data.held_out :]:
+            ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
+            steps += decode(pair.target, [ids], Ending(24, pair.eos), drafter, policy=policy)
+        after = results["decoding"]["after"]
+        assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
+
+    def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
+        """The same engine, and the same number of steps for the same prompts."""
+        after = results_of(heads)["decoding"]["after"]
+        recipe = load_recipe(heads / "recipe.yaml")
+        assert isinstance(recipe, DraftRecipe) and isinstance(recipe.data.prompts, list)
+        (tmp_path / "p.txt").write_text("\n".join(recipe.data.prompts[-recipe.data.held_out :]) + "\n")
+        arguments = ["--target", stories, "--draft", heads / "heads", "--prompts", tmp_path / "p.txt"]
+        settings = ["--max-new-tokens", 24, "--gamma", recipe.gamma, "--repeats", 1, "--json", tmp_path / "bench.json"]
+        done = CliRunner().invoke(app, ["draft", "bench", *map(str, [*arguments, *settings])])
+        assert done.exit_code == 0, done.output
+        found = json.loads((tmp_path / "bench.json").read_text())
+        assert (after["kernel"], after["block_efficiency"]) == (found["kernel"], found["tau"])
+        assert after["accepted"] == found["acceptance"] and after["lossless"] == found["lossless"]
 
 
 class TestUpdate:
@@ -185,71 +251,12 @@ class TestUpdate:
         assert [json.loads(line) for line in buffer] == [*rows[-2:], *rows], "the newest ones, in order"
         with pytest.raises(PeftlabError, match="no run here"):
             run_update(tmp_path, log)
+        with pytest.raises(PeftlabError, match=r"no such directory \(did you mean"):
+            run_update(run.with_name("cii"), log)
 
     def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="heads and exits live in the target"):
             run_update(heads, tmp_path / "log.jsonl")
-
-
-class TestExport:
-    """Directories for others."""
-
-    @pytest.mark.parametrize("consumer", ["transformers", "vllm", "speculators"])
-    def test_plain_directories(self, run: Path, stories: Path, tmp_path: Path, consumer: str) -> None:
-        command, difference = export_draft(run, tmp_path / "out", consumer, str(stories), gamma=3)
-        assert difference == 0.0
-        written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        assert written.config.vocab_size == 512
-        if consumer != "transformers":
-            method = json.loads(command.partition("'")[2].rstrip("'"))
-            expected = {"method": "draft_model", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
-            assert command.startswith(f"vllm serve {stories} ") and method == expected
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert ("speculators_config" in config) == (consumer == "speculators")
-        if consumer == "speculators":
-            verifier = config["speculators_config"]["verifier"]
-            assert verifier == {"name_or_path": str(stories), "architectures": ["LlamaForCausalLM"]}
-
-    def test_medusa_round_trips_key_for_key(self, heads: Path, stories: Path, tmp_path: Path) -> None:
-        command, difference = export_draft(heads, tmp_path / "m", "vllm-medusa", str(stories))
-        assert difference == 0.0 and '"num_speculative_tokens": 2' in command
-        with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
-            keys = set(file.keys())
-        expected = {f"blocks.{i}.layers.0.weight" for i in range(2)} | {f"lm_heads.{i}.weight" for i in range(2)}
-        assert keys == expected
-        config = json.loads((tmp_path / "m" / "config.json").read_text())
-        sizes = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512}
-        assert sizes.items() <= config.items()
-        assert set(read_medusa(tmp_path / "m").state_dict()) == keys
-        config["num_heads"] = 3
-        (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(PeftlabError, match="do not fit its configuration"):
-            read_medusa(tmp_path / "m")
-
-    def test_heads_with_a_bias_round_trip(self, tmp_path: Path) -> None:
-        model = inject(tiny(0), make_config("medusa", heads=2, bias=True))
-        with torch.no_grad():
-            model.lm_head.medusa_heads.blocks[1].layers[0].bias.fill_(0.5)
-        back = read_medusa(write_medusa(model, tmp_path / "m"))
-        hidden = torch.randn(3, 16)
-        torch.testing.assert_close(back(hidden), model.lm_head.medusa_heads(hidden))
-
-    def test_what_a_consumer_cannot_load_is_said(self, run: Path, heads: Path, stories: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        for source, consumer, message in (
-            (heads, "vllm", "cannot be loaded there"),
-            (heads / "heads", "transformers", "holds Medusa heads, not a model"),
-            (run, "vllm-medusa", "is a lora draft"),
-            (run, "llama.cpp", "one of transformers, vllm"),
-        ):
-            with pytest.raises(PeftlabError, match=message):
-                export_draft(source, out, consumer, str(stories))
-        other = tiny(0, vocab=514)
-        other.save_pretrained(tmp_path / "padded")
-        AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "padded")
-        with pytest.raises(PeftlabError, match=r"vocab_size is 514, the target's 512.*resize_token_embeddings\(512\)"):
-            export_draft(tmp_path / "padded", out, "vllm", str(stories))
-        assert not out.exists()
 
 
 class TestRefused:

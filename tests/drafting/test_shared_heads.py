@@ -29,7 +29,7 @@ from peftlab.decoding.lengths import Fixed
 from peftlab.decoding.medusa import MedusaDrafter, read_medusa
 from peftlab.drafting.acceptance import measure_heads
 from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.export import export_draft, write_medusa
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.hidden import last_hidden
 from peftlab.drafting.objectives import kl
 from peftlab.drafting.teaching import HeadsLoss, Objective
@@ -258,20 +258,6 @@ class TestRun:
             drafted = decode(engine, prompts, Ending(40), MedusaDrafter(heads, width), policy=partial(Fixed, 3))
             assert [output.tokens for output in drafted] == plain
             assert sum(step.accepted for output in drafted for step in output.steps) > 10
-
-    def test_export_takes_the_lm_head_from_the_target(self, run: Path, stories: Path, tmp_path: Path) -> None:
-        said = peftlab(
-            "draft", "export", str(run), "--for", "vllm-medusa", "--target", str(stories), "--out", str(tmp_path / "m")
-        )
-        assert '"num_speculative_tokens": 3' in said
-        written, trained = (load_file(place / "model.safetensors") for place in (tmp_path / "m", run / "heads"))
-        assert set(written) == set(trained) and all(torch.equal(written[name], trained[name]) for name in trained)
-        assert written["lm_heads.0.weight"].shape == (400, 64)
-        narrow = tmp_path / "narrow"
-        tiny(0, vocab=512).save_pretrained(narrow)
-        with pytest.raises(PeftlabError, match=r"width 64, .* has 512 and 16"):
-            export_draft(run, tmp_path / "n", "vllm-medusa", str(narrow))
-        assert not (tmp_path / "n").exists()
 
     def test_inspect_counts_the_blocks(self, stories: Path) -> None:
         said = peftlab("inspect", str(stories), "--method", "medusa", "heads=3", "shared_head=true")

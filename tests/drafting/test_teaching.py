@@ -8,9 +8,11 @@ import pytest
 import torch
 from draft_models import requests, tiny
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.drafting.acceptance import bootstrap, measure, measure_exit, measure_heads, overlap
 from peftlab.drafting.examples import Collate, make_dataset
+from peftlab.drafting.exits import find_exit
 from peftlab.drafting.hidden import forward_hidden, head_weight
 from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
 from peftlab.drafting.onpolicy import OnPolicy
@@ -207,6 +209,17 @@ class TestHeads:
             Objective("kl"), preserve=0.0, trunk=True
         )(both, batch)
 
+    def test_a_frozen_trunk_is_read_without_dropout(self) -> None:
+        config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5)
+        model = inject(GPT2LMHeadModel(config).eval(), make_config("medusa", heads=2))
+        batch, loss = batch_of(make_dataset(requests())), HeadsLoss(Objective("kl"))
+        expected = loss(model, batch)
+        model.train()
+        found = loss(model, batch)
+        found.backward()
+        torch.testing.assert_close(found, expected)
+        assert model.training and all(p.grad is not None for p in trainable_parameters(model).values())
+
     def test_an_untrained_head_repeats_the_base_head(self) -> None:
         model = inject(tiny(0), make_config("medusa", heads=3))
         hidden = torch.randn(4, 16)
@@ -236,9 +249,10 @@ def test_early_exit_is_the_truncated_model() -> None:
         expected = OBJECTIVES["kl"](plain(model, batch)[0], plain(cut, batch)[0]).sum()
         expected_rates = measure(model, cut, rows).rates()
     inject(model, make_config("lora", r=2, target_modules="all-linear"))
-    loss = EarlyExitLoss(Objective("kl"), 2)(model, batch)
+    found = find_exit(model, 2)
+    loss = EarlyExitLoss(Objective("kl"), found)(model, batch)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=1e-3)
-    early, whole = measure_exit(model, 2, rows)
+    early, whole = measure_exit(model, found, rows)
     assert early.rates() == pytest.approx(expected_rates, abs=1e-6)
     assert whole.rates()["acceptance"] == 1.0
     loss.backward()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from peftlab.decoding.medusa import read_medusa
 from peftlab.drafting.examples import make_dataset
-from peftlab.drafting.export import write_medusa
+from peftlab.drafting.headfiles import write_medusa
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 from peftlab.methods import inject, make_config
