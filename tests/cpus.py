@@ -14,7 +14,8 @@ import sys
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 # MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel's CPUs alone, MKL_CBWR everywhere.
 OLDEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-TWO = {"PEFTLAB_TEST_THREADS": "2"}
+# Workers share the cores: a thread that waits must not spin.
+TWO = {"PEFTLAB_TEST_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 SETTINGS: dict[str, dict[str, str]] = {
     "this CPU's kernels, 2 threads": TWO,
     "AVX2, 1 thread": AVX2,

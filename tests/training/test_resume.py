@@ -23,7 +23,7 @@ def test_killed_and_resumed_for_every_method(model, rows, tmp_path):
         (tmp_path / method).mkdir()
         values = tiny.recipe(model, rows, tmp_path / method / "run", method, **options)
         files.append(tiny.write_recipe(values, tmp_path / method / "recipe.yaml"))
-    done = tiny.command(KILLED, *files)
+    done = tiny.command(KILLED, *files, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     for method in tiny.METHODS:
         tiny.run(tiny.recipe(model, rows, tmp_path / method / "whole", method, **options))
