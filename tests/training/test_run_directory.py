@@ -95,15 +95,16 @@ def test_a_run_that_is_under_way_is_left_alone(model, rows, tmp_path):
 
 @pytest.mark.slow
 def test_of_two_processes_one_works_and_one_is_refused(model, rows, tmp_path):
-    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=400, eval_every=400, save_every=5)
+    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=100, eval_every=100)
     file = tiny.write_recipe(values, tmp_path / "recipe.yaml")
     first = subprocess.Popen(
         [sys.executable, "-m", "peftlab", "run", file], env=tiny.environment(), stdout=subprocess.DEVNULL
     )
     until = time.monotonic() + 120
     while not (tmp_path / "run" / "recipe.yaml").exists() and first.poll() is None and time.monotonic() < until:
+        first.send_signal(signal.SIGCONT)
         time.sleep(0.01)
-    first.send_signal(signal.SIGSTOP)  # the second comes while the first is alive, however fast it is
+        first.send_signal(signal.SIGSTOP)  # the second comes while the first is alive, however fast it is
     for options in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(PeftlabError, match="run: another process is writing it"):
             tiny.run(values, **options)
