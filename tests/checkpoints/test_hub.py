@@ -38,7 +38,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, verb: str) -> None:
     (tmp_path / "data.csv").write_text("text,label\n" + "good,yes\nbad,no\n" * 20)
     recipe.write_text(
         f"model: me/nothing\noutput_dir: {tmp_path / 'out'}\ntask: text/classification\n"
-        f"data: {{path: {tmp_path / 'data.csv'}, text: text, label: label}}\nmethod: {{name: lora}}\n"
+        f"data: {{path: {tmp_path / 'data.csv'}, text: [text], label: label, validation: 10}}\nmethod: {{name: lora}}\n"
     )
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(
