@@ -252,7 +252,7 @@ class TestUpdate:
         with pytest.raises(PeftlabError, match="no run here"):
             run_update(tmp_path, log)
         with pytest.raises(PeftlabError, match=r"no such directory \(did you mean"):
-            run_update(run.with_name("cii"), log)
+            run_update(run.with_name("a #2"), log)
 
     def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="heads and exits live in the target"):
