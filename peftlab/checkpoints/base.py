@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.bounds import Bounded, check_directory
+from peftlab.checkpoints.bounds import Bounded, check_directory, check_ids
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
@@ -57,7 +57,9 @@ def load_config(reference: str, **options: Any) -> transformers.PretrainedConfig
 
 def load_tokenizer(reference: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model; ``reference`` and errors as in ``load_base``."""
-    return _load(reference, transformers.AutoTokenizer.from_pretrained, **options)
+    tokenizer = _load(reference, transformers.AutoTokenizer.from_pretrained, **options)
+    check_ids(tokenizer, reference)
+    return tokenizer
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

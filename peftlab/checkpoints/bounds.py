@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 
 _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
+_ID_RANGE = 10  # ids may leave gaps
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|layers|labels|embeddings)$")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # A byte of a weight file holds at most some eight parameters (one-bit weights). Heads and buffers may come new.
@@ -54,6 +56,15 @@ def check_directory(directory: Path) -> None:
             if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
                 raise PeftlabError(f"{path}: not a regular file")
     check_sizes(read_object(directory / "config.json"), directory / "config.json")
+
+
+def check_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse token ids far beyond the number of tokens: libraries make lists as long as the largest."""
+    vocabulary = tokenizer.get_vocab()
+    count = len(vocabulary)
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+    if largest > _ID_RANGE * (count + 1000):
+        raise PeftlabError(f"tokenizer of {where!r}: {token[:50]!r} has the id {largest}, but there are {count} tokens")
 
 
 def _integers(value: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

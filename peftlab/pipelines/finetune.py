@@ -38,7 +38,7 @@ from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
 from peftlab.tasks.metrics import load_metric, majority_baseline
 from peftlab.tasks.own import MISSING
-from peftlab.tasks.tokens import Collate, tokenise
+from peftlab.tasks.tokens import Collate, largest_id, tokenise
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
@@ -58,8 +58,17 @@ class LoadedTask:
     collate: Collate
 
     def tokens(self, split: str, recipe: FinetuneRecipe) -> Dataset:
-        """Return a split, tokenised."""
-        return tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
+        """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
+        tokens = tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
+        embeddings: Any = self.model.get_input_embeddings()
+        largest, embedded = largest_id(tokens), len(embeddings.weight)
+        if largest >= embedded:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise PeftlabError(
+                f"{recipe.model}: its tokenizer gives {token!r} the id {largest}, and the model has embeddings of "
+                f"{embedded} tokens"
+            )
+        return tokens
 
 
 def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:

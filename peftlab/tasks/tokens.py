@@ -73,6 +73,13 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     return tokenised
 
 
+def largest_id(dataset: Dataset) -> int:
+    """Return the largest token id in a set that ``tokenise`` made."""
+    from pyarrow import compute
+
+    return int(compute.max(compute.list_flatten(dataset.data.column("input_ids"))).as_py())
+
+
 def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Return the SHA-256 of all that the tokens depend on, and of the labels beside them."""
     import transformers

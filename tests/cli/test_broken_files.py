@@ -105,6 +105,15 @@ def test_a_configuration_of_sizes_that_the_weights_do_not_have(
     assert said in message and "base" in message
 
 
+@pytest.mark.parametrize(("identity", "said"), [(10**9, "there are 17 tokens"), (17, "embeddings of 17 tokens")])
+def test_token_ids_that_the_model_does_not_have(identity: int, said: str, world: worlds.World, base: Path) -> None:
+    written = json.loads((base / "tokenizer.json").read_text())
+    written["model"]["vocab"]["good"] = identity
+    (base / "tokenizer.json").write_text(json.dumps(written))
+    message = refused(base.parent, "eval", str(world.run), f"model={base}")
+    assert str(identity) in message and "'good'" in message and said in message
+
+
 @pytest.mark.parametrize("changes", [{"num_labels": 10**9}, {"num_hidden_layers": 10**6}])
 @pytest.mark.parametrize("place", ["base", "adapter"])
 def test_merging_sizes_that_no_model_has(changes: dict[str, int], place: str, adapter: Path, base: Path) -> None:
