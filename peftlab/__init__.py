@@ -13,46 +13,46 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
-    from peftlab.checkpoints.merge import merge_checkpoint as merge_checkpoint
-    from peftlab.checkpoints.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.formats.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
+    from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints
-    from peftlab.checkpoints.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.errors import PeftlabError as PeftlabError
-    from peftlab.methods import disabled as disabled
-    from peftlab.methods import inject as inject
-    from peftlab.methods import inject_bitfit as inject_bitfit
-    from peftlab.methods import inject_houlsby as inject_houlsby
-    from peftlab.methods import inject_lora as inject_lora
-    from peftlab.methods import merge as merge
-    from peftlab.methods import print_trainable_parameters as print_trainable_parameters
-    from peftlab.methods import remove as remove
-    from peftlab.methods import trainable_parameters as trainable_parameters
-    from peftlab.methods import unmerge as unmerge
-    from peftlab.methods.bitfit import BitFitConfig as BitFitConfig
-    from peftlab.methods.houlsby import HoulsbyConfig as HoulsbyConfig
-    from peftlab.methods.lora import LoraConfig as LoraConfig
+    from peftlab.methods.bitfit.config import BitFitConfig as BitFitConfig
+    from peftlab.methods.houlsby.config import HoulsbyConfig as HoulsbyConfig
+    from peftlab.methods.injection import disabled as disabled
+    from peftlab.methods.injection import inject as inject
+    from peftlab.methods.injection import inject_bitfit as inject_bitfit
+    from peftlab.methods.injection import inject_houlsby as inject_houlsby
+    from peftlab.methods.injection import inject_lora as inject_lora
+    from peftlab.methods.injection import merge as merge
+    from peftlab.methods.injection import print_trainable_parameters as print_trainable_parameters
+    from peftlab.methods.injection import remove as remove
+    from peftlab.methods.injection import trainable_parameters as trainable_parameters
+    from peftlab.methods.injection import unmerge as unmerge
+    from peftlab.methods.lora.config import LoraConfig as LoraConfig
 
 _HOME = {
     "AdapterCheckpoints": "peftlab.checkpoints.trainers",
     "PeftlabError": "peftlab.errors",
-    "BitFitConfig": "peftlab.methods.bitfit",
-    "HoulsbyConfig": "peftlab.methods.houlsby",
-    "LoraConfig": "peftlab.methods.lora",
-    "disabled": "peftlab.methods",
-    "export_adapter": "peftlab.checkpoints.portable",
-    "inject": "peftlab.methods",
-    "inject_bitfit": "peftlab.methods",
-    "inject_houlsby": "peftlab.methods",
-    "inject_lora": "peftlab.methods",
+    "BitFitConfig": "peftlab.methods.bitfit.config",
+    "HoulsbyConfig": "peftlab.methods.houlsby.config",
+    "LoraConfig": "peftlab.methods.lora.config",
+    "disabled": "peftlab.methods.injection",
+    "export_adapter": "peftlab.checkpoints.formats.portable",
+    "inject": "peftlab.methods.injection",
+    "inject_bitfit": "peftlab.methods.injection",
+    "inject_houlsby": "peftlab.methods.injection",
+    "inject_lora": "peftlab.methods.injection",
     "load_adapter": "peftlab.checkpoints.adapter",
-    "merge": "peftlab.methods",
-    "merge_checkpoint": "peftlab.checkpoints.merge",
-    "print_trainable_parameters": "peftlab.methods",
-    "remove": "peftlab.methods",
+    "merge": "peftlab.methods.injection",
+    "merge_checkpoint": "peftlab.checkpoints.merge.run",
+    "print_trainable_parameters": "peftlab.methods.injection",
+    "remove": "peftlab.methods.injection",
     "save_adapter": "peftlab.checkpoints.adapter",
-    "trainable_parameters": "peftlab.methods",
-    "unmerge": "peftlab.methods",
-    "unmerge_checkpoint": "peftlab.checkpoints.unmerge",
+    "trainable_parameters": "peftlab.methods.injection",
+    "unmerge": "peftlab.methods.injection",
+    "unmerge_checkpoint": "peftlab.checkpoints.merge.unmerge",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the keys are strings

@@ -1,6 +1,6 @@
 """``python -m peftlab``."""
 
-from peftlab.cli import main
+from peftlab.cli.app import main
 
 if __name__ == "__main__":
     main()

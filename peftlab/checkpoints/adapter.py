@@ -19,18 +19,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.base import describe
-from peftlab.checkpoints.foreign import is_adapterhub, read_adapterhub, read_loralib
-from peftlab.checkpoints.formats import adapter_tensors, tied_twins, to_peft_config
-from peftlab.checkpoints.peftread import read_peft
-from peftlab.checkpoints.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.formats.foreign import is_adapterhub, read_adapterhub, read_loralib
+from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
+from peftlab.checkpoints.formats.peft_reading import read_peft
+from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, nearest
 from peftlab.files import parse_json, read_object, replacing, write_json
-from peftlab.methods import METHODS, inject, injection, is_injected, make_config, remove, trainable_parameters
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import reconfigure
-from peftlab.methods.lora import LoraConfig
-from peftlab.methods.lora_fold import one_thread
+from peftlab.methods.injection import (
+    inject,
+    injection_of,
+    is_injected,
+    make_config,
+    reconfigure,
+    remove,
+    trainable_parameters,
+)
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.fold import one_thread
+from peftlab.methods.table import METHODS
+from peftlab.models.pretrained import describe
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -82,7 +90,7 @@ def save_adapter(
         with _holding(model, state_dict):
             return save_adapter(model, directory, base=base)
     directory = Path(directory)
-    held = injection(model)
+    held = injection_of(model)
     tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.methods.lora import NEEDS_BASE, LoraConfig
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.plan import NEEDS_BASE
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"]
 _A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")

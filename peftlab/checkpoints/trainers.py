@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter
-from peftlab.methods import is_injected
+from peftlab.methods.injection import is_injected
 
 
 class AdapterCheckpoints:

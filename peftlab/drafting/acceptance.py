@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from peftlab.drafting.examples import Collate
 from peftlab.drafting.exits import Exit
-from peftlab.drafting.hidden import forward_hidden, frozen_hidden, head_weight
-from peftlab.methods import disabled, eval_mode
+from peftlab.drafting.hidden_states import forward_hidden, frozen_hidden, head_weight
+from peftlab.methods.injection import disabled
+from peftlab.methods.modes import eval_mode
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.drafting.hidden import forward_hidden, head_weight
-from peftlab.drafting.truncate import layer_stack, truncate
+from peftlab.drafting.hidden_states import forward_hidden, head_weight
+from peftlab.drafting.truncation import layer_stack, truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import eval_mode
+from peftlab.methods.modes import eval_mode
 
 
 @dataclass(frozen=True)

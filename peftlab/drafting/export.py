@@ -5,7 +5,7 @@ transformers  a plain directory, for ``generate(assistant_model=...)``
 vllm          a plain directory, for the speculative method ``draft_model``
 ============  ==========================================================
 
-Which release loads what is in ``docs/drafts/training_drafts.md``. Medusa heads have no consumer but this package.
+Which base_leaf loads what is in ``docs/drafts/training_drafts.md``. Medusa heads have no consumer but this package.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Literal, get_args
 
 import torch
 
-from peftlab.checkpoints.base import load_base, load_config, load_tokenizer
-from peftlab.drafting.preflight import check_tokenizers
+from peftlab.drafting.checks import check_tokenizers
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_object
+from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.outputs import MARK, staged_directory
 from peftlab.references import locate, similar_path
 

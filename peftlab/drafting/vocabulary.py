@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.drafting.acceptance import target_states
-from peftlab.drafting.hidden import head_weight
+from peftlab.drafting.hidden_states import head_weight
 from peftlab.errors import PeftlabError
 
 

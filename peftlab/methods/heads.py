@@ -13,7 +13,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.plan import Adapted
+from peftlab.methods.leaf import Adapted
 from peftlab.methods.targets import inside, match
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.plan import Adapted, release
+from peftlab.methods.leaf import Adapted, base_leaf
 from peftlab.methods.saving import save_adapters, save_models
 from peftlab.methods.table import METHODS
 
@@ -54,7 +54,7 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     """
     if is_injected(model):
         raise PeftlabError(
-            f"the model holds a {injection(model).config.name} injection already; "
+            f"the model holds a {injection_of(model).config.name} injection already; "
             "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
         )
     _refuse_bitsandbytes(model)
@@ -88,11 +88,11 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
     Raises:
         PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
     """
-    held = injection(model)
+    held = injection_of(model)
     if config == held.config:
         return
     before = {name: model.get_submodule(name) for name in held.replaced}
-    _exchange(model, {name: release(leaf) for name, leaf in before.items()})
+    _exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
     try:
         plan = METHODS[config.name].plan(model, config)
         after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
@@ -191,7 +191,7 @@ def is_injected(model: nn.Module) -> bool:
     return hasattr(model, _ATTRIBUTE)
 
 
-def injection(model: nn.Module) -> Injection:
+def injection_of(model: nn.Module) -> Injection:
     """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
     if not is_injected(model):
         raise PeftlabError(f"this {type(model).__name__} holds no injection; call peftlab.inject(model, config) first")
@@ -218,7 +218,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block ``model`` computes what the base model does; parameters trained in place too."""
-    held = injection(model)
+    held = injection_of(model)
     leaves = [module for module in model.modules() if isinstance(module, Adapted)]
     trained = _swap(model, held.originals)
     for leaf in leaves:
@@ -233,9 +233,9 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 def remove(model: ModelT) -> ModelT:
     """Take the injection out in place and for good: the base model again, bit for bit."""
-    held = injection(model)
+    held = injection_of(model)
     _swap(model, held.originals)
-    _exchange(model, {name: release(model.get_submodule(name)) for name in held.replaced})
+    _exchange(model, {name: base_leaf(model.get_submodule(name)) for name in held.replaced})
     return _forget(model, held)
 
 
@@ -251,7 +251,7 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     Raises:
         PeftlabError: the method has no linear fold, or a weight to fold into is quantised.
     """
-    held = injection(model)
+    held = injection_of(model)
     if not METHODS[held.config.name].folds:
         raise PeftlabError(
             f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
@@ -268,7 +268,7 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     for name in held.replaced:
         leaf = model.get_submodule(name)
         assert isinstance(leaf, Adapted)
-        plain[name] = release(leaf)
+        plain[name] = base_leaf(leaf)
         for key, folded in leaf.fold().items():
             before = leaf.get_parameter(key)
             tied = uses[id(before)] > 1  # to another module, which keeps the value it has

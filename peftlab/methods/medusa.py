@@ -11,11 +11,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods import lora
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.lora import LoraConfig
+from peftlab.methods.leaf import FOLDING, Adapted, Folding, recast, trainable_dtype
+from peftlab.methods.lora import plan as lora
+from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.medusa_heads import MedusaHeads
-from peftlab.methods.plan import FOLDING, Adapted, Folding, Plan, adopt, trainable_dtype
+from peftlab.methods.plan import Plan
 from peftlab.methods.targets import model_type
 
 
@@ -96,7 +97,7 @@ def lr_ratio(config: MedusaConfig) -> dict[str, float]:
 def _adapt(leaf: nn.Module, config: MedusaConfig) -> nn.Module:
     weight: Any = leaf.weight
     dtype = trainable_dtype(weight)
-    new = adopt(MedusaHead, leaf)
+    new = recast(MedusaHead, leaf)
     start = weight if config.shared_head else weight.to(dtype)
     new.medusa_heads = MedusaHeads(start, config.heads, config.bias, config.shared_head)
     new.medusa_heads.blocks.to(weight.device, dtype)  # W2 lies where the LM head does, or is it

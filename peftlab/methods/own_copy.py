@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from peftlab.methods.plan import FOLDING, AnyLeaf, Folding, adapted_class, adopt
+from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, adapted_class, recast
 from peftlab.methods.targets import inside
 
 
@@ -66,7 +66,7 @@ def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[s
 
 def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
     """Return ``leaf`` with a copy of its own of the parameters named ``shared``."""
-    new: Any = adopt(adapted_class(OwnCopy, type(leaf)), leaf)
+    new: Any = recast(adapted_class(OwnCopy, type(leaf)), leaf)
     new.shared = tuple(shared)
     for name in shared:
         new.register_parameter(f"own_{name}", nn.Parameter(getattr(leaf, name).detach().clone()))

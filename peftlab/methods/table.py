@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from peftlab.methods import bitfit, full, houlsby, lora, medusa
+from peftlab.methods import full, medusa
+from peftlab.methods.bitfit import plan as bitfit
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.houlsby import plan as houlsby
+from peftlab.methods.lora import plan as lora
 from peftlab.methods.plan import Plan
 
 

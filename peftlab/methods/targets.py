@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, nearest
+from peftlab.methods.architectures import FUSED, QUERY_VALUE
 from peftlab.patterns import matching
 
 ALL_LINEAR = "all-linear"
-
-# model_type -> the attention's query and value projections (the LoRA paper's choice); fused where they are fused.
-QUERY_VALUE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "albert", "bert", "camembert", "convbert", "electra", "ernie", "layoutlm", "megatron-bert",
-            "rembert", "roberta", "roberta-prelayernorm", "splinter", "xlm-roberta", "xlm-roberta-xl",
-        ),
-        ("query", "value"),
-    ),
-    **dict.fromkeys(
-        (
-            "bart", "blenderbot", "clip", "cohere", "cohere2", "deit", "gemma", "gemma2", "gemma3", "gemma3_text",
-            "glm", "gpt_neo", "gptj", "granite", "gpt_oss", "llama", "m2m_100", "marian", "mbart", "mistral", "mixtral",
-            "olmo", "olmo2", "olmoe", "opt", "pegasus", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "siglip",
-            "smollm3", "stablelm", "starcoder2", "vit",
-            "whisper",
-        ),
-        ("q_proj", "v_proj"),
-    ),
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), ("q", "v")),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
-    **dict.fromkeys(("gpt_neox", "bloom", "falcon", "chatglm"), ("query_key_value",)),
-    **dict.fromkeys(("deberta-v2",), ("query_proj", "value_proj")),
-    "deberta": ("in_proj",),
-    "distilbert": ("q_lin", "v_lin"),
-    "modernbert": ("Wqkv",),
-    "mpnet": ("attn.q", "attn.v"),
-    "mpt": ("Wqkv",),
-    "phi3": ("qkv_proj",),
-}  # fmt: skip
 
 
 def model_type(model: nn.Module) -> str:
@@ -89,42 +57,6 @@ def fused_parts(model: nn.Module, leaves: Iterable[str]) -> dict[str, Tensor]:
             if has_suffix(name, suffix):
                 parts |= {f"{name}.{part}": rows for part, rows in split(config).items()}
     return parts
-
-
-def _stacked(**sizes: int) -> dict[str, Tensor]:
-    """One part after the other."""
-    edges = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
-    return {part: torch.arange(edges[i], edges[i + 1]) for i, part in enumerate(sizes)}
-
-
-def _thirds(width: int) -> dict[str, Tensor]:
-    return _stacked(q=width, k=width, v=width)
-
-
-def _by_head(config: Any) -> dict[str, Tensor]:
-    """Query, key and value of the first head, then of the second, and so on."""
-    heads = config.num_attention_heads
-    rows = torch.arange(3 * config.hidden_size).view(heads, 3, config.hidden_size // heads)
-    return {part: rows[:, i].flatten() for i, part in enumerate("qkv")}
-
-
-def _phi3(config: Any) -> dict[str, Tensor]:
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key_value = config.num_key_value_heads * width
-    return _stacked(q=config.num_attention_heads * width, k=key_value, v=key_value)
-
-
-# model_type -> fused projection -> function from the configuration to the output rows of each part.
-FUSED: dict[str, dict[str, Callable[[Any], dict[str, Tensor]]]] = {
-    "gpt2": {"attn.c_attn": lambda c: _thirds(c.hidden_size)},
-    "gpt_neox": {"query_key_value": _by_head},
-    "bloom": {"query_key_value": _by_head},
-    "modernbert": {"Wqkv": lambda c: _thirds(c.hidden_size)},
-    "phi3": {
-        "qkv_proj": _phi3,
-        "gate_up_proj": lambda c: _stacked(gate=c.intermediate_size, up=c.intermediate_size),
-    },
-}
 
 
 def has_suffix(name: str, suffix: str) -> bool:

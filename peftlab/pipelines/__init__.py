@@ -9,7 +9,7 @@ from typing import Any
 RUNNERS = {
     "finetune": ("peftlab.pipelines.finetune", "run_finetune"),
     "draft": ("peftlab.pipelines.draft", "run_draft"),
-    "table": ("peftlab.pipelines.table", "run_table"),
+    "table": ("peftlab.pipelines.score_table", "run_table"),
 }
 
 

@@ -10,23 +10,24 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
-from peftlab.checkpoints.base import load_base
-from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
-from peftlab.decoding.confined import write_tokens
+from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
+from peftlab.decoding.engines.reduced_vocabulary import write_tokens
+from peftlab.drafting.acceptance_head import save_foresight, train_foresight
 from peftlab.drafting.examples import Collate
-from peftlab.drafting.foresight import save_foresight, train_foresight
-from peftlab.drafting.headfiles import write_medusa
-from peftlab.drafting.hidden import head_weight
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.truncation import truncate
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
-from peftlab.methods import METHODS, count_parameters, inject, remove
+from peftlab.methods.injection import count_parameters, inject, remove
 from peftlab.methods.medusa import MedusaConfig
+from peftlab.methods.table import METHODS
+from peftlab.models.pretrained import load_base
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.draftparts import (
+from peftlab.pipelines.draft_parts import (
     Models,
     Sets,
     load_models,
@@ -36,7 +37,7 @@ from peftlab.pipelines.draftparts import (
     make_sets,
     read_text,
 )
-from peftlab.pipelines.draftspeed import (
+from peftlab.pipelines.draft_speed import (
     decoding_speed,
     drafting_with_a_model,
     drafting_with_an_exit,

@@ -9,13 +9,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
-from peftlab.checkpoints.base import load_config
 from peftlab.errors import PeftlabError
+from peftlab.models.pretrained import load_config
 from peftlab.pipelines.finetune import LoadedTask, load_task, make_work
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.table import find_task
-from peftlab.training.evaluate import evaluate
+from peftlab.training.scoring import evaluate
 
 
 def run_evaluate(

@@ -17,28 +17,30 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.base import load_base, load_tokenizer
-from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
-from peftlab.checkpoints.positions import position_limit
+from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
-from peftlab.methods import METHODS, count_parameters, inject
 from peftlab.methods.heads import task_head
+from peftlab.methods.injection import count_parameters, inject
+from peftlab.methods.table import METHODS
 from peftlab.methods.targets import inside
+from peftlab.models.positions import position_limit
+from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.initial import start_from
+from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import FinetuneRecipe, TrainConfig
+from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting.card import adapter_card, merged_card
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
 from peftlab.tasks.metrics import load_metric, majority_baseline
-from peftlab.tasks.own import MISSING
+from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import Collate, largest_id, tokenise
+from peftlab.training.config import TrainConfig
 from peftlab.training.loop import Work, train
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers

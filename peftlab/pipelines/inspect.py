@@ -11,11 +11,13 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.checkpoints.base import load_config
-from peftlab.checkpoints.taskmodel import empty_model
-from peftlab.methods import METHODS, count_parameters, inject, injection, make_config, trainable_parameters
+from peftlab.methods.architectures import QUERY_VALUE
 from peftlab.methods.heads import task_head
-from peftlab.methods.targets import QUERY_VALUE, model_type
+from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
+from peftlab.methods.table import METHODS
+from peftlab.methods.targets import model_type
+from peftlab.models.pretrained import load_config
+from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
 
 
@@ -42,7 +44,7 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
     model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
     head = task_head(model)
     inject(model, settings)
-    held = injection(model)
+    held = injection_of(model)
     patterns = Counter(_pattern(module) for module in held.replaced)
     in_place = Counter(_pattern(parameter) for parameter in held.originals)
     linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}

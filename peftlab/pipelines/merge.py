@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
-from peftlab.checkpoints.base import load_tokenizer
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_text
+from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_work, sample_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peftlab.checkpoints.base import load_tokenizer
 from peftlab.drafting.prompts import Request, read_requests
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
+from peftlab.models.pretrained import load_tokenizer
 from peftlab.outputs import claimed
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft

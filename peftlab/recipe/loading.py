@@ -16,11 +16,11 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.recipe import library
-from peftlab.recipe.cells import expand
 from peftlab.recipe.problems import validated
 from peftlab.recipe.schema import KINDS, Recipe, TableRecipe
 from peftlab.recipe.source import Source, override, read_source
 from peftlab.recipe.sweep import SWEEP, sweep
+from peftlab.recipe.table_cells import expand
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
 

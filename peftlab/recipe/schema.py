@@ -2,152 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
-from peftlab.methods import METHODS
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.table import METHODS
+from peftlab.section import MOST_SEED, Section
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.table import find_task
-
-MOST_SEED = 2**32 - 1
-"""The largest seed that all generators take."""
-
-
-class Section(BaseModel):
-    """Base of every recipe section: unknown keys are refused and values cannot change later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-Bins = dict[str, tuple[float | None, float | None]] | None
-Count = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)]
-
-
-class DataConfig(Section):
-    """Where the examples come from."""
-
-    path: str | None = Field(
-        default=None,
-        description="GLUE: null for the hub (nyu-mll/glue) or a directory in GLUE's TSV layout. Own task: a "
-        "file (csv, tsv, jsonl, parquet; .gz too), a directory with train.* and validation.* files, or "
-        "package:NAME/path.",
-    )
-    text: list[str] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=2,
-        description="Own task: the text column, or the two columns of a pair.",
-    )
-    label: str | None = Field(default=None, description="Own task: the column with the label (class name or number).")
-    bins: Bins = Field(
-        default=None,
-        min_length=2,
-        description="Own classification task: make classes from a numeric label column. Class name to "
-        "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
-    )
-    validation: Count | Literal["all"] | None = Field(
-        default=None,
-        description="Own task in one file: examples (integer) or share (below 1) held out for validation; all, for "
-        "`peftlab eval`: score the whole file.",
-    )
-    drop_missing: bool = Field(
-        default=False,
-        description="Own task: leave out rows without a text or label, and count them, instead of refusing the file.",
-    )
-    split_seed: int = Field(
-        default=0, ge=0, le=MOST_SEED, description="Seed of that held-out split; independent of train.seed."
-    )
-    max_train_examples: int | None = Field(
-        default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
-    )
-
-    @field_validator("validation")
-    @classmethod
-    def _count_or_share(cls, value: int | float | str | None) -> int | float | str | None:
-        if isinstance(value, float) and value >= 1:
-            raise ValueError(f"a share is below 1 and a number of examples is whole, got {value}")
-        return value
-
-    @field_validator("bins")
-    @classmethod
-    def _disjoint(cls, bins: Bins) -> Bins:
-        spans = sorted(
-            (-inf if low is None else low, inf if high is None else high, name)
-            for name, (low, high) in (bins or {}).items()
-        )
-        for low, high, name in spans:
-            if low > high:
-                raise ValueError(f"{name}: its lowest value is above its highest")
-        for (_, high, one), (low, _, other) in pairwise(spans):
-            if low <= high:
-                raise ValueError(f"{one} and {other} overlap (both ends of a bin belong to it)")
-        return bins
-
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class TrainConfig(Section):
-    """How the loop runs."""
-
-    epochs: float = Field(default=3, gt=0, description="Passes over the training set.")
-    max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
-    batch_size: int = Field(
-        default=32,
-        ge=1,
-        description="Examples per optimiser step over all processes and accumulation steps (global batch).",
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        description="Padded tokens per optimiser step, instead of batch_size: as many examples as fit.",
-    )
-    eval_batch_size: int = Field(default=64, ge=1, description="Examples per evaluation batch and process.")
-    gradient_accumulation_steps: int = Field(
-        default=1,
-        ge=1,
-        description="Parts each global batch is split into to save memory; the result is the same.",
-    )
-    max_length: int = Field(default=128, ge=2, description="Tokens an example is truncated to.")
-    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
-    scheduler: Literal["linear", "cosine", "constant"] = Field(default="linear", description="Decay after warm-up.")
-    warmup: float = Field(default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
-        default="fp32",
-        description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs.",
-    )
-    compile: bool = Field(
-        default=False, description="Compile the model with torch.compile; go on without where that fails."
-    )
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
-    eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
-    early_stopping: int | None = Field(
-        default=None, ge=1, description="Stop after this many evaluations without a better score."
-    )
-    save_every: int | None = Field(
-        default=None, ge=1, description="Steps between checkpoints besides those at evaluations; null: none."
-    )
-    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept beside the best one.")
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default=[], description="Trackers beside metrics.jsonl."
-    )
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of initialisation, data order and dropout.")
-
-    @model_validator(mode="after")
-    def _longest_fits(self) -> TrainConfig:
-        if self.max_tokens is not None and self.max_tokens < self.max_length:
-            raise ValueError(f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}")
-        return self
-
+from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:
     AnyMethod = MethodConfig
@@ -223,86 +90,6 @@ class Truncation(Section):
     """A draft made of the target's own layers, embeddings, final norm and LM head."""
 
     truncate: Layers = Field(description="layers: which of the target's layers to keep, from 0, rising.")
-
-
-class DraftObjective(Section):
-    """What the draft minimises, over the tokens of the continuations."""
-
-    name: Literal["ce", "kl", "reverse_kl", "jsd", "tvd", "lk", "lk_hybrid", "topk_kl"] = Field(
-        default="kl",
-        description="ce: cross-entropy on the text; the others compare with the target's distribution: KL(p|q), "
-        "KL(q|p), Jensen-Shannon, total variation, -log of the acceptance, KL fading into total variation, KL on "
-        "the stored data.top_k.",
-    )
-    beta: float = Field(default=0.5, gt=0, lt=1, description="jsd: weight of KL(p|m); m = beta p + (1 - beta) q.")
-    eta: float = Field(default=3.0, gt=0, description="lk_hybrid: how fast KL fades as acceptance grows.")
-    selective: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="AdaSPEC: train only on this share of each example's tokens, those whose loss lies most above "
-        "the reference's; null: all.",
-    )
-    reference: str | None = Field(
-        default=None, description="AdaSPEC's reference: a draft distilled beforehand (directory or hub id)."
-    )
-
-
-class DraftData(Section):
-    """The text the draft learns from: prompts that the target continues, and requests it has served."""
-
-    prompts: str | list[str] | None = Field(
-        default=None,
-        description="A file (txt, a prompt a line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
-        "package:NAME/path), or the prompts themselves.",
-    )
-    field: str | None = Field(
-        default=None, description="Column with the prompts; null: prompt, text, question, instruction or messages."
-    )
-    chat: bool | None = Field(
-        default=None,
-        description="Put texts into the target's chat template as a user's turn; null: if it has one.",
-    )
-    max_prompts: int | None = Field(default=None, ge=1, description="Use only the first so many prompts.")
-    max_new_tokens: int = Field(default=128, ge=1, description="Tokens the target writes after a prompt, at most.")
-    temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")
-    samples: int = Field(
-        default=1, ge=1, description="Continuations a prompt; needs a temperature above 0 if 2 or more."
-    )
-    batch_size: int = Field(default=32, ge=1, description="Prompts the target continues together.")
-    held_out: int = Field(
-        default=16, ge=1, description="Prompts (the last) or newest requests kept for measuring acceptance."
-    )
-    on_policy: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Chance that an example's continuation is written anew by the draft (GKD's lambda).",
-    )
-    top_k: int | None = Field(
-        default=None,
-        ge=1,
-        description="Store the target's k largest probabilities a token and the rest's mass, for topk_kl.",
-    )
-    replay: str | None = Field(
-        default=None,
-        description="Served requests to learn from: a file with prompt (or messages) and response.",
-    )
-    cache: str | None = Field(
-        default=None, description="Directory of written data sets; null: draft-data beside output_dir."
-    )
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of the target's sampling.")
-
-    @model_validator(mode="after")
-    def _possible(self) -> DraftData:
-        if self.prompts is None and self.replay is None:
-            raise ValueError("names neither prompts nor replay; there is nothing to learn from")
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError("samples: greedy continuations are all the same; give a temperature above 0")
-        if self.top_p is not None and self.temperature == 0:
-            raise ValueError("top_p: temperature 0 is greedy and ignores it")
-        return self
 
 
 class DraftRecipe(Section):

@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.cells import SHARED
 from peftlab.recipe.problems import all_sections
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.recipe.source import Keys, Place, Source, dotted, parse
+from peftlab.recipe.table_cells import SHARED
 
 SWEEP = "sweep."
 

@@ -12,8 +12,8 @@ from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import seeded_order
 from peftlab.tasks.examples import fingerprint
 from peftlab.tasks.glue import load_glue
-from peftlab.tasks.own import DataSection, load_own
 from peftlab.tasks.table import Task, find_task
+from peftlab.tasks.text import DataSection, load_own
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -10,8 +10,8 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hub import unreachable
 from peftlab.references import locate
+from peftlab.tasks.bad_rows import quoted, refuse_rows
 from peftlab.tasks.examples import Examples
-from peftlab.tasks.faults import quoted, refuse_rows
 from peftlab.tasks.readers import Table, read_tsv
 from peftlab.tasks.table import Task
 

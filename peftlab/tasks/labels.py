@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.tasks.bad_rows import Fault, listed, quoted
 from peftlab.tasks.content import is_unicode
-from peftlab.tasks.faults import Fault, listed, quoted
 from peftlab.tasks.readers import Table
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import parse_json
+from peftlab.tasks.bad_rows import Fault, listed, quoted, refuse_rows
 from peftlab.tasks.content import read_text, text_lines
-from peftlab.tasks.faults import Fault, listed, quoted, refuse_rows
 from peftlab.tasks.parquet import ParquetColumns
 
 

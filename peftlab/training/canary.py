@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 from peftlab.training.sharded import whole
 
 STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero

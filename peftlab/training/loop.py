@@ -16,15 +16,15 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 from peftlab.training.canary import Canary
-from peftlab.training.compiling import compile_or_go_on
-from peftlab.training.evaluate import evaluate
+from peftlab.training.compile import compile_or_go_on
 from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.feed import Fed, feed
 from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import make_order
+from peftlab.training.scoring import evaluate
 from peftlab.training.sharded import outline
 from peftlab.training.state import (
     Progress,

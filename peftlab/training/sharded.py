@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from peftlab.methods import injection
+from peftlab.methods.injection import injection_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -56,7 +56,7 @@ def outline(model: ModelT) -> ModelT:
     Frozen parameters lie on the meta device. FSDP2 changes a model for good, its class included; the outline
     made before takes the trained adapter home.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in injection(model).originals.values()}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in injection_of(model).originals.values()}
     for parameter in model.parameters():
         room = torch.empty_like(parameter, device="cpu" if parameter.requires_grad else "meta")
         memo[id(parameter)] = nn.Parameter(room, requires_grad=parameter.requires_grad)

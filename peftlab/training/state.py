@@ -16,7 +16,7 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 from peftlab.training.sharded import spread_like, whole
 from peftlab.training.zero import optimiser_state, restore_optimiser
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from peftlab.checkpoints.base import load_base, load_tokenizer
-from peftlab.decoding.bench import Question, Stopwatch
-from peftlab.decoding.decoder import Ending, Generation, decode
-from peftlab.decoding.drafters import Drafter
-from peftlab.decoding.engine import Engine, build_engine
-from peftlab.decoding.free import PromptLookup, Recycling
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.pairs import BOTH, eos_ids, load_pair, make_drafter
-from peftlab.decoding.plan import step_seconds
+from peftlab.decoding.analysis.benchmark import Question, Stopwatch
+from peftlab.decoding.analysis.planning import step_seconds
+from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.decode import Ending, Generation, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
+from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.decoding.prompts import encode, read_prompts, spread
+from peftlab.drafting.load import BOTH, eos_ids, load_pair, make_drafter
+from peftlab.models.pretrained import load_base, load_tokenizer
 from tests.packages import SMOLLM2
 
 NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 3, 300

@@ -47,7 +47,7 @@ def make_smollm2(directory: Path) -> None:
     """Write SmolLM2-135M as bf16 safetensors, from the GGUF that travels as a package."""
     import torch
 
-    from peftlab.checkpoints.base import load_base
+    from peftlab.models.pretrained import load_base
 
     model, _ = load_base(SMOLLM2, "AutoModelForCausalLM", dtype=torch.bfloat16)
     model.save_pretrained(directory)
@@ -81,7 +81,7 @@ def run_ours(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Merge with peftlab."""
     import transformers.models.llama.modeling_llama  # noqa: F401  (a library's own memory is not the merge's)
 
-    from peftlab.checkpoints.merge import merge_checkpoint
+    from peftlab.checkpoints.merge.run import merge_checkpoint
 
     start = measured()
     merge_checkpoint(adapter, base, out)
@@ -114,8 +114,8 @@ def run_copy(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
 def run_fold(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Fold the same tensors, all of them in memory already."""
     from peftlab.checkpoints.adapter import read_adapter
-    from peftlab.checkpoints.shards import open_shards
-    from peftlab.methods.lora_fold import fold_weight
+    from peftlab.checkpoints.io.shards import open_shards
+    from peftlab.methods.lora.fold import fold_weight
 
     tensors = read_adapter(adapter).tensors
     work = []
@@ -177,7 +177,7 @@ def latency(base: Path, adapter: Path, merged: Path) -> dict[str, float]:
     """Forward passes of merged and unmerged, relative to the base's."""
     import torch
 
-    from peftlab.checkpoints.mergecheck import verify_merge
+    from peftlab.checkpoints.merge.verify import verify_merge
 
     torch.manual_seed(0)
     batches = [{"input_ids": torch.randint(0, 32000, (1, 64))}]
@@ -196,7 +196,7 @@ def report(title: str, base: Path, work: Path, rounds: int) -> None:
     peak = {run: max(f["peak_mib"] for f in values) for run, values in found.items()}
     files = [file for file in base.iterdir() if file.suffix == ".safetensors"]
     size = sum(file.stat().st_size for file in files)
-    from peftlab.checkpoints.shards import open_shards
+    from peftlab.checkpoints.io.shards import open_shards
 
     largest = max(entry.nbytes for shard in open_shards(base) for entry in shard.entries.values()) / MIB
     allowed = (adapter / "adapter_model.safetensors").stat().st_size / MIB + 3 * largest

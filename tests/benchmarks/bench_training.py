@@ -42,7 +42,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from peftlab.methods import inject
+    from peftlab.methods.injection import inject
     from peftlab.pipelines.finetune import load_task, make_work
     from peftlab.training.loop import train
 
@@ -63,8 +63,8 @@ def theirs(task: str, padded: bool) -> tuple[float, dict[str, float]]:
     from accelerate.utils import set_seed
 
     from peftlab.pipelines.finetune import load_task, make_work
-    from peftlab.training.evaluate import evaluate
     from peftlab.training.optimiser import lr_factor
+    from peftlab.training.scoring import evaluate
 
     with tempfile.TemporaryDirectory() as out:
         loaded = recipe(task, out)

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.checkpoints.base import load_base, load_tokenizer
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import Drafter, ModelDrafter
-from peftlab.decoding.engine import Engine, build_engine
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.decoding.pairs import eos_ids
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import Drafter, ModelDrafter
+from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.drafting.acceptance import Acceptance, bootstrap, measure, measure_heads
 from peftlab.drafting.examples import make_dataset
+from peftlab.drafting.load import eos_ids
 from peftlab.drafting.prompts import Request, read_prompts
+from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
 

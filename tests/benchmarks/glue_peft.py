@@ -21,10 +21,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from peftlab.files import write_json
-from peftlab.methods import inject
+from peftlab.methods.injection import inject
 from peftlab.pipelines.finetune import load_task, make_work
-from peftlab.recipe.cells import Cell, table_cells
 from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.training.loop import train
 
 

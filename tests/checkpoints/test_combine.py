@@ -13,9 +13,9 @@ from models import build, load, save_base
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods import make_config
+from peftlab.methods.injection import make_config
 
 
 def _adapters(tmp_path: Path, ranks: tuple[int, int] = (4, 4), targets: tuple[str, ...] = ("q_proj", "v_proj")):

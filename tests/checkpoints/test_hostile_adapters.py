@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import read_adapter
-from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.checkpoints.pickles import read_pickle
-from peftlab.checkpoints.shards import open_shards
+from peftlab.checkpoints.io.pickles import read_pickle
+from peftlab.checkpoints.io.shards import open_shards
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods import is_injected
+from peftlab.methods.injection import is_injected
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
 

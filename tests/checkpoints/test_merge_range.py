@@ -11,8 +11,8 @@ from models import adapt, build, load, reference, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.checkpoints.mergereport import TensorReport
+from peftlab.checkpoints.merge.report import TensorReport
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 
 UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"

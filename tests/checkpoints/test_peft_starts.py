@@ -17,9 +17,9 @@ from torch import nn
 import peftlab
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge import merge_checkpoint
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_proj"]

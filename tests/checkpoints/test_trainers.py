@@ -21,7 +21,8 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods import METHODS, trainable_parameters
+from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.table import METHODS
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60,

@@ -9,8 +9,8 @@ import torch
 from models import adapt, build, load, save_base, weight_files
 
 import peftlab
-from peftlab.checkpoints.merge import merge_checkpoint
-from peftlab.checkpoints.unmerge import unmerge_checkpoint
+from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
 from peftlab.errors import PeftlabError
 
 

@@ -210,7 +210,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         "def hook(event, arguments):\n"
         "    if event == 'open' and str(arguments[0]).endswith('x.yaml'): signal.raise_signal(signal.SIGINT)\n"
         "sys.argv = ['peftlab', 'validate', 'x.yaml']\n"
-        "from peftlab.cli import main\n"
+        "from peftlab.cli.app import main\n"
         "sys.addaudithook(hook)\n"
         "main()\n"
     )

@@ -39,7 +39,7 @@ def refused(*arguments: str, cwd: Path | None = None) -> str:
 
 
 def test_help_names_every_verb_and_imports_no_torch() -> None:
-    code = "import sys; sys.argv=['peftlab','--help']\nfrom peftlab.cli import main\n"
+    code = "import sys; sys.argv=['peftlab','--help']\nfrom peftlab.cli.app import main\n"
     code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -151,7 +151,7 @@ class TestRun:
         merged = AutoModelForSequenceClassification.from_pretrained(run_directory / "merged").eval()
         tokenizer = AutoTokenizer.from_pretrained(run_directory / "merged")
         batch = tokenizer([text for text, _ in REVIEWS], padding=True, return_tensors="pt")
-        from peftlab.checkpoints.base import load_base
+        from peftlab.models.pretrained import load_base
 
         unmerged, _ = load_base(minilm, num_labels=2)
         unmerged = load_adapter(unmerged, run_directory / "adapter")

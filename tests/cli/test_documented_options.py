@@ -9,7 +9,7 @@ import click
 import pytest
 import typer
 
-from peftlab.cli import app
+from peftlab.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftlab.decoding.sampling import Chance
+from peftlab.decoding.verification.sampling import Chance
 
 
 class Script(Chance):
@@ -115,14 +115,14 @@ def assert_follows():
 
 @pytest.fixture(scope="session")
 def stories_model(stories):
-    from peftlab.checkpoints.base import load_base
+    from peftlab.models.pretrained import load_base
 
     return load_base(str(stories), "AutoModelForCausalLM")[0]
 
 
 @pytest.fixture(scope="session")
 def stories_tokenizer(stories):
-    from peftlab.checkpoints.base import load_tokenizer
+    from peftlab.models.pretrained import load_tokenizer
 
     return load_tokenizer(str(stories))
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import Recycling
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import acceptance_statistics
+from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.drafters.model_free import Recycling
+from peftlab.decoding.engines.build import build_engine
 
 NEW, CONTEXT, WINDOW = 20, 64, 10
 # A tied head of a random model repeats the token that it reads.

@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 
-from peftlab.decoding import bench as benches
-from peftlab.decoding.conditions import Conditions, Watch, spread, uncertain
-from peftlab.decoding.measures import Timed, rate_intervals
-from peftlab.decoding.plan import plan_from_repeats, step_seconds
+from peftlab.decoding.analysis import benchmark as benches
+from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
+from peftlab.decoding.analysis.planning import plan_from_repeats, step_seconds
+from peftlab.decoding.analysis.statistics import Timed, rate_intervals
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.confined import Confined, read_tokens, write_tokens
-from peftlab.decoding.engine import build_engine
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.reduced_vocabulary import Confined, read_tokens, write_tokens
 from peftlab.errors import PeftlabError
 
 

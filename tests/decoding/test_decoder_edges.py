@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import PromptLookup, Recycling
-from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.decoding.pairs import check_tokens, common_vocabulary
-from peftlab.decoding.streaming import TextStream, cut_at, stop_at
-from peftlab.drafting.truncate import truncate
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
+from peftlab.drafting.load import check_tokens, common_vocabulary
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.medusa_heads import MedusaHeads
 
@@ -173,7 +173,7 @@ def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, ge
 
 
 def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
-    from peftlab.checkpoints.base import load_tokenizer
+    from peftlab.models.pretrained import load_tokenizer
 
     other = load_tokenizer(str(stories))
     other.add_tokens(["zebra"])

@@ -10,20 +10,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from peftlab.checkpoints.base import load_base, load_tokenizer
-from peftlab.cli import app
-from peftlab.decoding import bench as benches
-from peftlab.decoding.decoder import Generation, Step, decode
-from peftlab.decoding.drafters import ModelDrafter, Sampling
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import Recycling
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import Overlap, acceptance_statistics
+from peftlab.cli.app import app
+from peftlab.decoding.analysis import benchmark as benches
+from peftlab.decoding.analysis.statistics import Overlap, acceptance_statistics
+from peftlab.decoding.decode import Generation, Step, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_free import Recycling
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
-from peftlab.drafting.headfiles import write_medusa
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config
+from peftlab.methods.injection import inject, make_config
+from peftlab.models.pretrained import load_base, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_overlap_is_that_of_the_models(stories_model):
     overlap = Overlap(Sampling())
     drafter = ModelDrafter(build_engine(draft, pack=False))
     target = build_engine(stories_model, pack=False)
-    from peftlab.decoding.decoder import Ending
+    from peftlab.decoding.decode import Ending
 
     (output,) = decode(target, [[1]], Ending(40), drafter, policy=partial(Fixed, 3), observe=overlap)
     ids = torch.tensor([[1, *output.tokens]])

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from peftlab.decoding import theory
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.pages import page, plan_drawings, plan_facts, plan_tables
-from peftlab.decoding.plan import ALPHAS, plan, plan_from_times
-from peftlab.drafting.truncate import truncate
+from peftlab.decoding.analysis import theory
+from peftlab.decoding.analysis.planning import ALPHAS, plan, plan_from_times
+from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
+from peftlab.reporting.draft_pages import page, plan_drawings, plan_facts, plan_tables
 
 
 @pytest.mark.parametrize("c", [0.01, 0.05, 0.1, 0.3, 0.596])

@@ -23,11 +23,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.flat import growth
-from peftlab.decoding.split import EqualLengths, PathByPath
-from peftlab.decoding.trees import best_tree, shape_of
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.llama import growth
+from peftlab.decoding.engines.split import EqualLengths, PathByPath
+from peftlab.decoding.verification.tree import best_tree, shape_of
 from peftlab.errors import PeftlabError
 
 SMALL = {

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
-from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.measures import acceptance_statistics, divergence
-from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.drafting.truncate import truncate
+from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.model_free import Either, NGram, PromptLookup, Recycling
+from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.truncation import truncate
 from peftlab.methods.medusa_heads import MedusaHeads
 
 NEW = 32
@@ -195,7 +195,7 @@ def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, expect
 
 
 def test_in_bfloat16_outputs_part_only_at_near_ties(stories, uneven_prompts):
-    from peftlab.checkpoints.base import load_base
+    from peftlab.models.pretrained import load_base
 
     model = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]
     target = build_engine(model)

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from peftlab.decoding.multidraft import (
+from peftlab.decoding.analysis.theory import acceptance_rate
+from peftlab.decoding.verification.chain import verify_chain
+from peftlab.decoding.verification.multidraft import (
     draw_drafts,
     kseq_acceptance,
     kseq_rho,
@@ -13,9 +15,7 @@ from peftlab.decoding.multidraft import (
     verify_kseq,
     verify_tree,
 )
-from peftlab.decoding.sampling import Chance, probabilities
-from peftlab.decoding.theory import acceptance_rate
-from peftlab.decoding.verify import verify_chain
+from peftlab.decoding.verification.sampling import Chance, probabilities
 from peftlab.errors import PeftlabError
 
 

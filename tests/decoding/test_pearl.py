@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from peftlab.decoding.pearl import pearl_schedule, pearl_speedup, pearl_tokens_per_phase
-from peftlab.decoding.theory import speedup
+from peftlab.decoding.analysis.pearl import pearl_schedule, pearl_speedup, pearl_tokens_per_phase
+from peftlab.decoding.analysis.theory import speedup
 from peftlab.errors import PeftlabError
 
 

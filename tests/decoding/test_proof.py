@@ -19,10 +19,10 @@ from transformers import (
     MptForCausalLM,
 )
 
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.flat import FlatEngine
-from peftlab.decoding.library import LibraryEngine
-from peftlab.decoding.proof import Trial, difference
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.llama import FlatEngine
+from peftlab.decoding.engines.proof import Trial, difference
+from peftlab.decoding.engines.transformers import LibraryEngine
 from peftlab.errors import PeftlabError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

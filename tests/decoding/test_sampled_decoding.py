@@ -9,14 +9,14 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter, Sampling
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.free import Either, NGram, PromptLookup, Recycling
-from peftlab.decoding.lengths import Confidence, Fixed
-from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.medusa import MedusaDrafter
-from peftlab.drafting.truncate import truncate
+from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import Confidence, Fixed
+from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.model_free import Either, NGram, PromptLookup, Recycling
+from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 
 SAMPLES = 1500

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.cache import Block
-from peftlab.decoding.drafters import Draft, Row, Sampling, Start, Verified
-from peftlab.decoding.engine import Output
-from peftlab.decoding.free import NGram, PromptLookup, Recycling
-from peftlab.decoding.lengths import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.trees import best_tree, rank_probability, shape_of, walk_greedy
+from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.drafters.base import Draft, Row, Sampling, Start, Verified
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.engines.build import Output
+from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.verification.tree import best_tree, rank_probability, shape_of, walk_greedy
 
 
 def row(tokens, place=0):

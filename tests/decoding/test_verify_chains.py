@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from peftlab.decoding import multidraft, verify
-from peftlab.decoding.sampling import Chance, probabilities, sample
-from peftlab.decoding.theory import acceptance_rate, block_efficiency_by_position
-from peftlab.decoding.verify import (
+from peftlab.decoding.analysis.theory import acceptance_rate, block_efficiency_by_position
+from peftlab.decoding.verification import chain as verify
+from peftlab.decoding.verification import multidraft
+from peftlab.decoding.verification.chain import (
     LOSSLESS,
     acceptance_probability,
     residual,
@@ -17,6 +17,7 @@ from peftlab.decoding.verify import (
     verify_onehot,
     verify_typical,
 )
+from peftlab.decoding.verification.sampling import Chance, probabilities, sample
 from peftlab.errors import PeftlabError
 
 

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from typer.testing import CliRunner
 
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.checkpoints.base import load_base
-from peftlab.cli import app
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter, Sampling
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.measures import acceptance_statistics
-from peftlab.decoding.pairs import load_pair
-from peftlab.drafting.foresight import load_foresight
+from peftlab.cli.app import app
+from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.acceptance_head import load_foresight
+from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
+from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.update import run_update
 from peftlab.recipe.loading import load_recipe
@@ -319,7 +319,7 @@ class TestRefused:
     def test_half_precisions(self) -> None:
         from types import SimpleNamespace
 
-        from peftlab.drafting.preflight import check_dtypes
+        from peftlab.drafting.checks import check_dtypes
 
         check_dtypes(SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32))
         with pytest.raises(PeftlabError, match="stored in float16, the target in bfloat16"):

@@ -15,10 +15,10 @@ from torch import nn
 from peftlab.drafting.acceptance import measure, measure_exit
 from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.exits import find_exit
-from peftlab.drafting.teaching import EarlyExitLoss, Objective
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.losses import EarlyExitLoss, Objective
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config, trainable_parameters
+from peftlab.methods.injection import inject, make_config, trainable_parameters
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
 

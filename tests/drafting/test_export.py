@@ -18,13 +18,13 @@ import torch
 from draft_models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from peftlab.checkpoints.base import load_base
-from peftlab.decoding.medusa import read_medusa
+from peftlab.decoding.drafters.heads import read_medusa
 from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
-from peftlab.drafting.headfiles import write_medusa
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config
+from peftlab.methods.injection import inject, make_config
+from peftlab.models.pretrained import load_base
 
 SPECULATORS = "0.9.0"
 

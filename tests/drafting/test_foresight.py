@@ -9,14 +9,14 @@ import torch
 from draft_models import requests, tiny
 from safetensors.torch import save_file
 
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.drafters import ModelDrafter
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.lengths import AcceptanceHead
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import AcceptanceHead
+from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import each_token, measure
+from peftlab.drafting.acceptance_head import Foresight, load_foresight, save_foresight, train_foresight
 from peftlab.drafting.examples import make_dataset
-from peftlab.drafting.foresight import Foresight, load_foresight, save_foresight, train_foresight
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 
 

@@ -22,20 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
-from peftlab.checkpoints.base import load_base
-from peftlab.decoding.decoder import Ending, decode
-from peftlab.decoding.engine import build_engine
-from peftlab.decoding.lengths import Fixed
-from peftlab.decoding.medusa import MedusaDrafter, read_medusa
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.heads import MedusaDrafter, read_medusa
+from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import measure_heads
 from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.headfiles import write_medusa
-from peftlab.drafting.hidden import last_hidden
+from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.hidden_states import last_hidden
+from peftlab.drafting.losses import HeadsLoss, Objective
 from peftlab.drafting.objectives import kl
-from peftlab.drafting.teaching import HeadsLoss, Objective
 from peftlab.errors import PeftlabError
-from peftlab.methods import count_parameters, disabled, inject, make_config, remove, trainable_parameters
+from peftlab.methods.injection import count_parameters, disabled, inject, make_config, remove, trainable_parameters
 from peftlab.methods.medusa_heads import MedusaHeads
+from peftlab.models.pretrained import load_base
 
 TRUNK = {"r": 2}
 

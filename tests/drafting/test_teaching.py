@@ -11,18 +11,18 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.drafting.acceptance import bootstrap, measure, measure_exit, measure_heads, overlap
+from peftlab.drafting.checks import check_head
 from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.exits import find_exit
-from peftlab.drafting.hidden import forward_hidden, head_weight
+from peftlab.drafting.hidden_states import forward_hidden, head_weight
+from peftlab.drafting.losses import EarlyExitLoss, HeadsLoss, Objective, PairLoss
 from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
-from peftlab.drafting.onpolicy import OnPolicy
-from peftlab.drafting.preflight import check_head
+from peftlab.drafting.on_policy import OnPolicy
 from peftlab.drafting.prompts import Request
-from peftlab.drafting.stored import stored_topk
-from peftlab.drafting.teaching import EarlyExitLoss, HeadsLoss, Objective, PairLoss
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.stored_top_k import stored_topk
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods import count_parameters, inject, make_config, trainable_parameters
+from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
 
 
 def batch_of(rows: Any) -> dict[str, torch.Tensor]:

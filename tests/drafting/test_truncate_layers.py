@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from peftlab.checkpoints.base import load_base
-from peftlab.drafting.truncate import truncate
+from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.medusa_heads import MedusaHeads
+from peftlab.models.pretrained import load_base
 
 
 @pytest.fixture(scope="module")

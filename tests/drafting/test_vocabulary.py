@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peftlab.decoding.medusa import read_medusa
+from peftlab.decoding.drafters.heads import read_medusa
 from peftlab.drafting.examples import make_dataset
-from peftlab.drafting.headfiles import write_medusa
+from peftlab.drafting.head_files import write_medusa
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
-from peftlab.methods import inject, make_config
+from peftlab.methods.injection import inject, make_config
 
 
 @given(st.lists(st.lists(st.integers(0, 9)), max_size=4), st.integers(1, 10))

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from peftlab.drafting import written
+from peftlab.drafting import target_text as written
 from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.objectives import topk_targets
 from peftlab.drafting.prompts import read_prompts, read_requests
-from peftlab.drafting.stored import stored_topk
-from peftlab.drafting.written import Writing, check_room, write_continuations
+from peftlab.drafting.stored_top_k import stored_topk
+from peftlab.drafting.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 
 EOS = frozenset({2})

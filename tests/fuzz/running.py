@@ -56,7 +56,7 @@ def judged(status: int, out: str, err: str) -> Outcome:
 
 def in_process(arguments: Sequence[str], folder: Path) -> Outcome:
     """Run ``peftlab ARGUMENTS`` in ``folder``, within this process."""
-    from peftlab.cli import main
+    from peftlab.cli.app import main
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Hang("".join(traceback.format_stack(frame)[-4:]))

@@ -10,7 +10,8 @@ from tiny_models import base, batch, injected, logits, trained
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods import METHODS, injection, is_injected
+from peftlab.methods.injection import injection_of, is_injected
+from peftlab.methods.table import METHODS
 
 
 def fingerprint(model):
@@ -62,7 +63,9 @@ def test_a_second_injection_is_refused(first, second):
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection])
+@pytest.mark.parametrize(
+    "call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection_of]
+)
 def test_a_model_without_injection(call):
     with pytest.raises(PeftlabError, match="holds no injection"):
         call(base("bert"))

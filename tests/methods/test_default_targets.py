@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods import METHODS, injection, is_injected
+from peftlab.methods.injection import injection_of, is_injected
+from peftlab.methods.table import METHODS
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,
@@ -50,7 +51,7 @@ def test_only_linear_maps_but_the_output_layer(name: str, targets: str | None) -
     linear = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     outputs = {n for n, m in model.named_modules() if m is model.get_output_embeddings()}
     peftlab.inject_lora(model, r=2, target_modules=targets)
-    chosen = set(injection(model).replaced)
+    chosen = set(injection_of(model).replaced)
     assert chosen and chosen <= linear - outputs
     if targets or name.startswith(("FNet", "CTRL")):  # which have no projection that is called as the table's are
         head = {"classifier"} & linear

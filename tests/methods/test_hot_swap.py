@@ -10,7 +10,7 @@ from tiny_models import base, batch, logits, train
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods import injection, trainable_parameters
+from peftlab.methods.injection import injection_of, trainable_parameters
 
 OTHERS = {
     "alpha": {"lora_alpha": 40},
@@ -53,7 +53,7 @@ def test_houlsby_swaps_its_activation(tmp_path):
     peftlab.save_adapter(stored, tmp_path)
     model = peftlab.load_adapter(peftlab.inject_houlsby(base("bert"), 6, non_linearity="tanh"), tmp_path)
     assert torch.equal(logits(model, batch("bert")), logits(stored, batch("bert")))
-    assert injection(model).config == injection(stored).config
+    assert injection_of(model).config == injection_of(stored).config
 
 
 def test_an_optimiser_goes_on(tmp_path):
@@ -73,12 +73,12 @@ def test_an_optimiser_goes_on(tmp_path):
 def test_another_structure_is_an_error_and_no_change(fields, tmp_path):
     peftlab.save_adapter(stirred(peftlab.inject_lora(base("bert"), **fields)), tmp_path)
     model = stirred(peftlab.inject_lora(base("bert"), 4, 8))
-    before, config = logits(model, batch("bert")), injection(model).config
+    before, config = logits(model, batch("bert")), injection_of(model).config
     modules = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(PeftlabError, match=r"in the model, not in the file|in the file, not in the model|has shape"):
         peftlab.load_adapter(model, tmp_path)
     assert {name: id(module) for name, module in model.named_modules()} == modules
-    assert injection(model).config == config
+    assert injection_of(model).config == config
     assert torch.equal(logits(model, batch("bert")), before)
     train(model, batch("bert"), steps=1)
     assert torch.isfinite(logits(model, batch("bert"))).all()

@@ -14,9 +14,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods import is_injected, trainable_parameters
-from peftlab.methods.houlsby import ACTIVATIONS
-from peftlab.methods.sites import SITES, find, sites_of
+from peftlab.methods.architectures import SITES
+from peftlab.methods.houlsby.plan import ACTIVATIONS
+from peftlab.methods.injection import is_injected, trainable_parameters
+from peftlab.methods.sites import find, sites_of
 from peftlab.methods.table import METHODS
 
 

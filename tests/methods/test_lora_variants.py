@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods.lora_layers import LowRank, fold_weight, gather, row_norms, spread
+from peftlab.methods.lora.layers import LowRank, fold_weight, gather, row_norms, spread
 
 SIZE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDS: dict[str, Any] = {"vocab_size": 200, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -212,7 +212,7 @@ def test_tied_head_is_untied_by_a_merge_and_the_embedding_kept() -> None:
 
 
 def test_loraplus_gives_b_its_own_learning_rate() -> None:
-    from peftlab.methods import METHODS
+    from peftlab.methods.table import METHODS
 
     config = peftlab.LoraConfig(loraplus_lr_ratio=16)
     assert METHODS["lora"].lr_ratio(config) == {"lora_B": 16, "lora_embedding_B": 16}

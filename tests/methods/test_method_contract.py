@@ -24,8 +24,9 @@ from tiny_models import (
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods import METHODS, count_parameters, injection, is_injected, trainable_parameters
 from peftlab.methods.heads import parameters_under, task_head
+from peftlab.methods.injection import count_parameters, injection_of, is_injected, trainable_parameters
+from peftlab.methods.table import METHODS
 
 every = pytest.mark.parametrize(("method", "architecture"), COMBINATIONS)
 
@@ -236,4 +237,4 @@ def test_saved_whole_model_loads_with_torch(tmp_path):
     stream.seek(0)
     twin = torch.load(stream, weights_only=False)
     assert torch.equal(logits(twin, batch("bert")), logits(model, batch("bert")))
-    assert injection(twin).config == injection(model).config
+    assert injection_of(twin).config == injection_of(model).config

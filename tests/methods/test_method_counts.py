@@ -16,8 +16,9 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods import METHODS, count_parameters
 from peftlab.methods.heads import parameters_under, task_head
+from peftlab.methods.injection import count_parameters
+from peftlab.methods.table import METHODS
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 BERT, ROBERTA = (

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import peftlab
-from peftlab.methods import trainable_parameters
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.injection import trainable_parameters
 from peftlab.methods.table import METHODS
 
 D, LAYERS, LABELS, BATCH, TOKENS = 32, 2, 3, 4, 12

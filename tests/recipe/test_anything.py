@@ -9,18 +9,13 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
-from peftlab.methods import METHODS
+from peftlab.methods.table import METHODS
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import (
-    KINDS,
-    DataConfig,
-    DraftData,
-    DraftObjective,
-    DraftRecipe,
-    FinetuneRecipe,
-    TrainConfig,
-)
+from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
+from peftlab.tasks.config import DataConfig
+from peftlab.training.config import TrainConfig
 
 SECTIONS = {"data": DataConfig, "train": TrainConfig, "written": DraftData, "objective": DraftObjective}
 SECTIONS |= {name: row.config for name, row in METHODS.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from peftlab.methods import METHODS
+from peftlab.drafting.config import DraftData, DraftObjective
+from peftlab.methods.table import METHODS
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
-from peftlab.recipe.schema import KINDS, DraftData, DraftObjective, DraftRecipe, FinetuneRecipe, TrainConfig
+from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
+from peftlab.training.config import TrainConfig
 
 
 def test_the_page_is_up_to_date() -> None:

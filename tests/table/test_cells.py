@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.cells import Cell, table_cells
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
+from peftlab.recipe.table_cells import Cell, table_cells
 
 TABLE = """\
 kind: table

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from peftlab.reporting.table import Spread, Table, print_table, short_count, summarise, table_csv, table_latex
-from peftlab.reporting.tablepage import axis, table_page
+from peftlab.reporting.table_page import axis, table_page
+from peftlab.reporting.table_results import Spread, Table, print_table, short_count, summarise, table_csv, table_latex
 
 TITLES = {"glue/cola": "CoLA", "glue/mrpc": "MRPC"}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from peftlab.recipe.cells import table_cells
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
+from peftlab.recipe.table_cells import table_cells
 
 
 def lora_cells(name: str) -> dict[str, FinetuneRecipe]:

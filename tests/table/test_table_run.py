@@ -19,9 +19,9 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_json
 from peftlab.outputs import claimed, write_mark
 from peftlab.pipelines import run_recipe
-from peftlab.pipelines.cells import Stopped
+from peftlab.pipelines.cell_processes import Stopped
 from peftlab.pipelines.directory import RUN, TABLE
-from peftlab.pipelines.table import CellsFailed, run_table
+from peftlab.pipelines.score_table import CellsFailed, run_table
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 

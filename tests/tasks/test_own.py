@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.data import load_task_data
-from peftlab.tasks.own import stratified
+from peftlab.tasks.text import stratified
 
 ROWS = [
     {"review": f'row {i}, "quoted" text\u2028NA', "mood": ["good", "bad", "so-so"][i % 3], "stars": i / 2}

@@ -20,7 +20,7 @@ import transformers.models.bert.modeling_bert
 
 import peftlab.pipelines
 import peftlab.recipe.loading
-from peftlab.cli import main
+from peftlab.cli.app import main
 from peftlab.training import loop
 
 assert matplotlib and sklearn and transformers and peftlab

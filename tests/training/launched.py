@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
 from peftlab.training import loop
-from peftlab.training.evaluate import evaluate
+from peftlab.training.scoring import evaluate
 
 _start = AcceleratorState.__init__
 

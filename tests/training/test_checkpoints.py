@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from peftlab.errors import PeftlabError
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 from peftlab.training.state import Progress, load_checkpoint, read_checkpoint, save_checkpoint
 
 

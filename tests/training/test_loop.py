@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
-from peftlab.methods import trainable_parameters
+from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks.batches import epoch_batches
 from peftlab.training.feed import ahead
 from peftlab.training.optimiser import lr_factor

@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from peftlab.methods import eval_mode
-from peftlab.training.evaluate import evaluate
+from peftlab.methods.modes import eval_mode
+from peftlab.training.scoring import evaluate
 
 
 def modes(model):

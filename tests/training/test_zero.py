@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.schema import TrainConfig
+from peftlab.training.config import TrainConfig
 from peftlab.training.zero import zero_plugin
 
 

@@ -132,7 +132,7 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
     """Return a recipe's ``train`` section and what the loop works on, seeded and injected as a run does it."""
     from accelerate.utils import set_seed
 
-    from peftlab.methods import inject
+    from peftlab.methods.injection import inject
     from peftlab.pipelines.finetune import load_task, make_work
     from peftlab.recipe.schema import FinetuneRecipe
 

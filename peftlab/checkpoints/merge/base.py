@@ -1,0 +1,100 @@
+"""The base of a merge as a directory of plain weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftlab.checkpoints.adapter import Adapter
+from peftlab.errors import PeftlabError
+from peftlab.hub import snapshot
+from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.outputs import contains, real, scratch_directory
+from peftlab.references import locate
+
+
+@contextmanager
+def plain_base(
+    reference: str, adapter: Adapter, out: Path, dequantize: bool, trust_remote_code: bool
+) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the local directory of a base model with plain weights, and notes on how it came to be.
+
+    A GGUF file, or with ``dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights beside
+    ``out`` for the while: this takes memory and disk for the whole model.
+
+    Raises:
+        PeftlabError: nothing is there, or it is quantised and ``dequantize`` is false.
+    """
+    place = _located(reference)
+    if place.suffix == ".gguf":
+        note = (
+            f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
+        )
+    else:
+        if not place.is_dir():
+            raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
+        config = load_config(reference, trust_remote_code=trust_remote_code)
+        quantised = _quantisation(config)
+        if not quantised:
+            yield place, []
+            return
+        if not dequantize:
+            raise PeftlabError(
+                f"{reference} is quantised ({quantised}): an update folded into such weights would be rounded to their "
+                "few levels and mostly lost. --dequantize makes a plain float32 copy first, several times as large, "
+                "whose weights are the quantised ones' values, and folds into that; merging into the model that "
+                "was quantised is better"
+            )
+        note = (
+            f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
+        )
+    with scratch_directory(real(out), "base") as directory:
+        _save_plain(reference, adapter, directory, trust_remote_code)
+        yield directory, [note]
+
+
+def base_directory(reference: str) -> Path:
+    """Return the local directory of a base model: a path, a package's, or the hub's snapshot."""
+    place = _located(reference)
+    if not place.is_dir():
+        raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory")
+    return place
+
+
+def _located(reference: str) -> Path:
+    place = locate(reference, "base model")
+    return snapshot(place, "base model") if isinstance(place, str) else place
+
+
+def refuse_overlap(out: Path, base: Path) -> None:
+    """Refuse an output that is, is inside or contains the base directory."""
+    if contains(base, out) or contains(out, base):
+        raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
+
+
+def _quantisation(config: Any) -> str:
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown method")
+
+
+def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
+    architecture = adapter.base.get("architecture") or "AutoModelForCausalLM"
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    if quantised:
+        try:
+            model = model.dequantize()
+        except (NotImplementedError, ValueError, AttributeError) as error:
+            raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
+    # The original format of a quantised checkpoint would be the quantised one.
+    model.save_pretrained(directory, save_original_format=not quantised)
+    with suppress(PeftlabError):  # a base without a tokenizer has none to hand on
+        load_tokenizer(reference).save_pretrained(directory)

@@ -1,0 +1,261 @@
+"""Deciding where each tensor of a merged checkpoint comes from, by names and shapes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from peftlab.checkpoints.adapter import BASE_LAYER, Adapter, fill, fitted
+from peftlab.checkpoints.io.shards import Shard, open_shards
+from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
+from peftlab.errors import PeftlabError
+from peftlab.methods.injection import inject, injection_of, trainable_parameters
+from peftlab.methods.own_copy import OwnCopy
+from peftlab.models.skeleton import Place, places, task_model, tied_names
+
+_SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that hold a sum; narrower ones are codes of some quantisation
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of the merged checkpoint.
+
+    Attributes:
+        key: its key. name: the model's name for it. dtype, shape: as it is stored.
+        shard, source: where the base holds it; None and an empty string where the base has none.
+        place: the base key's place; None where the base has none.
+    """
+
+    key: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: Shard | None = None
+    source: str = ""
+    place: Place | None = None
+
+
+@dataclass
+class MergePlan:
+    """What a merge will write.
+
+    Attributes:
+        model: the task model on the meta device, adapter injected.
+        adapter: the adapter. shards: the base's files.
+        files: the merged files' targets, by file name.
+        folded: the parameters with a linear addition, and the leaf each lies in.
+        given: parameters whose value the adapter holds whole.
+        dropped: base keys left out, and why. notes: what the reader of the report should know.
+        dtype: the dtype of most weights, by torch's name. stored: the dtype asked for, or None.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter
+    shards: list[Shard]
+    files: dict[str, list[Target]]
+    folded: dict[str, str]
+    given: dict[str, Tensor]
+    dropped: dict[str, str]
+    dtype: str
+    stored: torch.dtype | None
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close the base's files."""
+        for shard in self.shards:
+            shard.close()
+
+
+def plan_merge(
+    adapter: Adapter, directory: Path, *, source: str, stored: torch.dtype | None, trust_remote_code: bool
+) -> MergePlan:
+    """Decide where each tensor comes from; refuse whatever does not fit.
+
+    Args:
+        source: the adapter's path, for messages. stored: dtype of the merged weights, or None.
+    """
+    shards = open_shards(directory)
+    model = task_model(adapter, directory, source=source, trust_remote_code=trust_remote_code)
+    tied = tied_names(model)
+    known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    with no_init_weights():  # there is nothing behind the model's tensors
+        inject(model, adapter.config)
+    given, shared = _whole_tensors(model, adapter, known, source)
+    leaves = [name for name in injection_of(model).replaced if not isinstance(model.get_submodule(name), OwnCopy)]
+    folded = {f"{leaf}.{key}": leaf for leaf in leaves for key in model.get_submodule(leaf).fold()}  # type: ignore[operator]
+    main = _main_dtype(shards) if stored is None else stored
+    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
+    plan.notes += adapter.notes
+    found = _place_base(plan, known)
+    _refuse_codes(plan, found)
+    extra = _tie(plan, found, tied, shared)
+    _refuse_missing(plan, known, found, tied, extra, directory)
+    for shard in shards:
+        targets = [_target(plan, shard, key, found[key]) for key in shard.entries if key in found]
+        if targets:
+            plan.files[shard.output_name] = targets
+    plan.files[list(plan.files)[-1]] += extra
+    return plan
+
+
+def _whole_tensors(
+    model: PreTrainedModel, adapter: Adapter, known: dict[str, torch.Size], source: str
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the adapter's whole tensors by parameter, and those of them that all tied twins share.
+
+    All others are checked to be the trained parameters of the method, one to one. peft also saves the weight
+    below an adapted embedding, and embeddings that have grown: these are values of the base.
+    """
+    trained, given, shared = set(trainable_parameters(model)), {}, set()
+    factors = {}
+    for key, tensor in fitted(model, adapter.tensors, source=source).items():
+        module, _, last = key.replace(BASE_LAYER, ".").rpartition(".")
+        name = f"{module}.{last.removeprefix('own_')}"
+        whole = name in known and (key in trained or not adapter.base)
+        if key in trained:
+            factors[key] = tensor
+        elif name in trained:
+            factors[name] = tensor
+        elif not whole:
+            factors[key] = tensor
+        if whole:
+            if tensor.shape != known[name]:
+                raise PeftlabError(
+                    f"{source}: {key} has shape {tuple(tensor.shape)}, the model's has {tuple(known[name])}"
+                )
+            given[name] = tensor
+            if (key == name and (adapter.base or name in trained)) or BASE_LAYER in key:
+                shared.add(name)
+    fill(model, factors, source=source)
+    return given, shared
+
+
+def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Place]:
+    """Return the place of each base key in the model; what has none is noted as dropped."""
+    kind = type(plan.model).__name__
+    everywhere = places(plan.model, [key for shard in plan.shards for key in shard.entries])
+    found: dict[str, Place] = {}
+    for shard in plan.shards:
+        for key, entry in shard.entries.items():
+            place = everywhere[key]
+            if place is None:
+                plan.dropped[key] = f"{kind} has no such parameter"
+                continue
+            whole = place.converter is None and place.name not in plan.given
+            if whole and entry.shape != tuple(known[place.name]):
+                raise PeftlabError(
+                    f"{shard.path}: {key!r} has shape {entry.shape}, {kind} wants {tuple(known[place.name])}"
+                )
+            found[key] = place
+    if not found:
+        raise PeftlabError(f"{plan.shards[0].path.parent}: none of its weights belongs to {kind}")
+    return found
+
+
+def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
+    """Refuse to change weights that are stored as integers or in eight bits."""
+    for shard in plan.shards:
+        for key, entry in shard.entries.items():
+            names = found[key].names if key in found else ()
+            if entry.dtype not in _SUMMABLE and any(name in plan.folded or name in plan.given for name in names):
+                raise PeftlabError(
+                    f"{shard.path}: {key!r} is stored as {entry.dtype}, which cannot hold W0 + ΔW; config.json names "
+                    "no quantization_config that says how to read it; merge into the model that was quantised"
+                )
+
+
+def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared: set[str]) -> list[Target]:
+    """Keep tied parameters tied, or untie those that the adapter makes differ.
+
+    Returns the targets that the base has no key for: heads, and the second of two untied parameters.
+    """
+    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+    pairs = [(twin, origin) for twin, origin in tied.items() if twin in holders or origin in holders]
+    differ = [pair for pair in pairs if _differ(plan, holders, *pair, shared)]
+    extra = []
+    for twin, origin in pairs:
+        if not differ:
+            if twin in holders and origin in holders:
+                key = holders[twin][1]
+                plan.dropped[key] = f"tied to {origin}"
+                del found[key]
+            plan.given.pop(twin, None)
+            continue
+        if (twin, origin) in differ:
+            plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
+        # That says it of the whole model: other pairs, equal though they are, would not be tied on loading either.
+        for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False
+        for name, other in ((twin, origin), (origin, twin)):
+            if name not in plan.given and other in shared and other in plan.given:
+                plan.given[name] = plan.given[other]
+            if name not in holders:
+                shard, key = holders[other]
+                extra.append(_target(plan, shard, key, Place(name, name, None)))
+    held = {place.name for place in found.values()} | {target.name for target in extra} | set(tied)
+    for name, tensor in plan.given.items():
+        if name not in held:
+            extra.append(Target(name, name, NAMES[getattr(torch, plan.dtype)], tuple(tensor.shape)))
+    return extra
+
+
+def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]) -> bool:
+    """Whether two tied parameters have different values after the merge."""
+    if twin in plan.folded or origin in plan.folded:
+        return True
+    if twin in plan.given and origin in plan.given:
+        return not torch.equal(plan.given[twin], plan.given[origin])
+    if twin in plan.given or origin in plan.given:
+        return not shared & {twin, origin}
+    if twin in holders and origin in holders:
+        (shard, key), (other, other_key) = holders[twin], holders[origin]
+        return not torch.equal(shard.read(key), other.read(other_key))
+    return False
+
+
+def _target(plan: MergePlan, shard: Shard, key: str, place: Place) -> Target:
+    entry = shard.entries[key]
+    floating = DTYPES[entry.dtype].is_floating_point
+    dtype = NAMES[plan.stored] if plan.stored is not None and floating else entry.dtype
+    whole = place.name in plan.given and place.converter is None
+    shape = tuple(plan.given[place.name].shape) if whole else entry.shape
+    return Target(place.key, place.name, dtype, shape, shard, key, place)
+
+
+def _main_dtype(shards: list[Shard]) -> torch.dtype:
+    sizes: Counter[torch.dtype] = Counter()
+    for shard in shards:
+        for entry in shard.entries.values():
+            if DTYPES[entry.dtype].is_floating_point:
+                sizes[DTYPES[entry.dtype]] += entry.nbytes
+    if not sizes:
+        raise PeftlabError(f"{shards[0].path.parent}: holds no floating-point weights")
+    return sizes.most_common(1)[0][0]
+
+
+def _refuse_missing(
+    plan: MergePlan,
+    known: dict[str, torch.Size],
+    found: dict[str, Place],
+    tied: dict[str, str],
+    extra: list[Target],
+    base: Path,
+) -> None:
+    held = {target.name for target in extra} | plan.given.keys()
+    for place in found.values():
+        held |= set(place.names)
+    twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
+    held |= {name for name, other in twins if other in held}
+    missing = [name for name in known if name not in held and name not in tied]
+    if missing:
+        raise PeftlabError(
+            f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        )

@@ -1,0 +1,104 @@
+"""What a model directory holds beside its weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from peftlab.checkpoints.merge.report import MergeReport
+
+TOKENIZER = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
+    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+OTHERS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
+)  # fmt: skip
+
+
+def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
+    """Copy tokenizer, chat templates, custom code and licence to ``out``; return notes on what was left out.
+
+    The tokenizer is that of the adapter or run directory if it holds one (its vocabulary may have grown), else
+    the base's. A link out of its directory is not followed: what it leads to was never meant to be published.
+    """
+    homes = [adapter / "adapter", adapter] if adapter is not None else []
+    own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
+    return _copy(own or base, out, TOKENIZER) + _copy(base, out, OTHERS)
+
+
+def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
+    """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(out)
+    if model.can_generate() and not (out / "generation_config.json").exists():
+        model.generation_config.save_pretrained(out)
+
+
+def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
+    """Return a README.md for a merged directory: what it was made of, how to load it, the recipe."""
+    head = {"library_name": "transformers", "base_model_relation": "finetune", **_base_front_matter(base)}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", report.base):
+        head["base_model"] = report.base
+    matter = "".join(f"{key}: {value}\n" for key, value in head.items())
+    changed = [row for row in report.tensors if row.kind == "folded"]
+    parts = [
+        f"---\n{matter}---",
+        f"# {Path(report.out).name}",
+        f"`{report.base}` with the {report.method} adapter `{report.adapter}` merged into its weights by peftlab: "
+        f"{len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} as they "
+        "were. `merge.json` has the figures of each.",
+        "```python\n"
+        f"from transformers import {report.architecture}\n\n"
+        f'model = {report.architecture}.from_pretrained("{Path(report.out).name}")\n'
+        "```",
+    ]
+    if "license" in head:
+        parts.append(f"The base model's licence ({head['license']}) applies to what is derived from it.")
+    if recipe:
+        fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", recipe)), default=0))
+        parts.append(f"## Recipe\n\n{fence}yaml\n{recipe.rstrip()}\n{fence}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _base_front_matter(base: Path) -> Mapping[str, str]:
+    """Return the licence lines of the base's own card."""
+    card = base / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and _belongs(card, base) else ""
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    lines = re.findall(r"^(license\w*): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
+    return dict(lines)
+
+
+def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
+    notes = []
+    for entry in sorted(source.iterdir()):
+        if not any(fnmatch(entry.name, pattern) for pattern in patterns):
+            continue
+        for file in sorted(entry.rglob("*")) if entry.name == "additional_chat_templates" else [entry]:
+            if not _belongs(file, source):
+                notes.append(f"{file} was left out: it is a link to {os.path.realpath(file)}, outside {source}")
+            elif file.is_file():
+                copied = out / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copied)
+    return notes
+
+
+def _belongs(file: Path, directory: Path) -> bool:
+    """Whether a file is within the directory once links are followed, or is the hub cache's own copy of it.
+
+    The cache keeps contents in ``blobs`` and links to them from ``snapshots/<revision>``.
+    """
+    # Unlike Path.resolve, realpath does not fail on links that lead in a circle.
+    home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
+    cached = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    return cached or target.is_relative_to(home)

@@ -1,0 +1,195 @@
+"""The steps of a merge: for each tensor of the merged files, what is read and what is computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import dot_natural_key
+
+from peftlab.checkpoints.io.shards import Shard
+from peftlab.checkpoints.io.stream import Copy, Job, OutputFile, copying
+from peftlab.checkpoints.io.tensorfiles import DTYPES
+from peftlab.checkpoints.merge.plan import MergePlan, Target
+from peftlab.checkpoints.merge.report import MergeReport, Tally, out_of_range, replaced
+from peftlab.errors import PeftlabError
+from peftlab.methods.leaf import Folding, recast
+
+
+class Steps:
+    """The steps of one merge.
+
+    Args:
+        plan: what to write. outputs: the file of each merged key. report: takes each tensor's figures.
+        precision: dtype of product and sum. allow_nonfinite: do not stop at NaN or infinity.
+    """
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        outputs: dict[str, OutputFile],
+        report: MergeReport,
+        *,
+        precision: torch.dtype,
+        allow_nonfinite: bool,
+    ) -> None:
+        self.plan, self.outputs, self.report = plan, outputs, report
+        self.precision, self.allow_nonfinite = precision, allow_nonfinite
+        self.targets = {target.key: target for targets in plan.files.values() for target in targets}
+
+    def __iter__(self) -> Iterator[Job | Copy]:
+        """Yield the steps in the order of the merged files."""
+        groups = self._groups()
+        for key, output in self.outputs.items():
+            target = self.targets[key]
+            if target.place is not None and target.place.converter is not None:
+                group = groups.pop(target.place.name, None)
+                if group is not None:
+                    yield from self._group(group)
+            else:
+                yield self._single(target, output)
+
+    def _single(self, target: Target, output: OutputFile) -> Job | Copy:
+        shard, key = target.shard, target.source
+        entry = shard.entries[key] if shard is not None else None
+        reads = [(shard, key)] if shard is not None else []
+        if target.name in self.plan.folded or target.name in self.plan.given:
+
+            def change(read: list[Tensor]) -> dict[str, Tensor]:
+                return {target.key: self._changed(target, target.name, read[0] if read else None)}
+
+            nbytes = output.entries[target.key].nbytes + (entry.nbytes if entry is not None else 0)
+            if entry is not None and entry.dtype == target.dtype and target.name in self.plan.folded:
+                nbytes = entry.nbytes  # folded in place
+            return Job(reads, change, self.outputs, nbytes)
+        assert shard is not None and entry is not None
+        self.report.copied += 1
+        if entry.dtype == target.dtype:
+            return copying(shard, key, output, target.key)
+
+        def convert(read: list[Tensor]) -> dict[str, Tensor]:
+            return {target.key: self._converted(target, read[0])}
+
+        return Job(reads, convert, self.outputs, entry.nbytes + output.entries[target.key].nbytes)
+
+    def _changed(self, target: Target, name: str, base: Tensor | None) -> Tensor:
+        """Return a parameter's merged value and note its figures."""
+        stored = DTYPES[target.dtype]
+        given = self.plan.given.get(name)
+        if name in self.plan.folded:
+            start = base if given is None else given
+            assert start is not None
+            tally = Tally(start.dtype != stored)
+            value = self._fold(name, start, stored, tally)
+            row = tally.row(target.key, "folded", value)
+            underflow = tally.underflow
+        else:
+            assert given is not None
+            value = given.to(stored)
+            row = replaced(target.key, base, given, value)
+            underflow = out_of_range(given, value)[1]
+        if row.nonfinite and not self.allow_nonfinite:
+            raise PeftlabError(
+                f"{target.key}: {row.nonfinite} merged weights are NaN or infinite; --allow-nonfinite writes them"
+            )
+        self.report.tensors.append(row)
+        if underflow:
+            self.report.underflow[target.key] = underflow
+        return value
+
+    def _converted(self, target: Target, value: Tensor) -> Tensor:
+        """Return a base tensor in the dtype it is stored in; note what that dtype's range does not hold."""
+        stored = value.to(DTYPES[target.dtype])
+        if stored.dtype == value.dtype:
+            return value
+        overflow, underflow = out_of_range(value, stored)
+        if overflow and not self.allow_nonfinite:
+            raise PeftlabError(
+                f"{target.key}: {overflow} weights are too large for {target.dtype}; choose another --dtype, or "
+                "--allow-nonfinite writes infinity"
+            )
+        if overflow:
+            self.report.overflow[target.key] = overflow
+        if underflow:
+            self.report.underflow[target.key] = underflow
+        return stored
+
+    def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
+        """Fold by the leaf's own function, on a copy of the empty leaf that holds weight and adapter."""
+        leaf_name = self.plan.folded[name]
+        empty = self.plan.model.get_submodule(leaf_name)
+        leaf: Any = recast(type(empty), empty)
+        own = name.removeprefix(f"{leaf_name}.")
+        lent = {own: weight}
+        for key in leaf._parameters:
+            if key not in lent and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
+                lent[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
+        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in lent.items()})
+        leaf.settle()
+        in_place = stored == weight.dtype and name not in self.plan.given
+        with torch.no_grad():
+            return leaf.fold(Folding(self.precision, stored, tally, in_place, own))[own]
+
+    def _groups(self) -> dict[str, list[Target]]:
+        """Return the targets that become model tensors together, by the first of those."""
+        groups: dict[str, list[Target]] = {}
+        for target in self.targets.values():
+            if target.place is not None and target.place.converter is not None:
+                groups.setdefault(target.place.name, []).append(target)
+        return groups
+
+    def _group(self, group: list[Target]) -> Iterator[Job | Copy]:
+        """Yield the steps of base tensors that the model holds in another form: experts one by one, for instance."""
+        place = group[0].place
+        assert place is not None
+        if not any(name in self.plan.folded or name in self.plan.given for name in place.names):
+            for target in group:
+                yield self._single(target, self.outputs[target.key])
+            return
+        group = sorted(group, key=lambda target: dot_natural_key(target.source))
+        reads: list[tuple[Shard, str]] = []
+        for target in group:
+            assert target.shard is not None
+            reads.append((target.shard, target.source))
+        nbytes = 3 * sum(self.outputs[target.key].entries[target.key].nbytes for target in group)
+        yield Job(reads, self._regroup(group), self.outputs, nbytes)
+
+    def _regroup(self, group: list[Target]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+        place = group[0].place
+        assert place is not None and place.converter is not None
+        converter, model = place.converter, self.plan.model
+
+        def make(read: list[Tensor]) -> dict[str, Tensor]:
+            parts = [(t.place.name, t.place.bare, t.place.pattern) for t in group if t.place is not None]
+            whole = _convert(converter, list(zip(parts, read, strict=True)), model)
+            for name in whole:
+                if name in self.plan.folded or name in self.plan.given:
+                    row = Target(name, name, group[0].dtype, tuple(whole[name].shape))
+                    whole[name] = self._changed(row, name, whole[name])
+            back = converter.reverse_transform()
+            pieces = []
+            for name, tensor in whole.items():
+                renamed, pattern = back.rename_source_key(name)
+                pieces.append(((renamed, name, pattern or ""), tensor))
+            split = _convert(back, pieces, model)
+            found = {}
+            for target in group:
+                assert target.place is not None
+                bare = target.place.bare
+                name = next(n for n in split if n == bare or n.endswith(f".{bare}") or bare.endswith(f".{n}"))
+                found[target.key] = self._converted(target, split.pop(name))
+            return found
+
+        return make
+
+
+def _convert(converter: Any, parts: list[tuple[tuple[str, str, str], Tensor]], model: Any) -> dict[str, Tensor]:
+    """Run one of transformers' weight converters on tensors: (name after, key before, pattern) and values."""
+    fresh: Any = deepcopy(converter)
+    for (name, key, pattern), tensor in parts:
+        fresh.add_tensor(name, key, pattern, tensor)
+    made = fresh.convert(parts[0][0][0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

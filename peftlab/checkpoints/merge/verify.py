@@ -1,0 +1,88 @@
+"""Running real inputs through base + adapter and through the merged directory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.checkpoints.adapter import Adapter, load_adapter
+from peftlab.models.pretrained import load_base, load_config
+
+ROUNDS = 5  # timed passes over the inputs, for each model
+
+
+def verify_merge(
+    adapter: str | Path | Adapter,
+    base: str,
+    merged: str | Path,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    lora_alpha: float | None = None,
+) -> dict[str, float]:
+    """Compare what base + adapter and the merged model answer to real inputs, and how fast.
+
+    Args:
+        adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
+        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
+
+    Returns:
+        ``max_logit_difference`` and ``argmax_agreement`` (share of predictions) over all inputs, padding left
+        out; ``examples``; ``latency_merged`` and ``latency_unmerged``: time relative to the base model's,
+        medians of passes taken in turn.
+    """
+    config = load_config(str(merged))
+    architecture = (config.architectures or ["AutoModel"])[0]
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    models: dict[str, nn.Module] = {
+        "base": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+        "merged": load_base(str(merged), architecture, dtype=dtype)[0],
+        "unmerged": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+    }
+    load_adapter(models["unmerged"], adapter, lora_alpha=lora_alpha)
+    worst, agreed, answers, examples = 0.0, 0, 0, 0
+    with torch.inference_mode():
+        for batch in batches:
+            here, there = (_logits(models[name], batch).float() for name in ("unmerged", "merged"))
+            worst = max(worst, float((here - there).abs().max()))
+            agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
+            answers += here.shape[:-1].numel()
+            examples += len(batch["input_ids"])
+        times = _times(models, batches)
+    return {
+        "max_logit_difference": worst,
+        "argmax_agreement": agreed / answers,
+        "examples": examples,
+        "latency_merged": times["merged"] / times["base"],
+        "latency_unmerged": times["unmerged"] / times["base"],
+    }
+
+
+def _of_base(config: Any, base: str) -> Any:
+    """Return the task model's configuration; a quantised file's own, where the base is one."""
+    if not base.endswith(".gguf"):
+        return config
+    return load_config(base)
+
+
+def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    answer = model(**batch)
+    logits = answer.logits if "logits" in answer else answer[0]
+    mask = batch.get("attention_mask")
+    return logits[mask.bool()] if mask is not None and logits.shape[:-1] == mask.shape else logits
+
+
+def _times(models: dict[str, nn.Module], batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    spent: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            started = time.perf_counter()
+            for batch in batches:
+                model(**batch)
+            spent[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in spent.items()}

@@ -1,0 +1,202 @@
+"""Can a draft pay on this device? Measured step times, and the arithmetic of what they allow."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
+from peftlab.decoding.analysis.statistics import Interval, percentiles
+from peftlab.decoding.analysis.theory import goodput
+from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.errors import PeftlabError
+
+ALPHAS = tuple(i / 20 for i in range(1, 21))
+
+
+def step_seconds(
+    engines: dict[str, tuple[Engine, int]], *, context: int = 128, repeats: int = 9
+) -> dict[tuple[str, int], list[float]]:
+    """Measure one forward pass over 1..k tokens after ``context`` cached ones.
+
+    Args:
+        engines: name -> engine and its largest k.
+        context: tokens in the cache.
+        repeats: passes of each kind, in turn. One more of each warms up.
+
+    Returns:
+        (name, k) -> seconds of each repeat.
+
+    Raises:
+        PeftlabError: ``repeats < 1``, or a context that does not fit.
+    """
+    check_repeats(repeats)
+    generator = torch.Generator().manual_seed(0)
+    runs: dict[tuple[str, int], Callable[[], Any]] = {}
+    for name, (engine, most) in engines.items():
+        if engine.limit is not None and context + most > engine.limit:
+            raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
+        cache = KVCache(engine.layers, 1, context + most)
+        ids = torch.randint(engine.vocab_size, (1, context + most), generator=generator).to(engine.device)
+        engine.forward(cache, ids[:, :context], Block((0,), context), [context - 1])
+        for k in range(1, most + 1):
+            runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,), k))
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            began = time.perf_counter()
+            float(run().logits[0, -1, 0])  # reading a number waits for the device
+            seconds[key].append(time.perf_counter() - began)
+    return {key: values[1:] for key, values in seconds.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Raise ``PeftlabError`` if nothing would be measured."""
+    if repeats < 1:
+        raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
+
+
+def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
+    """Return what step times allow.
+
+    With t(k) the time of a target step over k tokens and d that of a draft step, γ drafted tokens at
+    acceptance α gain τ(α, γ)·t(1) / (t(γ+1) + γ·d) over plain decoding; where t is flat this is τ/(γc+1).
+
+    Args:
+        target: t(1), t(2), ..., t(γ_max + 1) in seconds.
+        draft: d in seconds.
+
+    Returns:
+        ``c`` = d/t(1); ``verification`` [t(k)/t(1)]; ``gammas``, a list of gamma, ``cap`` (gain at α = 1) and
+        ``break_even`` (α at gain 1, or None); ``alphas``, a list of alpha, its best gamma (0: do not draft) and
+        gain; ``pays``; ``verdict``.
+    """
+    longest = len(target) - 1
+    if longest < 1:
+        raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
+    gain = partial(_gain, target, draft)
+    gammas: list[dict[str, Any]] = [
+        {"gamma": g, "cap": gain(1.0, g), "break_even": _break_even(partial(gain, gamma=g))}
+        for g in range(1, longest + 1)
+    ]
+    alphas = []
+    for alpha in ALPHAS:
+        best = max(range(longest + 1), key=lambda g: gain(alpha, g))
+        alphas.append({"alpha": alpha, "gamma": best, "gain": gain(alpha, best)})
+    pays = any(row["break_even"] is not None for row in gammas)
+    return {
+        "c": draft / target[0],
+        "target_seconds": target,
+        "draft_seconds": draft,
+        "verification": [t / target[0] for t in target],
+        "gammas": gammas,
+        "alphas": alphas,
+        "pays": pays,
+        "verdict": _verdict(gammas, pays),
+    }
+
+
+def plan_from_repeats(target: list[list[float]], draft: list[float], conditions: Conditions) -> dict[str, Any]:
+    """Return what measured step times allow, and how sure that is.
+
+    Args:
+        target: for 1, 2, ..., γ_max + 1 tokens the seconds of each repeat. draft: those of a draft step.
+        conditions: of the measurement.
+
+    Returns:
+        That of ``plan_from_times`` for the medians; ``c_interval`` and ``cap_interval`` (of the largest gain at α = 1),
+        95 % bootstrap intervals over repeats, None for a single one; ``target_range`` and ``draft_range``, the
+        shortest and the longest repeat; ``conditions``, with ``doubts``. With doubts, or if the repeats do not
+        agree on whether a draft can pay, the verdict is called uncertain.
+    """
+    result = plan_from_times([statistics.median(times) for times in target], statistics.median(draft))
+    intervals = _intervals(target, draft)
+    doubts = conditions.doubts()
+    result["verdict"] = uncertain(doubts, result["verdict"])
+    cap = intervals["cap_interval"]
+    if not doubts and cap is not None and cap[0] <= 1 < cap[1]:
+        result["verdict"] = (
+            f"uncertain, as by some repeats a perfect draft reaches {cap[0]:.2f}x and by others {cap[1]:.2f}x: by the "
+            f"median {result['verdict']}"
+        )
+    return result | {
+        **intervals,
+        "target_range": [(min(times), max(times)) for times in target],
+        "draft_range": (min(draft), max(draft)),
+        "conditions": conditions.as_json(),
+    }
+
+
+def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> dict[str, Interval]:
+    """Draw repeats with replacement, the same for all steps: they took turns."""
+    if len(draft) < 2:
+        return {"c_interval": None, "cap_interval": None}
+    times = numpy.asarray([*target, draft])  # [γ_max + 2, repeats]
+    drawn = numpy.random.default_rng(0).integers(times.shape[1], size=(draws, times.shape[1]))
+    medians = numpy.median(times[:, drawn], -1)  # [γ_max + 2, draws]
+    caps = [max(_gain(list(t[:-1]), t[-1], 1.0, g) for g in range(1, len(target))) for t in medians.T]
+    ratios = {"c_interval": medians[-1] / medians[0], "cap_interval": numpy.asarray(caps)}
+    return {name: percentiles(values) for name, values in ratios.items()}
+
+
+def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
+    return goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft) * target[0]
+
+
+def _verdict(gammas: list[dict[str, Any]], pays: bool) -> str:
+    best = max(gammas, key=lambda row: row["cap"])
+    most = f"a perfect draft reaches {best['cap']:.2f}x (gamma {best['gamma']})"
+    if not pays:
+        return f"cannot pay here: even {most}"
+    first = min((row for row in gammas if row["break_even"] is not None), key=lambda row: row["break_even"])
+    return f"pays from an acceptance of {first['break_even']:.2f} (gamma {first['gamma']}); {most}"
+
+
+def _break_even(gain: Callable[[float], float]) -> float | None:
+    """The least α at which the gain is 1; None where no draft gains anything."""
+    if gain(1.0) <= 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain(middle) < 1 else (low, middle)
+    return high
+
+
+def check_plan(max_gamma: int, repeats: int) -> None:
+    """Raise ``PeftlabError`` for settings that plan nothing, before a model is loaded."""
+    if max_gamma < 1:
+        raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
+    check_repeats(repeats)
+
+
+def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> dict[str, Any]:
+    """Measure target and draft on this device; see ``plan_from_repeats`` for the result.
+
+    Raises:
+        PeftlabError: ``max_gamma`` or ``repeats`` below 1, or a context that does not fit.
+    """
+    check_plan(max_gamma, repeats)
+    both = {"target": (target, max_gamma + 1), "draft": (draft, 1)}
+    with Watch(target.device) as watch:
+        seconds = step_seconds(both, context=context, repeats=repeats)
+    times = [seconds["target", k] for k in range(1, max_gamma + 2)]
+    return plan_from_repeats(times, seconds["draft", 1], watch.conditions(list(seconds.values()))) | {
+        "context": context,
+        "kernels": {"target": target.kind, "draft": draft.kind},
+        "threads": torch.get_num_threads(),
+        "device": str(target.device),
+    }
+
+
+def finite(value: float | None) -> str:
+    """Return a gain or an acceptance for a table; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"

@@ -1,0 +1,162 @@
+"""Numbers about generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from peftlab.decoding.analysis.theory import acceptance_rate
+from peftlab.decoding.decode import Generation
+from peftlab.decoding.drafters.base import Row, Sampling, Verified
+from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.engines.cache import Block, KVCache
+
+Interval = tuple[float, float] | None
+"""Of 95 %; None where the data cannot tell."""
+
+
+def acceptance_statistics(generations: Iterable[Generation]) -> dict[str, Any]:
+    """Return what the target's steps came to, pooled over all of them.
+
+    ``tau``: tokens a target step. ``acceptance``: of the drafted tokens that were tried, each after all before
+    it had stood, the share that stood. ``acceptance_by_position``: the same for the first, second, ... of a
+    step. ``drafted``, ``accepted``: tokens. ``histogram``: tokens a step -> steps.
+    """
+    steps = [step for generation in generations for step in generation.steps]
+    emitted, accepted = sum(s.emitted for s in steps), sum(s.accepted for s in steps)
+    longest = max((s.drafted for s in steps), default=0)
+    tried = [sum(s.drafted > i and s.accepted >= i for s in steps) for i in range(longest)]
+    stood = [sum(s.accepted > i for s in steps) for i in range(longest)]
+    return {
+        "tau": emitted / len(steps) if steps else None,
+        "acceptance": accepted / sum(tried) if sum(tried) else None,
+        "acceptance_by_position": [s / t if t else None for s, t in zip(stood, tried, strict=True)],
+        "drafted": sum(s.drafted for s in steps),
+        "accepted": accepted,
+        "steps": len(steps),
+        "histogram": {str(n): count for n, count in sorted(Counter(s.emitted for s in steps).items())},
+    }
+
+
+@dataclass
+class Overlap:
+    """How well a draft model agrees with its target, at every position whose drafted prefix stood.
+
+    An ``observe`` for ``decoder.decode``. At temperature 0 it compares at temperature 1.
+    """
+
+    sampling: Sampling
+    _sums: dict[str, float] = field(default_factory=lambda: {"overlap": 0.0, "argmax": 0.0, "p_of_argmax": 0.0})
+    positions: int = 0
+
+    def __call__(self, rows: list[Row], verified: Verified) -> None:
+        logits = verified.draft.logits
+        if logits is None or verified.draft.shape is not None:
+            return
+        settings = Sampling(temperature=1.0) if self.sampling.greedy else self.sampling
+        for i, path in enumerate(verified.paths):
+            drafted = int((verified.draft.tokens[i] >= 0).sum())
+            n = min(len(path) + 1, drafted)
+            p = settings.probabilities(verified.output.logits[i, :n])
+            q = settings.probabilities(logits[i, :n])
+            guess = q.argmax(-1)
+            self._sums["overlap"] += float(acceptance_rate(p, q).sum())
+            self._sums["argmax"] += float((guess == p.argmax(-1)).sum())
+            self._sums["p_of_argmax"] += float(p.gather(-1, guess[:, None]).sum())
+            self.positions += n
+
+    def result(self) -> dict[str, float] | None:
+        """Return α as Σ min(p, q), as share of equal argmax, and as p(argmax q); None without a draft model."""
+        if not self.positions:
+            return None
+        return {name: total / self.positions for name, total in self._sums.items()}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one way of decoding took.
+
+    Attributes:
+        tokens: of each batch. seconds: of each batch in each repeat.
+    """
+
+    tokens: list[int]
+    seconds: list[list[float]]
+
+    def rate(self) -> float:
+        """Return tokens a second; a batch takes the median of its repeats."""
+        return sum(self.tokens) / sum(map(statistics.median, self.seconds))
+
+
+def rate_intervals(one: Timed, baseline: Timed, *, draws: int = 1000) -> dict[str, Interval]:
+    """Return 95 % bootstrap intervals of both rates (``rate``, ``baseline``) and of their ratio (``speedup``).
+
+    Batches are drawn with replacement, and so are the repeats of each batch drawn. Both ways of decoding are drawn
+    alike: they took turns, so that a slow moment of the machine met both.
+
+    Args:
+        one, baseline: times of the same batches in the same repeats.
+        draws: resamples; the same every time.
+
+    Returns:
+        None for each of the three where there is but one batch: it says nothing about how batches differ.
+    """
+    count, repeats = len(one.tokens), len(one.seconds[0])
+    if count < 2:
+        return dict.fromkeys(("rate", "baseline", "speedup"))
+    dice = numpy.random.default_rng(0)
+    batch = dice.integers(count, size=(draws, count))
+    repeat = dice.integers(repeats, size=(draws, count, repeats))
+
+    def drawn(of: Timed) -> numpy.ndarray:
+        seconds = numpy.median(numpy.asarray(of.seconds)[batch[..., None], repeat], -1)  # [draws, count]
+        return numpy.asarray(of.tokens)[batch].sum(-1) / seconds.sum(-1)
+
+    rate, plain = drawn(one), drawn(baseline)
+    samples = {"rate": rate, "baseline": plain, "speedup": rate / plain}
+    return {name: percentiles(values) for name, values in samples.items()}
+
+
+def percentiles(values: numpy.ndarray) -> tuple[float, float]:
+    """Return the ends of the middle 95 % of resampled values."""
+    low, high = numpy.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two greedy outputs of one model part.
+
+    Attributes:
+        position: index of the first different output token.
+        margin: top-1 minus top-2 logit of the target there.
+        near_tie: whether that lies within rounding, so that the order of a sum may decide.
+    """
+
+    position: int
+    margin: float
+    near_tie: bool
+
+
+def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
+    """Return where two greedy outputs part, and whether the target was undecided there; None if they are equal.
+
+    A near tie is a margin of at most 8 units in the last place of the largest logit, in the logits' dtype.
+    """
+    if list(plain) == list(other):
+        return None
+    pairs = zip(plain, other, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+    ids = [*prompt, *plain[:position]]
+    cache = KVCache(engine.layers, 1, len(ids))
+    tokens = torch.tensor([ids], device=engine.device)
+    logits = engine.forward(cache, tokens, Block((0,), len(ids)), [len(ids) - 1]).logits[0, 0]
+    first, second = logits.float().topk(2).values.tolist()
+    ulp = torch.finfo(logits.dtype).eps * max(abs(first), abs(second))
+    return Divergence(position, first - second, first - second <= 8 * ulp)

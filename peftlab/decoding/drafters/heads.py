@@ -1,0 +1,105 @@
+"""Drafting with Medusa heads, as a chain or as a tree; reading them from a directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.checkpoints.io.tensorfiles import read_tensors
+from peftlab.decoding.drafters.base import Draft, Row, Start, Verified
+from peftlab.decoding.verification.tree import best_tree, shape_of
+from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object
+from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
+
+
+@dataclass
+class MedusaDrafter:
+    """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
+
+    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most promising nodes over
+    the heads' best choices. Candidates are the heads' top tokens, so verification takes them as certain.
+
+    Attributes:
+        heads: their ``best`` is asked; head i predicts i + 2 positions ahead.
+        width: choices of a head that a tree may use; 1 is a chain.
+        name: for reports.
+    """
+
+    heads: MedusaHeads | ReducedHeads
+    width: int = 1
+    name: str = "medusa"
+    _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        held = zip(rows, state.hidden, strict=True)
+        self._hidden = {row.place: hidden for row, hidden in held if hidden is not None}
+        self._vocab = state.vocab_size
+
+    @torch.inference_mode()
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        weight = next(self.heads.parameters())
+        device = weight.device
+        # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
+        budgets = [b if row.place in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
+        if not any(budgets):
+            return Draft(torch.full((len(rows), 0), -1, device=device))
+        blank = torch.zeros_like(next(iter(self._hidden.values())))
+        hidden = torch.stack([self._hidden.get(row.place, blank) for row in rows])
+        if self.heads.vocab_size != self._vocab:
+            raise PeftlabError(f"medusa: vocabulary of {self.heads.vocab_size}, but the target's has {self._vocab}")
+        best = self.heads.best(hidden.to(weight.dtype), self.width)  # [K, b, width]
+        tree = best_tree(max(budgets), len(best), self.width)
+        tokens = torch.stack([best[len(path) - 1, :, path[-1]] for path in tree], 1)
+        allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
+        return Draft(torch.where(allowed, tokens, -1), shape=shape_of(tree) if self.width > 1 else None)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        # The state that gave a row its newest token: that of the last accepted node, or of the root.
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            self._hidden[row.place] = verified.output.hidden[i, path[-1] + 1 if path else 0]
+
+    def select(self, slots: list[int]) -> None:
+        pass
+
+
+def is_medusa(directory: str | Path) -> bool:
+    """Whether a directory holds Medusa heads as ``drafting.headfiles.write_medusa`` writes them."""
+    config = Path(directory) / "config.json"
+    return config.is_file() and read_object(config).get("model_type") == "medusa"
+
+
+def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
+    """Return the heads in a directory that ``write_medusa`` wrote; every key is used exactly once.
+
+    Raises:
+        PeftlabError: the configuration is of another type, or a key is missing or unknown.
+    """
+    directory = Path(directory)
+    config = read_object(directory / "config.json")
+    if config.get("model_type") != "medusa":
+        raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
+    tensors, _ = read_tensors(directory / "model.safetensors")
+    sizes = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
+    rows, width, count, vocabulary = (member(config, key, int, directory / "config.json") for key in sizes)
+    if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
+        raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are not those of the heads beside it")
+    with torch.device("meta"):
+        blank = nn.Parameter(torch.empty(rows, width))
+        bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
+        heads = MedusaHeads(blank, count, bias, shared)
+    reduced = rows < vocabulary
+    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
+    if expected != set(tensors):
+        odd = sorted(expected ^ set(tensors))
+        raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
+    tokens = tensors.pop("token_map", None)
+    for name, parameter in heads.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
+            raise PeftlabError(f"{directory}: {name} has shape {shapes}")
+    heads.load_state_dict(tensors, assign=True)
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()

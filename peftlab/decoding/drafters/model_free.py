@@ -1,0 +1,179 @@
+"""Drafters without a model: they cost nothing but the tokens that the target verifies in vain."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, Start, Verified, right_padded
+from peftlab.decoding.verification.tree import best_tree, shape_of
+
+
+def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Draft:
+    guesses = [guess(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+    return Draft(right_padded(guesses, max(map(len, guesses)), filler=-1))
+
+
+@dataclass
+class PromptLookup:
+    """What followed the last few tokens when they last stood in this sequence.
+
+    Prompt lookup decoding (Saxena 2023): the longest suffix of at most ``longest`` tokens that occurred
+    before wins, and of its occurrences the latest. Suffixes shorter than ``shortest`` are not looked up.
+    """
+
+    longest: int = 3
+    shortest: int = 1
+    name: str = "lookup"
+    _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
+    _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        self._after = {row.place: {} for row in rows}
+        self._indexed = {row.place: 0 for row in rows}
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        return _chains(rows, budgets, self._guess)
+
+    def _guess(self, row: Row, budget: int) -> list[int]:
+        after, tokens = self._after[row.place], row.tokens
+        for end in range(self._indexed[row.place] + 1, len(tokens)):
+            for n in range(self.shortest, min(self.longest, end) + 1):
+                after[tuple(tokens[end - n : end])] = end
+        self._indexed[row.place] = len(tokens) - 1
+        for n in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
+            start = after.get(tuple(tokens[-n:]))
+            if start is not None:
+                return tokens[start : start + budget]
+        return []
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        pass
+
+    def select(self, slots: list[int]) -> None:
+        pass
+
+
+@dataclass
+class NGram:
+    """The most frequent continuation of the last tokens in all text seen so far; the baseline to beat.
+
+    Counts of every context of up to ``order - 1`` tokens, over all sequences since the drafter was made; the
+    longest known context decides.
+    """
+
+    order: int = 3
+    name: str = "n-gram"
+    _counts: dict[tuple[int, ...], Counter[int]] = field(
+        init=False, repr=False, default_factory=lambda: defaultdict(Counter)
+    )
+    _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        self._counted = {row.place: 1 for row in rows}
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        for row in rows:
+            for end in range(self._counted[row.place], len(row.tokens)):
+                for n in range(min(self.order, end + 1)):
+                    self._counts[tuple(row.tokens[end - n : end])][row.tokens[end]] += 1
+            self._counted[row.place] = len(row.tokens)
+        return _chains(rows, budgets, self._guess)
+
+    def _guess(self, row: Row, budget: int) -> list[int]:
+        text = row.tokens[-self.order :]
+        guess: list[int] = []
+        while len(guess) < budget:
+            known = (tuple(text[len(text) - n :]) for n in range(min(self.order - 1, len(text)), -1, -1))
+            context = next((c for c in known if c in self._counts), None)
+            if context is None:
+                break
+            guess.append(self._counts[context].most_common(1)[0][0])
+            text.append(guess[-1])
+        return guess
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        pass
+
+    def select(self, slots: list[int]) -> None:
+        pass
+
+
+@dataclass
+class Recycling:
+    """The target's own runners-up: a table token -> its likeliest followers when it was last read.
+
+    Token Recycling (Luo et al. 2024, arXiv 2408.08696). Every token the target reads, accepted or not,
+    refreshes its line; a tree of γ nodes over the table is the draft. The table outlives a sequence.
+
+    Attributes:
+        width: followers kept a token.
+        name: for reports.
+    """
+
+    width: int = 4
+    name: str = "recycling"
+    _followers: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        self._width = min(self.width, state.vocab_size)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        tree = best_tree(max(budgets), max(budgets), self._width)
+        shape = shape_of(tree)
+        drafts = []
+        for row, budget in zip(rows, budgets, strict=True):
+            tokens: list[int] = []
+            for path, parent in zip(tree[:budget], shape.parents, strict=False):
+                before = tokens[parent] if parent >= 0 else row.tokens[-1]
+                followers = self._followers.get(before)
+                tokens.append(followers[path[-1]] if followers else -1)
+            drafts.append(tokens)
+        return Draft(right_padded(drafts, len(tree), filler=-1), shape=shape)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        best = verified.output.logits.topk(self._width, -1).indices.tolist()
+        drafted = verified.draft.tokens.tolist()
+        for inputs, alive, lines in zip(verified.inputs.tolist(), drafted, best, strict=True):
+            for token, mark, line in zip(inputs, [0, *alive], lines, strict=True):
+                if mark >= 0:
+                    self._followers[token] = line
+
+    def select(self, slots: list[int]) -> None:
+        pass
+
+
+@dataclass
+class Either:
+    """What the text itself proposes, and in steps where it has nothing for some row, what a trained draft does.
+
+    Copied text is long and certain where there is any; a draft guesses anywhere. Each step is wholly one or the
+    other's, so the draft may draw its tokens and form trees.
+
+    Attributes:
+        first: asked at every step; it must not learn from what it did not propose.
+        second: asked where ``first`` leaves a row empty; it must bear steps that were not its own.
+    """
+
+    first: PromptLookup
+    second: Drafter
+    name: str = "lookup+draft"
+
+    def start(self, rows: list[Row], state: Start) -> None:
+        self.first.start(rows, state)
+        self.second.start(rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        copied = self.first.propose(rows, budgets)
+        if copied.tokens.shape[1] and bool((copied.tokens[:, 0] >= 0).all()):
+            return copied
+        return self.second.propose(rows, budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.first.accept(rows, verified)
+        self.second.accept(rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.first.select(slots)
+        self.second.select(slots)

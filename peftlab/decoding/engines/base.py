@@ -1,0 +1,50 @@
+"""One seam for the forward pass: tokens and a cache in, logits and hidden states out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.engines.cache import Block, KVCache
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gives for the tokens asked for.
+
+    Attributes:
+        logits: [b, kept, V].
+        hidden: [b, kept, H], the input of the LM head (after the final norm).
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Engine(Protocol):
+    """A model that decodes.
+
+    Attributes:
+        kind: how the step is computed, for reports.
+        vocab_size: V, the rows of the LM head.
+        limit: how many positions the model knows; None if it has no limit.
+        layers: layers of the cache.
+        device: where tokens go.
+    """
+
+    kind: str
+    vocab_size: int
+    limit: int | None
+    layers: int
+    device: torch.device
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """Run tokens [b, n] whose places in the cache ``block`` gives.
+
+        ``keep`` selects tokens of the n whose output is returned, default all. Tokens past the model's limit may be
+        among the n; their output is undefined.
+        """
+        ...

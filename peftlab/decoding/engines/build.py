@@ -1,0 +1,86 @@
+"""Which forward pass decodes a model: the fastest that is exact, by a trial on the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.llama import FlatEngine, flattens
+from peftlab.decoding.engines.proof import Trial
+from peftlab.decoding.engines.split import EqualLengths, PathByPath
+from peftlab.decoding.engines.transformers import LibraryEngine
+from peftlab.errors import PeftlabError
+
+__all__ = ["Engine", "Output", "build_engine"]
+
+
+def build_engine(
+    model: PreTrainedModel, *, vocabulary: int | None = None, pack: bool = True, flat: bool = True
+) -> Engine:
+    """Return the fastest engine that gives ``model``'s own logits.
+
+    For Llama-like models that is a flattened step (``flat.py``), else the forward of ``transformers`` with masks of
+    ours, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a tree
+    (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
+    (``split.py``). ``Engine.kind`` tells which it is.
+
+    Args:
+        model: a causal language model; its weights must not change afterwards.
+        vocabulary: give logits for the first so many tokens only, where the LM head is padded past the
+            tokenizer's size: target and draft must agree.
+        pack: on the CPU, lay every weight out once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
+            ``flat.py``). Sums are then rounded in another order than in ``transformers``.
+        flat: use the flattened step where the architecture is known.
+
+    Raises:
+        PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
+    """
+    library = LibraryEngine(model, vocabulary)
+    name = type(model).__name__
+    try:
+        trial = Trial(model)
+    except _FAULTS as fault:
+        raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
+    if not trial.causal:
+        raise PeftlabError(f"{name} is not causal: what it gives for a token changes with the tokens read beside it")
+    if flat and flattens(model) and (engine := _exact(FlatEngine(model, vocabulary, pack=pack), trial, [])):
+        return engine
+    failures: list[str] = []
+    for engine in (library, LibraryEngine(model, vocabulary, masks=False)):
+        if exact := _exact(engine, trial, failures):
+            return exact
+    raise PeftlabError(
+        f"{name} cannot be decoded losslessly here ({failures[-1]}): "
+        "decode it with transformers' generate, or take another target"
+    )
+
+
+# What a model raises that is given a mask, a position or a cache of a form that it does not know.
+_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+
+
+def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
+    """Return the engine, split as far as it must be; None if single rows are wrong. ``failures`` takes up what was."""
+
+    def holds(check: Callable[[Engine], bool], engine: Engine) -> bool:
+        try:
+            right = check(engine)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAULTS as fault:
+            failures.append(f"its forward fails on {check.__name__}: {fault}")
+            return False
+        if not right:
+            failures.append(f"its logits of {check.__name__} are not those of its own forward on single rows")
+        return right
+
+    if not holds(trial.chains, engine):
+        return None
+    if not holds(trial.batches, engine):
+        engine = EqualLengths(engine)
+    if not holds(trial.trees, engine):
+        engine = PathByPath(engine)
+    return engine if holds(trial.batches, engine) and holds(trial.trees, engine) else None

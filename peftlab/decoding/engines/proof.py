@@ -1,0 +1,174 @@
+"""A trial of an engine on the loaded model: its logits for chains, batches and trees against those of single rows.
+
+Architectures differ in how they place and mask tokens, and a wrong mask gives wrong text without an error. So each
+engine reads a handful of tokens, past the model's attention window, and its logits are compared with those of the
+model's own forward on one row and the library's cache. The keys and values of the tokens before those are a short
+prompt's, repeated: to read a whole window would take seconds, and who sees whom does not depend on what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.transformers import limit_of
+from peftlab.decoding.verification.tree import shape_of
+
+# Eight first choices before a path of three: the slot of the path's end is far from its position.
+_SHAPE = shape_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
+_NODES = len(_SHAPE.depths)
+_PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
+_PROMPT = 12
+_WIDEST = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
+_LOUD = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
+
+
+class Trial:
+    """What the model's own forward gives for single rows, and whether an engine gives the same.
+
+    Two sequences are continued, one of 5 tokens and one past the window. Logits agree where their ``difference`` is
+    at most the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16. Rounding
+    over thirty layers is several times smaller, and a token too many or too few in a trained model larger.
+
+    Args:
+        model: a causal language model as it is to decode: on its device, in its dtype.
+
+    Attributes:
+        tolerance: the largest difference at which logits agree.
+        causal: whether the model's own forward gives the same when it reads tokens at once and in two parts.
+
+    Raises:
+        Exception: whatever the model's own forward raises.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._config = model, model.config.get_text_config(decoder=True)
+        limit = limit_of(self._config) or _WIDEST + _NODES
+        self._window = _window(self._config)
+        self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
+        self._short = min(5, self._long - 1)
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = len(embeddings.weight)
+        tokens = torch.randint(vocabulary, (_PROMPT + _NODES,), generator=torch.Generator().manual_seed(0))
+        self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
+        self._prompt = self._prompt[: self._long]
+        with _evaluating(model), torch.inference_mode():
+            cache = DynamicCache(config=self._config)
+            self._prompt_logits = self._read(self._prompt, cache)
+            layers: list[Any] = cache.layers
+            self._states = [(i, x.keys, x.values) for i, x in enumerate(layers) if x.keys is not None]
+            self._paths = {
+                n: [self._read(self._tree[path], self._library_cache(n)) for path in _PATHS]
+                for n in (self._short, self._long)
+            }
+            self.tolerance = _precision(model.dtype) ** 0.5
+            cache = self._library_cache(self._long)
+            parts = [self._read(part, cache) for part in self._tree[_PATHS[0]].split(2)]
+            self.causal = self._agree(torch.cat(parts), self._paths[self._long][0])
+
+    def chains(self, engine: Engine) -> bool:
+        """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
+        prompt, path = self._prompt[None], self._tree[None, _PATHS[0]]
+        with _evaluating(self._model), torch.inference_mode():
+            empty = KVCache(engine.layers, 1, len(self._prompt))
+            first = engine.forward(empty, prompt, Block((0,), prompt.shape[1]))
+            cache = self._cache(engine, [self._long])
+            block = engine.forward(cache, path, Block((self._long,), path.shape[1]))
+            again = engine.forward(cache, path[:, 1:2], Block((self._long + 1,), 1))
+        expected = self._paths[self._long][0]
+        # The first tokens of a text are those that rounding changes most: by four times as much, it was measured.
+        return (
+            self._agree(first.logits[0], self._prompt_logits, times=4)
+            and self._agree(block.logits[0], expected)
+            and self._agree(again.logits[0], expected[1:2])
+        )
+
+    def batches(self, engine: Engine) -> bool:
+        """Return whether the rows of a batch of different lengths are right."""
+        starts = (self._short, self._long, self._short)
+        tokens = self._tree[_PATHS[0]].expand(len(starts), -1)
+        with _evaluating(self._model), torch.inference_mode():
+            out = engine.forward(self._cache(engine, starts), tokens, Block(starts, tokens.shape[1]))
+        return all(self._agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
+
+    def trees(self, engine: Engine) -> bool:
+        """Return whether trees are right, in a batch of different lengths."""
+        starts = (self._short, self._long)
+        block = Block(starts, _NODES, tree=(_SHAPE.depths, _SHAPE.below))
+        with _evaluating(self._model), torch.inference_mode():
+            out = engine.forward(self._cache(engine, starts), self._tree.expand(len(starts), -1), block)
+        return all(
+            self._agree(row[path], want)
+            for row, n in zip(out.logits, starts, strict=True)
+            for path, want in zip(_PATHS, self._paths[n], strict=True)
+        )
+
+    def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
+        """The model's own forward of one row, [n, V]."""
+        return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
+
+    def _context(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each layer's keys and values of ``length`` tokens, [1, H_kv, length, D]."""
+        for i, keys, values in self._states:
+            slot = torch.arange(length, device=keys.device)
+            edge = (slot - max(0, length - self._window)).abs() <= _NODES
+            loud = torch.where(edge, _LOUD, 1).to(values.dtype)[:, None]
+            some = slot % keys.shape[2]
+            yield i, keys[:, :, some], values[:, :, some] * loud
+
+    def _library_cache(self, length: int) -> DynamicCache:
+        cache = DynamicCache(config=self._config)
+        for i, keys, values in self._context(length):
+            cache.update(keys, values, i)
+        return cache
+
+    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+        cache = KVCache(engine.layers, len(lengths), max(lengths) + _NODES)
+        for row, length in enumerate(lengths):
+            for i, keys, values in self._context(length):
+                cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
+        return cache
+
+    def _agree(self, logits: Tensor, expected: Tensor, times: int = 1) -> bool:
+        return difference(logits, expected[..., : logits.shape[-1]]) <= times * self.tolerance
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """Return |a - b| / |b - mean b| of logits a and b, [n, V], root mean square over positions; infinite for nan."""
+    usual = expected.abs() < torch.finfo(torch.float16).max  # some models set the logits of some tokens to -inf
+    a, b = (torch.where(usual, x, 0).double() for x in (logits, expected))
+    spread = torch.where(usual, b - b.sum(-1, keepdim=True) / usual.sum(-1, keepdim=True), 0)
+    found = ((a - b).norm(dim=-1) / spread.norm(dim=-1)).square().mean().sqrt().item()
+    return found if found == found else float("inf")
+
+
+def _precision(dtype: torch.dtype) -> float:
+    """The relative precision of products in ``dtype``, which float32 may compute in TF32 or bfloat16."""
+    coarse = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
+    return torch.finfo(coarse[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype).eps
+
+
+def _window(config: Any) -> int:
+    """The width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
+    names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
+    widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]
+    return max((width for width in widths if width <= _WIDEST), default=0)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch off dropout for a while: a model that is being trained stays in training."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,169 @@
+"""Verification of a chain of drafted tokens: how many stand, and which token follows.
+
+p is the target's distribution, q the draft's, γ the number of drafted tokens, V the vocabulary. Leading
+dimensions are free: each row has its own number of accepted tokens. A step emits the accepted tokens and then
+the next token, so n_accepted + 1 in all; cutting at an end-of-sequence token is the caller's part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peftlab.decoding.verification.sampling import Chance
+from peftlab.errors import PeftlabError
+
+LOSSLESS: dict[str, bool] = {
+    "chain": True,
+    "onehot": True,
+    "greedy": True,
+    "drafts": True,
+    "tree": True,
+    "kseq": True,
+    "typical": False,
+}
+"""Scheme (``verify_<scheme>``, here or in ``multidraft``) -> does its output follow the target exactly."""
+
+
+def acceptance_probability(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """Return min(1, p(x) / q(x)), and 0 where q(x) = 0.
+
+    A token that the draft could not have drawn is rejected. So a row of zeros in q means "nothing was drafted
+    here": it is always rejected, its residual is p, and ragged drafts can be padded with it.
+
+    Args:
+        p_x: [...], target probability of the drafted token.
+        q_x: [...], draft probability of the same token.
+    """
+    return torch.where(q_x > 0, (p_x / q_x).clamp_max(1), 0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Return norm(max(0, p - q)), the distribution after a rejection; p itself where that has no mass.
+
+    It has no mass when p and q agree to rounding, and then a rejection has probability 0 to rounding as well.
+
+    Args:
+        p: [..., V].
+        q: [..., V].
+    """
+    excess = (p - q).clamp_min(0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass, p)
+
+
+def verify_chain(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
+    """Accept drafted tokens in turn with min(1, p/q); after a rejection sample the residual, else sample p.
+
+    Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Lossless if each token was
+    drawn from its row of ``draft_probs``.
+
+    Args:
+        target_probs: [..., γ+1, V]; row i follows the first i drafted tokens.
+        draft_probs: [..., γ, V]; row i is what token i was drawn from. A row of zeros ends a shorter draft.
+        tokens: [..., γ].
+        chance: the coins and the draw.
+
+    Returns:
+        n_accepted [...] in 0..γ and next_token [...].
+
+    Raises:
+        PeftlabError: shapes that do not fit together, as when the vocabularies differ in size.
+    """
+    _check_shapes(target_probs, draft_probs, tokens)
+    accept = acceptance_probability(_at(target_probs[..., :-1, :], tokens), _at(draft_probs, tokens))
+    n_accepted = _leading(chance.coin(accept))
+    # Nothing was drafted after the last token, so there the residual against a row of zeros is p.
+    p = _row(target_probs, n_accepted)
+    q = _row(F.pad(draft_probs, (0, 0, 0, 1)), n_accepted)
+    return n_accepted, chance.draw(residual(p, q))
+
+
+def verify_onehot(target_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
+    """Verify a deterministic draft (greedy, n-gram): accept x with p(x), else sample p without x.
+
+    This is ``verify_chain`` with q one-hot at each token; a token of -1 ends a shorter draft.
+
+    Args:
+        target_probs: [..., γ+1, V].
+        tokens: [..., γ].
+        chance: the coins and the draw.
+
+    Returns:
+        n_accepted [...] and next_token [...].
+    """
+    index = tokens.clamp_min(0)
+    drafted = (tokens >= 0).to(target_probs.dtype)
+    shape = (*tokens.shape, target_probs.shape[-1])
+    onehot = target_probs.new_zeros(shape).scatter_(-1, index[..., None], drafted[..., None])
+    return verify_chain(target_probs, onehot, index, chance)
+
+
+def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept tokens while they are the target's own greedy choice; then emit that choice.
+
+    Args:
+        target_argmax: [..., γ+1]; entry i follows the first i drafted tokens.
+        tokens: [..., γ]; a token of -1 ends a shorter draft.
+
+    Returns:
+        n_accepted [...] and next_token [...].
+    """
+    if target_argmax.shape[-1] != tokens.shape[-1] + 1:
+        raise PeftlabError(f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}")
+    n_accepted = _leading(tokens == target_argmax[..., :-1])
+    return n_accepted, _at(target_argmax, n_accepted)
+
+
+def verify_typical(
+    target_probs: Tensor, tokens: Tensor, chance: Chance, epsilon: float = 0.09, delta: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """LOSSY: accept x while p(x) > min(ε, δ·exp(-H(p))), then sample p; the output does not follow p.
+
+    Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774), H the entropy in nats. With δ < 1 the
+    target's greedy token always stands.
+
+    Args:
+        target_probs: [..., γ+1, V].
+        tokens: [..., γ].
+        chance: the draw; acceptance is deterministic.
+        epsilon: threshold where the target is sure.
+        delta: its fall where the target is unsure.
+
+    Returns:
+        n_accepted [...] and next_token [...].
+    """
+    p = target_probs[..., :-1, :]
+    threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp_max(epsilon)
+    n_accepted = _leading(_at(p, tokens) > threshold)
+    return n_accepted, chance.draw(_row(target_probs, n_accepted))
+
+
+def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> None:
+    *lead, gamma, vocab = draft_probs.shape
+    if target_probs.shape[-1] != vocab:
+        raise PeftlabError(
+            f"draft_probs: vocabulary of {vocab}, but the target's has {target_probs.shape[-1]}; "
+            "cut both to the tokenizer's size before the softmax"
+        )
+    if tuple(tokens.shape) != (*lead, gamma) or tuple(target_probs.shape) != (*lead, gamma + 1, vocab):
+        raise PeftlabError(
+            f"shapes do not fit: target_probs {tuple(target_probs.shape)} must be [..., γ+1, V], "
+            f"draft_probs {tuple(draft_probs.shape)} [..., γ, V], tokens {tuple(tokens.shape)} [..., γ]"
+        )
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """values[..., index]: [..., V], [...] -> [...]."""
+    return values.gather(-1, index[..., None]).squeeze(-1)
+
+
+def _row(values: Tensor, index: Tensor) -> Tensor:
+    """values[..., index, :]: [..., N, V], [...] -> [..., V]."""
+    return values.take_along_dim(index[..., None, None], dim=-2).squeeze(-2)
+
+
+def _leading(accepted: Tensor) -> Tensor:
+    """Number of leading True along the last dimension: [..., γ] -> [...]."""
+    return accepted.long().cumprod(-1).sum(-1)

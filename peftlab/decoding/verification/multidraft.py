@@ -1,0 +1,171 @@
+"""Verification of several drafts for one position, and of token trees. One sequence at a time.
+
+p is the target's distribution, q the draft's, k the number of drafts, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.verification.chain import acceptance_probability, residual
+from peftlab.decoding.verification.sampling import Chance
+from peftlab.errors import PeftlabError
+
+
+def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) -> tuple[Tensor, Tensor]:
+    """Draw k drafts for one position, each with the distribution that it was drawn from.
+
+    Without replacement, each drawn token leaves q, which is renormalised; once q is used up, its row is
+    zeros, which verification reads as "nothing drafted".
+
+    Args:
+        draft_probs: [V].
+        k: how many.
+        chance: the draws.
+        replacement: whether a token may be drawn again.
+
+    Returns:
+        tokens [k] and rows [k, V], as ``verify_drafts`` and ``verify_tree`` take them.
+    """
+    tokens, rows = [], []
+    q = draft_probs
+    for _ in range(k):
+        x = chance.draw(q)
+        tokens.append(x)
+        rows.append(q)
+        if not replacement:
+            q = q.scatter(-1, x[None], 0)
+            mass = q.sum()
+            q = torch.where(mass > 0, q / mass, q)
+    return torch.stack(tokens), torch.stack(rows)
+
+
+def verify_drafts(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
+    """Try k drafts for one position in turn: accept x_i with min(1, p/q_i), else p ← norm(max(0, p - q_i)).
+
+    Lossless if x_i was drawn from row i given the drafts before it. Equal rows are drafts with replacement
+    (SpecInfer, arXiv 2305.09781); rows that lose each drawn token are recursive rejection sampling without
+    replacement (RSD, arXiv 2402.14160), which accepts at least as often; rows may come from different models.
+
+    Args:
+        target_probs: [V].
+        draft_probs: [k, V]; k may be 0, and then the token is a plain draw from p.
+        tokens: [k].
+        chance: the coins and the draw.
+
+    Returns:
+        The index of the accepted draft, or None, and the emitted token.
+    """
+    p = target_probs
+    for i, x in enumerate(tokens.tolist()):
+        q = draft_probs[i]
+        if chance.coin(acceptance_probability(p[x], q[x])):
+            return i, x
+        p = residual(p, q)
+    return None, int(chance.draw(p))
+
+
+def verify_tree(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    tokens: Tensor,
+    parents: Sequence[int],
+    chance: Chance,
+) -> tuple[list[int], int]:
+    """Walk down a token tree: ``verify_drafts`` over each node's children, in order, until none is accepted.
+
+    SpecInfer's multi-step verification (arXiv 2305.09781). Lossless if each node's token was drawn from its
+    row given its elder siblings. A chain is the tree in which each node has one child.
+
+    Args:
+        target_probs: [N+1, V]; row 0 follows the prefix (the root), row i+1 follows node i.
+        draft_probs: [N, V]; row i is what node i's token was drawn from.
+        tokens: [N].
+        parents: N parent nodes, -1 for the root; a parent comes before its children.
+        chance: the coins and the draw.
+
+    Returns:
+        The accepted path as node indices from the root down, and the next token after it.
+
+    Raises:
+        PeftlabError: a parent that does not come before its child.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise PeftlabError(f"parents[{node}]: {parent} is neither -1 (the root) nor an earlier node")
+        children.setdefault(parent, []).append(node)
+    path: list[int] = []
+    node = -1
+    while True:
+        below = children.get(node, [])
+        accepted, token = verify_drafts(target_probs[node + 1], draft_probs[below], tokens[below], chance)
+        if accepted is None:
+            return path, token
+        node = below[accepted]
+        path.append(node)
+
+
+def kseq_rho(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
+    """Return ρ* in [1, k], the least ρ at which K-SEQ with k drafts is exact.
+
+    It solves p_acc(ρ) = ρ·β(ρ), with β = Σ min(q, p/ρ) and p_acc = 1 - (1-β)^k (SpecTr, arXiv 2310.15141).
+    p_acc falls with ρ and ρ·β rises, so the root is unique where p and q overlap; bisection runs until its
+    interval cannot be halved and returns the upper end, where the scheme is valid. Where they do not, ρ* = k.
+
+    Args:
+        target_probs: [V].
+        draft_probs: [V].
+        k: number of drafts, drawn with replacement.
+    """
+    valid, invalid = float(k), 1.0
+    if _accept_ratio(target_probs, draft_probs, k, invalid) <= invalid:
+        return invalid
+    while invalid < (middle := (valid + invalid) / 2) < valid:
+        if _accept_ratio(target_probs, draft_probs, k, middle) <= middle:
+            valid = middle
+        else:
+            invalid = middle
+    return valid
+
+
+def kseq_acceptance(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
+    """Return p_acc, the probability that K-SEQ at ρ* accepts one of k drafts: [V], [V] -> a number."""
+    rho = kseq_rho(target_probs, draft_probs, k)
+    beta = float(torch.minimum(draft_probs, target_probs / rho).sum())
+    return beta * _accept_ratio(target_probs, draft_probs, k, rho)
+
+
+def verify_kseq(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
+    """Accept the first of k independent drafts that passes min(1, p/(ρ*·q)), else sample what p still lacks.
+
+    K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141); the last draw is from
+    norm(p - min(q, p/ρ)·p_acc/β). Lossless if all tokens were drawn from q with replacement.
+
+    Args:
+        target_probs: [V].
+        draft_probs: [V], one q for all drafts.
+        tokens: [k].
+        chance: the coins and the draw.
+
+    Returns:
+        The index of the accepted draft, or None, and the emitted token.
+    """
+    p, q, k = target_probs, draft_probs, len(tokens)
+    if k == 0:
+        return None, int(chance.draw(p))
+    rho = kseq_rho(p, q, k)
+    for i, x in enumerate(tokens.tolist()):
+        if chance.coin(acceptance_probability(p[x], rho * q[x])):
+            return i, x
+    emitted = torch.minimum(q, p / rho) * _accept_ratio(p, q, k, rho)
+    return None, int(chance.draw(residual(p, emitted)))
+
+
+def _accept_ratio(p: Tensor, q: Tensor, k: int, rho: float) -> float:
+    """p_acc / β = Σ_{j<k} (1-β)^j, which stays finite where p and q are disjoint and β = 0."""
+    miss = float((q - p / rho).clamp_min(0).sum())  # 1 - β, exactly 0 where p = q and ρ = 1
+    return sum(miss**j for j in range(k))

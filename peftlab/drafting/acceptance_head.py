@@ -1,0 +1,111 @@
+"""A head that foresees whether a drafted token will stand, so that drafting stops in time (SpecDec++)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.drafting.acceptance import each_token
+from peftlab.errors import PeftlabError
+from peftlab.files import replacing
+
+
+class Foresight(nn.Module):
+    """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the chance that what is drafted from state h stands.
+
+    Huang et al. 2024 (arXiv 2405.19715). ``decoding.lengths.AcceptanceHead`` takes it as its ``head``.
+    """
+
+    def __init__(self, hidden_size: int, width: int = 64):
+        super().__init__()
+        self.inner = nn.Linear(hidden_size, width)
+        self.outer = nn.Linear(width, 1)
+
+    def logit(self, hidden: Tensor) -> Tensor:
+        """Return the log-odds, [..., H] -> [...]."""
+        return self.outer(F.silu(self.inner(hidden))).squeeze(-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logit(hidden).sigmoid()
+
+
+def train_foresight(
+    target: nn.Module,
+    draft: nn.Module,
+    train: Any,
+    held_out: Any,
+    *,
+    greedy: bool = False,
+    epochs: int = 20,
+    batch_size: int = 256,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> tuple[Foresight, dict[str, float]]:
+    """Fit a head on a finished draft's hidden states; target and draft stay as they are.
+
+    Binary cross-entropy against the exact chance that a token stands: α = Σ min(p, q) for sampling at
+    temperature 1, or whether both have the same largest token for greedy decoding.
+
+    Args:
+        train, held_out: rows as ``examples.make_dataset`` makes them.
+
+    Returns:
+        The head, and on the held-out text: ``brier``, the mean squared error of p̂, and ``brier_constant``, that
+        of the training text's mean chance.
+    """
+    states, chances = _states(target, draft, train, greedy)
+    torch_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    head = Foresight(states.shape[-1]).to(states.device)
+    optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
+            loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), chances[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    torch.set_rng_state(torch_state)
+    unseen, truth = _states(target, draft, held_out, greedy)
+    with torch.no_grad():
+        error = float((head(unseen) - truth).square().mean())
+        constant = float((chances.mean() - truth).square().mean())
+    return head.eval(), {"brier": error, "brier_constant": constant}
+
+
+def save_foresight(head: Foresight, path: Path) -> None:
+    """Write a head to a safetensors file."""
+    with replacing(path) as temporary:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        write_tensors(temporary, tensors, {"format": "pt"})
+
+
+def load_foresight(path: str | Path) -> Foresight:
+    """Read a head that ``save_foresight`` wrote.
+
+    Raises:
+        PeftlabError: the file holds something else.
+    """
+    tensors, _ = read_tensors(Path(path))
+    if set(tensors) != {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}:
+        raise PeftlabError(f"{path}: no acceptance head; it holds {', '.join(sorted(tensors)[:5])}")
+    inner = tensors["inner.weight"]
+    if inner.ndim != 2:
+        raise PeftlabError(f"{path}: inner.weight has shape {tuple(inner.shape)}, which is no matrix")
+    head = Foresight(inner.shape[1], inner.shape[0])
+    for name, parameter in head.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            raise PeftlabError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
+    head.load_state_dict(tensors)
+    return head.eval()
+
+
+def _states(target: nn.Module, draft: nn.Module, data: Any, greedy: bool) -> tuple[Tensor, Tensor]:
+    """Return the draft's hidden states [T, H] and each one's chance [T]."""
+    parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in each_token(target, draft, data)]
+    states, chances = (torch.cat(column) for column in zip(*parts, strict=True))
+    return states.float(), chances.float()

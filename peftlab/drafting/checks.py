@@ -1,0 +1,124 @@
+"""What would silently cost acceptance, found before anything expensive starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from peftlab.drafting.hidden_states import head_weight, last_hidden
+from peftlab.errors import PeftlabError
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.modes import eval_mode
+from peftlab.methods.table import METHODS
+
+
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
+    """Refuse tokenizers that give a token another id, special ids that differ, and, for chat, other templates.
+
+    Raises:
+        PeftlabError: naming the first difference and the way out.
+    """
+    own, other = target.get_vocab(), draft.get_vocab()
+    differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differ:
+        token = differ[0]
+        raise PeftlabError(
+            f"draft: its tokenizer is not the target's: {len(differ)} tokens differ, among them {token!r} "
+            f"(target {own.get(token)}, draft {other.get(token)}). A draft must have been trained with the target's "
+            "token ids; use one of the same family, or draft: {truncate: {layers: [...]}}"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(target, name) != getattr(draft, name):
+            raise PeftlabError(
+                f"draft: {name} is {getattr(draft, name)}, the target's is {getattr(target, name)}; put the "
+                "target's tokenizer files into the draft's directory"
+            )
+    templates = [getattr(tokenizer, "chat_template", None) for tokenizer in (target, draft)]
+    if chat and templates[0] != templates[1]:
+        raise PeftlabError(
+            "draft: its chat template is not the target's, so served chats would be put to it in another form; put "
+            "the target's tokenizer files (chat_template.jinja) into the draft's directory"
+        )
+
+
+def check_models(target: Any, draft: Any, length: int) -> None:
+    """Refuse vocabularies of different size and a draft context below ``length``.
+
+    Args:
+        target, draft: causal language models. length: tokens of the longest example.
+
+    Raises:
+        PeftlabError: naming both values and the way out.
+    """
+    rows = [len(head_weight(model)) for model in (target, draft)]
+    if rows[0] != rows[1]:
+        raise PeftlabError(
+            f"draft: its LM head has {rows[1]} rows, the target's has {rows[0]} (one is padded): "
+            f"model.resize_token_embeddings({rows[0]}) and save_pretrained make the draft fit"
+        )
+    limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and limit < length:
+        raise PeftlabError(
+            f"draft: its context is {limit} tokens, the data's longest example has {length}; shorten "
+            "data.max_new_tokens or train.max_length, or take a draft with more positions"
+        )
+
+
+def check_dtypes(target: Any, draft: Any) -> None:
+    """Refuse two different half precisions on disk.
+
+    Args:
+        target, draft: configurations, which say the dtype that is stored.
+
+    Raises:
+        PeftlabError: one is stored in float16, the other in bfloat16.
+    """
+    own, other = (str(getattr(config, "dtype", None)).removeprefix("torch.") for config in (target, draft))
+    if {own, other} == {"float16", "bfloat16"}:
+        raise PeftlabError(
+            f"draft: stored in {other}, the target in {own}; servers load both in one of them, which rounds the "
+            f"draft a second time: load it with dtype={own} and save it again"
+        )
+
+
+def check_method(model: Any, config: MethodConfig) -> None:
+    """Refuse a method that does not fit the model, or that exchanges its LM head; nothing is changed.
+
+    Raises:
+        PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
+    """
+    head = model.get_output_embeddings()
+    for name in METHODS[config.name].plan(model, config).replace:
+        if model.get_submodule(name) is head and config.name != "medusa":
+            raise PeftlabError(
+                f"method {config.name}: an addition on {name}, the LM head, cannot be trained as part of a draft; take "
+                f"it out of target_modules, or train the head whole (modules_to_save: [{name}])"
+            )
+
+
+@torch.no_grad()
+def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
+    """Refuse a model whose answer is not its last hidden state times its LM head.
+
+    So the states that training uses are those after the final norm, and nothing (a soft cap, a scale) comes
+    after the head.
+
+    Args:
+        what: ``target`` or ``draft``, for the message.
+        tolerance: allowed difference, relative to the largest logit.
+    """
+    size = min(16, len(head_weight(model)))
+    ids = torch.arange(size, device=head_weight(model).device)[None]
+    with eval_mode(model):
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        own = nn.functional.linear(last_hidden(model, ids, torch.ones_like(ids)), head_weight(model)).float()
+    gap = float((own - logits).abs().max() / logits.abs().max().clamp_min(1e-6))
+    if gap > tolerance:
+        raise PeftlabError(
+            f"{what}: {type(model).__name__} answers other logits than its final hidden state times its LM head "
+            f"(off by {gap:.1e} of the largest): it caps or scales them, or its last state lacks the final norm. "
+            "Draft training does not know such models"
+        )

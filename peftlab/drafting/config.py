@@ -1,0 +1,89 @@
+"""TODO: say what this module is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from peftlab.section import MOST_SEED, Section
+
+
+class DraftObjective(Section):
+    """What the draft minimises, over the tokens of the continuations."""
+
+    name: Literal["ce", "kl", "reverse_kl", "jsd", "tvd", "lk", "lk_hybrid", "topk_kl"] = Field(
+        default="kl",
+        description="ce: cross-entropy on the text; the others compare with the target's distribution: KL(p|q), "
+        "KL(q|p), Jensen-Shannon, total variation, -log of the acceptance, KL fading into total variation, KL on "
+        "the stored data.top_k.",
+    )
+    beta: float = Field(default=0.5, gt=0, lt=1, description="jsd: weight of KL(p|m); m = beta p + (1 - beta) q.")
+    eta: float = Field(default=3.0, gt=0, description="lk_hybrid: how fast KL fades as acceptance grows.")
+    selective: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="AdaSPEC: train only on this share of each example's tokens, those whose loss lies most above "
+        "the reference's; null: all.",
+    )
+    reference: str | None = Field(
+        default=None, description="AdaSPEC's reference: a draft distilled beforehand (directory or hub id)."
+    )
+
+
+class DraftData(Section):
+    """The text the draft learns from: prompts that the target continues, and requests it has served."""
+
+    prompts: str | list[str] | None = Field(
+        default=None,
+        description="A file (txt, a prompt a line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
+        "package:NAME/path), or the prompts themselves.",
+    )
+    field: str | None = Field(
+        default=None, description="Column with the prompts; null: prompt, text, question, instruction or messages."
+    )
+    chat: bool | None = Field(
+        default=None,
+        description="Put texts into the target's chat template as a user's turn; null: if it has one.",
+    )
+    max_prompts: int | None = Field(default=None, ge=1, description="Use only the first so many prompts.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Tokens the target writes after a prompt, at most.")
+    temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")
+    samples: int = Field(
+        default=1, ge=1, description="Continuations a prompt; needs a temperature above 0 if 2 or more."
+    )
+    batch_size: int = Field(default=32, ge=1, description="Prompts the target continues together.")
+    held_out: int = Field(
+        default=16, ge=1, description="Prompts (the last) or newest requests kept for measuring acceptance."
+    )
+    on_policy: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance that an example's continuation is written anew by the draft (GKD's lambda).",
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Store the target's k largest probabilities a token and the rest's mass, for topk_kl.",
+    )
+    replay: str | None = Field(
+        default=None,
+        description="Served requests to learn from: a file with prompt (or messages) and response.",
+    )
+    cache: str | None = Field(
+        default=None, description="Directory of written data sets; null: draft-data beside output_dir."
+    )
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of the target's sampling.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> DraftData:
+        if self.prompts is None and self.replay is None:
+            raise ValueError("names neither prompts nor replay; there is nothing to learn from")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples: greedy continuations are all the same; give a temperature above 0")
+        if self.top_p is not None and self.temperature == 0:
+            raise ValueError("top_p: temperature 0 is greedy and ignores it")
+        return self

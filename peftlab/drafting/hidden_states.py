@@ -1,0 +1,59 @@
+"""What draft training reads of a language model: last hidden states and the LM head, never whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
+
+
+def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    """Return the hidden states [b, n, H] of every layer; the last one is after the final norm.
+
+    The LM head runs on one position a row only. ``preflight.check_head`` verifies that the last state times the
+    LM head is what the model answers.
+
+    Args:
+        model: a causal language model, wrapped by accelerate or not.
+        input_ids: [b, n], padded on the right. attention_mask: [b, n].
+    """
+    answer = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        logits_to_keep=1,
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    return answer.hidden_states
+
+
+def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the states [b, n, H] that the LM head reads, after the final norm; see ``forward_hidden``."""
+    return forward_hidden(model, input_ids, attention_mask)[-1]
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """Return the LM head's weight [V, H].
+
+    Raises:
+        PeftlabError: the head has a bias, or there is none.
+    """
+    bare: Any = getattr(model, "module", model)
+    head = bare.get_output_embeddings()
+    name = type(bare).__name__
+    if head is None:
+        raise PeftlabError(f"{name} has no LM head; load a causal language model")
+    if getattr(head, "bias", None) is not None:
+        raise PeftlabError(f"{name}: its LM head has a bias, which draft training does not know")
+    return head.weight
+
+
+@torch.no_grad()
+def frozen_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return ``last_hidden`` without a graph, in eval mode; the model's mode is as before afterwards."""
+    with eval_mode(model):
+        return last_hidden(model, input_ids, attention_mask)

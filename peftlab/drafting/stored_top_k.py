@@ -1,0 +1,62 @@
+"""Target probabilities kept on disk: the k largest of every predicted token, and the mass of the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.drafting.examples import Collate
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight
+from peftlab.drafting.objectives import TopK, topk_targets
+from peftlab.drafting.prompts import Request
+from peftlab.drafting.target_text import weights_digest
+from peftlab.errors import PeftlabError
+from peftlab.files import replacing
+
+_PART = 32  # requests a file
+
+
+@torch.no_grad()
+def stored_topk(target: Any, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
+    """Return the target's top-k distribution at every token of each response, [response, k] a request.
+
+    Parts that lie in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    written, each once and whole.
+
+    Raises:
+        PeftlabError: k outside 1..V.
+    """
+    if not 1 <= k <= len(head_weight(target)):
+        raise PeftlabError(f"data.top_k: {k} lies outside 1..{len(head_weight(target))}, the vocabulary")
+    text = json.dumps([k, [[r.prompt, r.response] for r in requests]])
+    digest = hashlib.sha256((weights_digest(target) + text).encode()).hexdigest()
+    found: list[TopK] = []
+    for start in range(0, len(requests), _PART):
+        part = requests[start : start + _PART]
+        path = cache / f"top{k}-{digest[:16]}" / f"part-{start // _PART:06d}.safetensors"
+        if not path.exists():
+            tensors: dict[str, torch.Tensor] = {}
+            for i, request in enumerate(part):
+                values, indices, rest = _distribution(target, request, k)
+                tensors |= {f"{i}.values": values, f"{i}.indices": indices, f"{i}.rest": rest}
+            with replacing(path) as temporary:
+                write_tensors(temporary, tensors, {})
+        held, _ = read_tensors(path)
+        found += [TopK(*(held[f"{i}.{name}"] for name in ("values", "indices", "rest"))) for i in range(len(part))]
+    return found
+
+
+def _distribution(target: Any, request: Request, k: int) -> tuple[torch.Tensor, ...]:
+    ids = [*request.prompt, *request.response]
+    row = {"input_ids": ids, "prompt": len(request.prompt), "length": len(ids)}
+    inputs = {key: value.to(head_weight(target).device) for key, value in Collate()([row]).items()}
+    hidden = frozen_hidden(target, inputs["input_ids"], inputs["attention_mask"])[inputs["weights"] > 0]
+    parts = [topk_targets(F.linear(h, head_weight(target)), k) for h in hidden.split(128)]
+    return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))

@@ -1,0 +1,142 @@
+"""Text that the target wrote: continuations of prompts, kept on disk and never written twice.
+
+A data set is a directory named by its fingerprint. Each part file holds one batch of continuations and is
+written once and whole, so that an interrupted run goes on with the next part and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.drafters.base import Sampling
+from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.drafting.prompts import Request
+from peftlab.errors import PeftlabError
+from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
+
+_SAMPLED = 1024  # elements a tensor that tell one set of weights from another
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the target writes.
+
+    Attributes:
+        max_new_tokens: at most so many tokens a continuation.
+        temperature: 0 is greedy. top_p: nucleus; None for all.
+        samples: continuations a prompt.
+        seed: continuation i is drawn with a generator of its own, seeded ``seed + i``.
+        batch_size: prompts decoded together; a part file holds them.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    samples: int = 1
+    seed: int = 0
+    batch_size: int = 32
+
+
+def write_continuations(
+    target: Any, prompts: Sequence[Sequence[int]], writing: Writing, cache: Path, eos: frozenset[int]
+) -> tuple[Path, list[Request]]:
+    """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
+
+    Parts that lie on disk are read, the others are written: each as soon as its batch is done.
+
+    Args:
+        target: a causal language model in eval mode.
+        prompts: token ids. cache: the directory of data sets. eos: ids that end a continuation.
+
+    Raises:
+        PeftlabError: a prompt is longer than the target's context, or a part is damaged.
+    """
+    held = fingerprint(target, prompts, writing, eos)
+    directory = cache / held[:16]
+    note = {"fingerprint": held, **asdict(writing), "prompts": len(prompts), "eos": sorted(eos)}
+    if not (directory / "data.json").exists():
+        write_json(directory / "data.json", note)
+    jobs = [prompt for prompt in prompts for _ in range(writing.samples)]
+    engine: Engine | None = None
+    requests: list[Request] = []
+    for start in range(0, len(jobs), writing.batch_size):
+        part = directory / f"part-{start // writing.batch_size:06d}.jsonl"
+        batch = jobs[start : start + writing.batch_size]
+        if not part.exists():
+            engine = engine or build_engine(target)
+            lines = [
+                json.dumps({"prompt_ids": list(p), "response_ids": r})
+                for p, r in _batch(engine, batch, writing, start, eos)
+            ]
+            write_text(part, "\n".join(lines) + "\n")
+        requests += _read_part(part, len(batch))
+    return directory, requests
+
+
+def _batch(
+    engine: Engine, prompts: Sequence[Sequence[int]], writing: Writing, start: int, eos: frozenset[int]
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
+    outputs = decode(engine, prompts, Ending(writing.max_new_tokens, eos), sampling=sampling)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        yield prompt, output.tokens
+
+
+def _read_part(path: Path, count: int) -> list[Request]:
+    try:
+        rows = [parse_json(line) for line in read_text(path).splitlines()]
+        requests = [Request(row["prompt_ids"], row["response_ids"]) for row in rows]
+    except (PeftlabError, ValueError, KeyError, TypeError) as error:
+        raise PeftlabError(f"{path}: damaged ({error}); delete it and run again") from None
+    if len(requests) != count:
+        raise PeftlabError(f"{path}: {len(requests)} continuations instead of {count}; delete it and run again")
+    return requests
+
+
+def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:
+    """Raise ``PeftlabError`` if an example does not fit.
+
+    Args:
+        lengths: tokens of each prompt together with the most that may follow it.
+        limit: positions; None for any number. what: the limit in words, with the way out.
+    """
+    long = [i for i, length in enumerate(lengths) if limit is not None and length > limit]
+    if long:
+        raise PeftlabError(
+            f"data: {len(long)} of {len(lengths)} examples are longer than {limit} tokens, {what}; the first is number "
+            f"{long[0] + 1}, the longest has {max(lengths)} tokens, data.max_new_tokens included"
+        )
+
+
+def fingerprint(target: nn.Module, prompts: Sequence[Sequence[int]], writing: Writing, eos: frozenset[int]) -> str:
+    """Return a digest of all that determines the text: weights, prompts and how it is written."""
+    digest = hashlib.sha256(weights_digest(target).encode())
+    settings = {k: v for k, v in asdict(writing).items() if v is not None}
+    digest.update(json.dumps([settings, sorted(eos), [list(p) for p in prompts]], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of a model's weights: names, shapes and up to 1,024 evenly spaced elements a tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def known_fingerprint(directory: Path) -> str:
+    """Return the fingerprint that a data set directory says it has."""
+    return member(read_object(directory / "data.json"), "fingerprint", str, directory / "data.json")

@@ -1,0 +1,173 @@
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv 1902.00751): y = h + W_up·f(W_down·h + b_down) + b_up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.heads import parameters_under, trained_whole
+from peftlab.methods.houlsby.config import HoulsbyConfig
+from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
+from peftlab.methods.plan import Plan
+from peftlab.methods.sites import find, sites_of
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "leakyrelu": F.leaky_relu,
+    "relu": F.relu,
+    "sigmoid": F.sigmoid,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": F.tanh,
+}
+
+
+class Passage:
+    """Carries one activation from the leaf that sees it to the leaf that needs it, within a forward pass.
+
+    A copy or a pickle of it is empty: what it carries belongs to a running forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Return what was put in, and forget it."""
+        value, self.value = self.value, None
+        assert value is not None
+        return value
+
+    def __reduce__(self) -> tuple[type[Passage], tuple[()]]:
+        return Passage, ()
+
+
+class Bottleneck(AnyLeaf):
+    """A leaf of any kind with a bottleneck on its output h: adapter_down (m, d), adapter_up (d, m).
+
+    y = h + up(f(down(x))), where x is h itself, or with a ``passage`` what came through it, or with
+    ``parallel`` alone the leaf's own input.
+    """
+
+    added = ("adapter_down", "adapter_up", "non_linearity", "parallel", "passage")
+    adapter_down: nn.Linear
+    adapter_up: nn.Linear
+    non_linearity: str
+    parallel: bool
+    passage: Passage | None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        h: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if not self.enabled:
+            return h
+        if self.parallel:
+            return h + self.branch(x if self.passage is None else self.passage.take())
+        return h + self.branch(h)
+
+    def branch(self, x: Tensor) -> Tensor:
+        """Return up(f(down(x))), (..., d) to (..., d), in the dtype of x or of autocast."""
+        x = ACTIVATIONS[self.non_linearity](_linear(x, self.adapter_down))  # (..., m)
+        return _linear(x, self.adapter_up)
+
+
+class Recorder(AnyLeaf):
+    """A leaf that computes what its base does and puts its input into a ``passage``."""
+
+    added = ("passage",)
+    passage: Passage
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.enabled:
+            self.passage.value = x
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+
+
+def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+
+
+def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
+    """Decide which leaves get a bottleneck and which parameters train beside it.
+
+    Raises:
+        PeftlabError: the architecture's sub-layers are not known, or ``skip_layers`` names a layer that is
+            not there or leaves none.
+    """
+    sites = sites_of(model)
+    names = [name for name, _ in model.named_modules()]
+    patterns = sites.attention + sites.ffn if config.placement == "houlsby" else sites.ffn
+    ends = _kept(find(names, patterns), config.skip_layers)
+    starts = {layer: name for name, layer in find(names, sites.ffn_input).items()}
+    replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
+    for name, layer in ends.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        make = partial(_adapt, d=_width(model, name), like=next(parent.parameters()), config=config)
+        if config.placement == "parallel" and starts[layer] != name:
+            passage = Passage()
+            replace[starts[layer]] = partial(_record, passage=passage)
+            make = partial(make, passage=passage)
+        replace[name] = make
+    train = set(parameters_under(model, trained_whole(model, config.modules_to_save, head=config.train_head)))
+    if config.train_layer_norms:
+        train |= {f"{name}.{key}" for name, norm in layer_norms(model) for key, _ in norm.named_parameters()}
+    return Plan(replace, [name for name, _ in model.named_parameters() if name in train])
+
+
+def layer_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return all LayerNorms and RMSNorms with their names; they are told by the names of their classes."""
+    ends = ("LayerNorm", "RMSNorm")
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(ends)]
+
+
+def _kept(ends: dict[str, str], skip: list[int] | int | None) -> dict[str, str]:
+    numbers = {name: int(layer.rpartition(".")[2]) for name, layer in ends.items()}
+    skipped = list(range(skip)) if isinstance(skip, int) else list(skip or [])
+    missing = sorted(set(skipped) - set(numbers.values()))
+    if missing:
+        raise PeftlabError(f"skip_layers: no layer {missing[0]}; there are 0 to {max(numbers.values())}")
+    kept = {name: layer for name, layer in ends.items() if numbers[name] not in skipped}
+    if not kept:
+        raise PeftlabError("skip_layers: no layer is left to adapt; method head trains the task head alone")
+    return kept
+
+
+def _width(model: nn.Module, name: str) -> int:
+    leaf: Any = model.get_submodule(name)
+    if isinstance(leaf, nn.Linear):
+        return leaf.out_features
+    if isinstance(leaf, Conv1D):
+        return leaf.nf
+    config: Any = model.config
+    return int(config.get_text_config().hidden_size)
+
+
+def _adapt(
+    leaf: nn.Module, *, d: int, like: Tensor, config: HoulsbyConfig, passage: Passage | None = None
+) -> nn.Module:
+    new: Any = recast(adapted_class(Bottleneck, type(leaf)), leaf)
+    options: Any = {"device": like.device, "dtype": trainable_dtype(like)}
+    m = config.width(d)
+    new.adapter_down, new.adapter_up = nn.Linear(d, m, **options), nn.Linear(m, d, **options)
+    # The paper draws W_up too. At zero the model starts as the base model exactly, at any width and depth.
+    scale = config.init_scale
+    nn.init.trunc_normal_(new.adapter_down.weight, std=scale, a=-2 * scale, b=2 * scale)
+    for tensor in (new.adapter_down.bias, new.adapter_up.weight, new.adapter_up.bias):
+        nn.init.zeros_(tensor)
+    new.non_linearity, new.parallel, new.passage = (
+        config.non_linearity,
+        config.placement == "parallel",
+        passage,
+    )
+    return new
+
+
+def _record(leaf: nn.Module, *, passage: Passage) -> nn.Module:
+    new: Any = recast(adapted_class(Recorder, type(leaf)), leaf)
+    new.passage = passage
+    return new

@@ -1,0 +1,109 @@
+"""TODO: say what this module is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """How a fold is computed and stored.
+
+    Attributes:
+        precision: dtype of product and sum; an fp64 weight is folded in fp64 in any case.
+        stored: dtype that the sum is rounded to, once; None for the weight's own.
+        watch: called for each block with W0, ΔW and W0 + ΔW in the dtype of the sum, and what is stored of the sum.
+        in_place: put the result where the weight is (only without ``stored``).
+        only: the one parameter of the leaf to fold; None for all.
+    """
+
+    precision: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
+    watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+    in_place: bool = False
+    only: str | None = None
+
+
+FOLDING = Folding()
+
+
+class Adapted:
+    """Marks an adapted leaf: a subclass of ``base_class`` that computes what its base does and adds to it.
+
+    Parameters keep the names they had in the base leaf, so state-dict keys, optimiser groups and weight tying
+    go on working. ``enabled`` switches the addition off (``peftlab.disabled``).
+    """
+
+    base_class: type[nn.Module]
+    added: tuple[str, ...] = ()
+    enabled: bool = True
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Any]:
+        """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Compute anew what the addition takes from the base's weight, after that was filled in."""
+
+
+class AnyLeaf(Adapted):
+    """An adapted form that leaves of any class can take: ``adapted_class`` makes the subclass, once for each."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kind = next(c for c in type(self).__mro__ if issubclass(c, AnyLeaf) and c.__dict__.get("made") is None)
+        return _blank, (kind, self.base_class), self.__getstate__()
+
+
+_CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], Any] = {}
+
+
+def adapted_class(kind: type[AnyLeaf], base: type[nn.Module]) -> Any:
+    """Return the subclass of leaf class ``base`` that behaves as ``kind``."""
+    if (kind, base) not in _CLASSES:
+        members = {"base_class": base, "made": True, "__module__": kind.__module__}
+        _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
+    return _CLASSES[kind, base]
+
+
+def _blank(kind: type[AnyLeaf], base: type[nn.Module]) -> nn.Module:
+    made = adapted_class(kind, base)
+    return made.__new__(made)
+
+
+def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
+    """Return a ``cls`` that shares ``module``'s parameters, buffers, hooks and attributes.
+
+    The two have separate registries: what is registered on one afterwards does not show on the other.
+    """
+    new = cls.__new__(cls)
+    state = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
+    vars(new).update(state)
+    return new
+
+
+def base_leaf(module: nn.Module) -> nn.Module:
+    """Return the plain base leaf of an adapted one: the same parameters, the method's own ones left out."""
+    assert isinstance(module, Adapted)
+    plain = recast(module.base_class, module)
+    for name in module.added:
+        for registry in (plain._parameters, plain._buffers, plain._modules):
+            registry.pop(name, None)
+        plain._non_persistent_buffers_set.discard(name)
+        vars(plain).pop(name, None)
+    vars(plain).pop("enabled", None)
+    return plain
+
+
+def trainable_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of what trains beside ``weight``: fp32 for half-precision or quantised weights.
+
+    Small steps would be lost in the rounding of a half-precision parameter.
+    """
+    return weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32

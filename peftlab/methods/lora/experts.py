@@ -1,0 +1,77 @@
+"""LoRA on expert weights: 3-D parameters (experts, out, in) that a module uses in its own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, adapted_class, recast
+from peftlab.methods.lora.fold import expert_factors, fold_weight
+
+
+class LoraExperts(AnyLeaf):
+    """An experts module whose 3-D parameters carry a low-rank addition an expert.
+
+    Its forward is the base module's own, run on W + scale·B·A. For each adapted parameter ``p`` it holds
+    ``p_lora_A`` (experts·r, in) and ``p_lora_B`` (out, r·experts), in peft's layout.
+    """
+
+    adapted: dict[str, float]
+
+    @property
+    def added(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of what the adapted form has beside the base's."""
+        return (*(f"{p}_lora_{side}" for p in self.adapted for side in "AB"), "adapted")
+
+    def factors(self, parameter: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of one adapted parameter."""
+        return getattr(self, f"{parameter}_lora_A"), getattr(self, f"{parameter}_lora_B")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if not self.enabled:
+            return forward(*args, **kwargs)
+        own: dict[str, Any] = self._parameters  # type: ignore[has-type]
+        self._parameters = {**own, **{name: self._effective(own[name], name) for name in self.adapted}}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._parameters = own
+
+    def _effective(self, weight: Tensor, name: str) -> Tensor:
+        a, b = (t.to(weight.dtype) for t in expert_factors(*self.factors(name), weight.shape[0]))
+        left, right = (a.mT, b.mT) if stored_transposed(self) else (b, a)
+        return torch.baddbmm(weight, left, right, alpha=self.adapted[name])
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        transposed = stored_transposed(self)
+        return {
+            name: fold_weight(getattr(self, name), *self.factors(name), scale, transposed=transposed, how=how)
+            for name, scale in self.adapted.items()
+            if how.only in (None, name)
+        }
+
+
+def stored_transposed(module: Any) -> bool:
+    """Whether an experts module stores its weights as (experts, in, out)."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Any) -> nn.Module:
+    """Return ``module`` with a low-rank addition on the parameters named in ``ranks``."""
+    new: Any = recast(adapted_class(LoraExperts, type(module)), module)
+    new.adapted = dict(scales)
+    for name, rank in ranks.items():
+        weight = getattr(module, name)
+        experts, d_out, d_in = weight.shape
+        if stored_transposed(module):
+            d_out, d_in = d_in, d_out
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+        a = torch.empty(rank * experts, d_in, device=weight.device, dtype=dtype)
+        init(a)
+        new.register_parameter(f"{name}_lora_A", nn.Parameter(a))
+        b = torch.zeros(d_out, rank * experts, device=weight.device, dtype=dtype)
+        new.register_parameter(f"{name}_lora_B", nn.Parameter(b))
+    return new

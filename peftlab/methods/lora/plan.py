@@ -1,0 +1,217 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): h = W0·x + (α/r)·B·A·x with W0 frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.heads import parameters_under, trained_whole
+from peftlab.methods.leaf import recast, trainable_dtype
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.experts import adapt_experts
+from peftlab.methods.lora.fold import row_norms
+from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.own_copy import shared_outside, with_own_copy
+from peftlab.methods.plan import Plan
+from peftlab.methods.targets import (
+    ALL_LINEAR,
+    default_targets,
+    fused_parts,
+    has_suffix,
+    in_layers,
+    inside,
+    match,
+)
+
+# Why an adapter of another tool that starts from the base (``LoraConfig.start``) means nothing without it.
+NEEDS_BASE = (
+    "its update is what its factors differ by from those that the base's weights give; peftlab.load_adapter into the "
+    "base and peftlab.save_adapter make it a plain LoRA"
+)
+
+
+def lr_ratio(config: LoraConfig) -> dict[str, float]:
+    """Return LoRA+'s learning-rate multiple of B (arXiv 2402.12354), by parameter name."""
+    ratio = config.loraplus_lr_ratio
+    return {"lora_B": ratio, "lora_embedding_B": ratio} if ratio is not None else {}
+
+
+def plan(model: nn.Module, config: LoraConfig) -> Plan:
+    """Decide which leaves get a low-rank addition and which parameters train beside it."""
+    whole = trained_whole(model, config.modules_to_save)
+    leaves = {name: module for name, module in model.named_modules() if type(module) in LEAVES}
+    body = [name for name in leaves if not inside(name, whole)]
+    parts = _targets(model, config, body)
+    experts = _expert_targets(model, config)
+    copied = {} if config.ensure_weight_tying else shared_outside(model, whole)
+    adapted = [*parts, *(f"{module}.{name}" for module, names in experts.items() for name in names)]
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
+    replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
+    for name, rows in parts.items():
+        rank = config.rank(name)
+        _check(leaves[name], name, rank, rows, config)
+        replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
+    for module, names in experts.items():
+        ranks = {name: config.rank(f"{module}.{name}") for name in names}
+        for name, rank in ranks.items():
+            limit = min(model.get_parameter(f"{module}.{name}").shape[1:])
+            if rank > limit:
+                raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {module}.{name}")
+        scales = {name: config.scale(f"{module}.{name}") for name in names}
+        replace[module] = partial(
+            adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
+        )
+    replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
+    in_place = parameters_under(model, [name for name in whole if name not in copied])
+    own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
+    return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
+
+
+def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
+    if config.bias == "none":
+        return []
+    biases = [name for name, _ in model.named_parameters() if has_suffix(name, "bias") and not inside(name, whole)]
+    if config.bias == "lora_only":
+        owners = {f"{name}.bias" for name in targets}
+        biases = [name for name in biases if name in owners]
+    return biases
+
+
+def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str, list[Tensor] | None]:
+    """Return the leaves to adapt: all of a leaf (None), or the output rows of the parts that were named."""
+    parts = fused_parts(model, body)
+    chosen = config.target_modules
+    if chosen is None and config.target_parameters:
+        names = []
+    elif chosen is None or chosen == ALL_LINEAR:
+        outputs = getattr(model, "get_output_embeddings", lambda: None)()
+        linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
+        linear = [name for name in linear if model.get_submodule(name) is not outputs]
+        names = default_targets(model, linear) if chosen is None else linear
+        if not names:
+            raise PeftlabError(
+                f"target_modules: {type(model).__name__} has no nn.Linear or Conv1D outside its output layer and "
+                "task head; name target_modules"
+            )
+    else:
+        names = _explicit(model, chosen, [*body, *parts])
+    if config.exclude_modules:
+        excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
+        names = [name for name in names if name not in excluded]
+    names = in_layers(names, config.layers_to_transform)
+    if not names and not config.target_parameters:
+        narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
+        raise PeftlabError(f"target_modules: nothing is left to train after {narrowing}")
+    chosen_parts: dict[str, list[Tensor] | None] = {name: None for name in names if name not in parts}
+    for name in names:
+        if name in parts:
+            leaf = name.rpartition(".")[0]
+            rows = chosen_parts.setdefault(leaf, [])
+            if rows is None:
+                raise PeftlabError(f"target_modules: {leaf} is named as a whole and by its part {name}")
+            rows.append(parts[name])
+    return chosen_parts
+
+
+def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> list[str]:
+    try:
+        return match(names, chosen)
+    except PeftlabError:
+        # Say what it is, where the name exists but is no leaf that LoRA can act on.
+        for target in [chosen] if isinstance(chosen, str) else chosen:
+            for name, module in model.named_modules():
+                if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
+                    raise PeftlabError(
+                        f"target_modules: {target!r} is a {type(module).__name__} ({name}); LoRA acts on "
+                        f"{', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
+                    ) from None
+        raise
+
+
+def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]]:
+    """Return the 3-D parameters to adapt by the module that holds them."""
+    if not config.target_parameters:
+        return {}
+    three = [n for n, p in model.named_parameters() if p.ndim == 3 and type(_owner(model, n)) not in LEAVES]
+    found: dict[str, list[str]] = {}
+    for name in in_layers(match(three, config.target_parameters, what="target_parameters"), config.layers_to_transform):
+        module, _, parameter = name.rpartition(".")
+        found.setdefault(module, []).append(parameter)
+    if config.lora_dropout or config.use_dora:
+        raise PeftlabError("target_parameters: expert weights take neither lora_dropout nor use_dora")
+    if config.start:
+        raise PeftlabError(f"target_parameters: expert weights take no init_lora_weights={config.start}")
+    return found
+
+
+def _owner(model: nn.Module, parameter: str) -> nn.Module:
+    return model.get_submodule(parameter.rpartition(".")[0])
+
+
+def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
+    weight: Any = leaf.weight
+    limit = min(weight.shape[0], weight[0].numel())
+    if rank > limit:
+        raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {name}")
+    if config.start and rows is not None:
+        raise PeftlabError(f"init_lora_weights={config.init_lora_weights}: name {name} as a whole, not by its parts")
+    if config.start and not isinstance(leaf, (nn.Linear, Conv1D, nn.Embedding)):
+        raise PeftlabError(
+            f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
+        )
+    if getattr(leaf, "groups", 1) != 1:
+        raise PeftlabError(f"target_modules: {name} is a grouped convolution, which LoRA does not act on")
+    if config.use_dora and isinstance(leaf, (nn.Conv1d, nn.Conv2d)):
+        raise PeftlabError(f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings")
+    if config.use_dora and type(weight.data) is not Tensor:
+        raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
+
+
+def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
+    kind: Any = LEAVES[type(leaf)]
+    new = recast(kind, leaf)
+    weight = leaf.weight
+    like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
+    parts = len(rows) if rows is not None else 1
+    out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
+    a = torch.empty(rank * parts, *out_in[1:], **like)
+    d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]
+    b = torch.zeros(d_out, rank, *([1] * (len(out_in) - 2)), **like)
+    new.scale, new.dropout = scale, config.lora_dropout
+    new.sizes = tuple(len(part) for part in rows) if rows is not None else ()
+    for name in ("rows", "frozen_A", "frozen_B"):
+        new.register_buffer(name, None, persistent=False)
+    if rows is not None:
+        new.rows = torch.cat(rows).to(weight.device)
+    if isinstance(leaf, nn.Embedding):
+        nn.init.zeros_(a)
+        nn.init.normal_(b)
+    else:
+        _fill_a(a, config, rank)
+    for name, factor in zip(kind.names, (a, b), strict=True):
+        new.register_parameter(name, nn.Parameter(factor))
+    new.start = config.start if isinstance(leaf, (nn.Linear, Conv1D)) else None
+    if new.start is not None:
+        new.settle()
+        new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
+    new.register_parameter("lora_magnitude_vector", None)
+    if config.use_dora:
+        whole_a, whole_b = new.factors()
+        norms = row_norms(weight.t() if kind.transposed else weight, whole_a, whole_b, scale)
+        new.lora_magnitude_vector = nn.Parameter(norms.to(**like))
+    return new
+
+
+def _fill_a(a: Tensor, config: LoraConfig, rank: int) -> None:
+    if config.init_lora_weights == "gaussian":
+        nn.init.normal_(a, std=1 / rank)
+    else:
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))

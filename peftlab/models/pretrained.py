@@ -1,0 +1,107 @@
+"""Loading base models and tokenizers from what a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from peftlab.errors import PeftlabError
+from peftlab.files import reason
+from peftlab.hub import snapshot, unreachable
+from peftlab.models.bounds import Bounded, check_directory, check_ids
+from peftlab.references import locate, similar_path
+
+T = TypeVar("T")
+
+
+def load_base(
+    reference: str,
+    auto_class: str = "AutoModelForSequenceClassification",
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a pretrained model and say which of its modules the checkpoint did not hold.
+
+    Args:
+        reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
+        auto_class: name of the transformers auto class.
+        options: passed to ``from_pretrained``: ``num_labels``, ``revision``, ``trust_remote_code``, ...
+
+    Returns:
+        The model in eval mode, and the names of its freshly initialised parameters.
+
+    Raises:
+        PeftlabError: nothing can be loaded from ``reference``; the library's reason is given.
+    """
+    loader = getattr(transformers, auto_class).from_pretrained
+    model, info = _load(reference, loader, dtype=dtype, output_loading_info=True, **options)
+    if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
+        # The tensors are plain ones now; left in place, the note would make saved copies load as quantised.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+    model.config._name_or_path = reference
+    return model.eval(), sorted(info["missing_keys"])
+
+
+def load_config(reference: str, **options: Any) -> transformers.PretrainedConfig:
+    """Load a model's configuration; ``reference`` and errors as in ``load_base``."""
+    return _load(reference, transformers.AutoConfig.from_pretrained, **options)
+
+
+def load_tokenizer(reference: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a model; ``reference`` and errors as in ``load_base``."""
+    tokenizer = _load(reference, transformers.AutoTokenizer.from_pretrained, **options)
+    check_ids(tokenizer, reference)
+    return tokenizer
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """Return what identifies a base model: class, model type, vocabulary and the configuration itself."""
+    config = getattr(model, "config", None)
+    return {
+        "architecture": type(model).__name__,
+        "model_type": getattr(config, "model_type", None),
+        "vocab_size": getattr(config, "vocab_size", None),
+        "config": config.to_diff_dict() if config is not None else {},
+    }
+
+
+def _gguf(reference: str) -> bool:
+    return reference.endswith(".gguf")
+
+
+def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
+    place = locate(reference)
+    if isinstance(place, str) and unreachable():
+        place = snapshot(place, "model", revision=options.get("revision"))
+    local = isinstance(place, Path) and not _gguf(reference)
+    if isinstance(place, Path):
+        options.pop("revision", None)
+        if _gguf(reference):
+            options["gguf_file"] = place.name
+            place = place.parent
+        elif not place.is_dir():
+            raise PeftlabError(f"model {reference!r}: {place} is a file; name the directory or a .gguf file")
+        elif not (place / "config.json").exists():
+            raise PeftlabError(f"model {reference!r}: {place} has no config.json")
+        else:
+            check_directory(place)
+    try:
+        with Bounded(Path(place) if local else None):
+            return loader(str(place), **options)
+    except PeftlabError:
+        raise
+    except ImportError as error:
+        raise PeftlabError(f"model {reference!r}: {error}") from error
+    except Exception as error:  # whatever the libraries make of files that are not as they expect
+        why = reason(error)
+        if isinstance(place, str):
+            why = f"no such directory{similar_path(reference)}, and as a hub id: {why}"
+        raise PeftlabError(f"model {reference!r} cannot be loaded: {why}") from error

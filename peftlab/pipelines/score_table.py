@@ -1,0 +1,112 @@
+"""A table recipe's whole way: its cells run where they are missing, their results gathered, the table shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peftlab.errors import PeftlabError
+from peftlab.files import read_json, write_text
+from peftlab.outputs import Claim, claimed, read_mark
+from peftlab.pipelines.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
+from peftlab.pipelines.directory import TABLE, recipe_inputs
+from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.schema import TableRecipe
+from peftlab.recipe.table_cells import Cell, table_cells
+from peftlab.reporting.facts import duration
+from peftlab.reporting.table_page import table_page
+from peftlab.reporting.table_results import Table, print_table, summarise, table_csv, table_latex
+from peftlab.tasks.table import find_task
+
+
+class CellsFailed(PeftlabError):
+    """Some cells of a table failed; the others are in it."""
+
+    status = 1
+
+
+def run_table(
+    recipe: TableRecipe, *, overwrite: bool = False, resume: bool = False, slots: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Run the cells of ``recipe`` that have no result, write the table, and return it.
+
+    Written into ``output_dir``: ``recipe.yaml``, ``table.csv``, ``table.tex``, ``table.html``, and each cell's run
+    directory and output under ``cells/``. Running again, or resuming, goes on with what is missing.
+
+    Args:
+        overwrite: run cells anew whose recipe has changed since; others are kept.
+        slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
+
+    Returns:
+        ``cells``, the number of cells; ``table``, a ``peftlab.reporting.table_results.Table``.
+
+    Raises:
+        PeftlabError: a cell was run by another recipe, or the directory holds something else.
+        CellsFailed: cells failed; the table without them is written.
+        Stopped: SIGINT or SIGTERM.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise PeftlabError("a table starts its own processes, one for each GPU: run it without accelerate launch")
+    directory = Path(recipe.output_dir)
+    mark = read_mark(directory)
+    begun = mark is not None and mark.kind == TABLE.kind
+    with claimed(directory, TABLE, resume=begun, inputs=recipe_inputs(recipe)) as claim:
+        return _run(recipe, claim, overwrite, slots)
+
+
+def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str] | None) -> dict[str, Any]:
+    directory = claim.path
+    cells = table_cells(recipe)
+    let_end(cells)
+    missing = missing_cells(cells, overwrite=overwrite)
+    claim.begin()
+    write_text(directory / "recipe.yaml", dump_recipe(recipe))
+    slots = gpu_slots() if slots is None else slots
+    print(f"{len(cells)} cells, {len(cells) - len(missing)} with results; {len(slots)} at a time", flush=True)
+    finished = 0
+
+    def done(cell: Cell, reason: str) -> None:
+        nonlocal finished
+        finished += 1
+        outcome = _outcome(cell) if not reason else f"failed: {reason.splitlines()[0]}"
+        print(f"[{finished}/{len(missing)}] {cell.directory.name}: {outcome}", flush=True)
+
+    try:
+        failed = run_cells(missing, directory, slots, done)
+    except PeftlabError:
+        _write(recipe, cells, [])
+        raise
+    lines = [f"{cell.directory.name}: {reason}" for cell, reason in failed.items()]
+    table = _write(recipe, cells, lines)
+    print_table(table)
+    print(f"table: {directory / 'table.html'}, table.csv, table.tex")
+    if lines:
+        counts = f"{len(lines)} of {len(cells)} cells failed; running the table again tries them again"
+        raise CellsFailed("\n".join([counts, *lines]))
+    return {"cells": len(cells), "table": table}
+
+
+def _outcome(cell: Cell) -> str:
+    results = read_json(cell.directory / RESULTS)
+    return f"{results['metric']} {100 * results['score']:.1f}, {duration(results['train_seconds'])}"
+
+
+def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Table:
+    """Gather the results there are, and write the table's files."""
+    directory = Path(recipe.output_dir)
+    results = [
+        (cell.task, cell.row, read_json(cell.directory / RESULTS))
+        for cell in cells
+        if (cell.directory / RESULTS).exists()
+    ]
+    titles = {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
+    table = summarise(recipe.model, len(recipe.seeds), titles, list(recipe.rows), results)
+    write_text(directory / "table.csv", table_csv(table))
+    write_text(directory / "table.tex", table_latex(table))
+    try:
+        write_text(directory / "table.html", table_page(table, failed))
+    except PeftlabError as error:
+        print(f"no table.html: {error}")
+    return table

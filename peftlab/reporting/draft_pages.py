@@ -1,0 +1,185 @@
+"""Results of ``plan`` and ``bench`` for people: console tables, and one offline HTML page each."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from peftlab.decoding.analysis.planning import finite
+from peftlab.decoding.analysis.statistics import Interval
+from peftlab.errors import PeftlabError
+
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
+table{border-collapse:collapse;margin:1rem 0}th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ccc}
+th:first-child,td:first-child{text-align:left}svg{max-width:100%;height:auto;background:#fff}
+"""
+Rows = Sequence[Sequence[str]]
+
+
+def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
+    """Return the tables of a plan: title, header, rows."""
+    steps = zip(plan["target_seconds"], plan["target_range"], strict=True)
+    verification = [
+        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan['target_seconds'][0]:.2f}")
+        for k, (seconds, ends) in enumerate(steps, start=1)
+    ]
+    gammas = [(str(row["gamma"]), finite(row["break_even"]), finite(row["cap"])) for row in plan["gammas"]]
+    alphas = [
+        (f"{row['alpha']:.2f}", str(row["gamma"]) if row["gamma"] else "do not draft", f"{row['gain']:.2f}x")
+        for row in plan["alphas"]
+        if row["alpha"] >= 0.3
+    ]
+    return [
+        ("one target step", ["tokens", "median", "shortest to longest", "of one token"], verification),
+        ("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas),
+        ("best draft length", ["alpha", "gamma", "gain"], alphas),
+    ]
+
+
+def plan_facts(plan: dict[str, Any]) -> list[str]:
+    """Return a plan in sentences, the verdict last."""
+    seconds, ends = 1e3 * plan["draft_seconds"], _milliseconds(plan["draft_range"])
+    c = f"c = {plan['c']:.3f}{_between(plan['c_interval'], 3)} of a target step"
+    return [
+        f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
+        *(f"warning: {w}" for w in plan.get("warnings", ())),
+        plan["verdict"],
+    ]
+
+
+def bench_tables(result: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
+    """Return the tables of a benchmark: title, header, rows."""
+
+    def row(name: str, of: dict[str, Any]) -> list[str]:
+        lossless = "yes" if of["lossless"] else f"{len(of['divergences'])} differ"
+        speed = f"{of['speedup']:.2f}x{_between(of['speedup_interval'], 2)}"
+        return [name, f"{of['tokens_per_second']:.1f}", speed, finite(of["tau"]), finite(of["acceptance"]), lossless]
+
+    baseline = ["plain", f"{result['baseline_tokens_per_second']:.1f}", "1.00x", "1.00", "-", "-"]
+    drafters = [baseline, *(row(name, of) for name, of in result["drafters"].items())]
+    header = ["drafter", "tokens/s", "speed", "tau", "alpha", "lossless"]
+    positions = [(str(i), finite(alpha)) for i, alpha in enumerate(result["acceptance_by_position"], start=1)]
+    tables: list[tuple[str, list[str], Rows]] = [
+        ("decoding", header, drafters),
+        ("acceptance by position", ["position", "alpha"], positions),
+    ]
+    if len(result["categories"]) > 1:
+        rows = [
+            (name, str(of["prompts"]), finite(of["tau"]), finite(of["acceptance"]), finite(of["speedup"]))
+            for name, of in result["categories"].items()
+        ]
+        tables.append(("categories", ["category", "prompts", "tau", "alpha", "speed"], rows))
+    return tables
+
+
+def _between(interval: Interval, digits: int) -> str:
+    return f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else " (no interval)"
+
+
+def _milliseconds(ends: tuple[float, float]) -> str:
+    return f"{1e3 * ends[0]:.1f} to {1e3 * ends[1]:.1f} ms"
+
+
+def bench_facts(result: dict[str, Any]) -> list[str]:
+    """Return a benchmark in sentences, the verdict last."""
+    facts = []
+    if result["alpha"]:
+        of = result["alpha"]
+        facts.append(
+            f"alpha as overlap {of['overlap']:.3f}, as equal argmax {of['argmax']:.3f}, "
+            f"as p(argmax q) {of['p_of_argmax']:.3f}"
+        )
+    if result["overhead"] is not None:
+        facts.append(f"time outside the models: {100 * result['overhead']:.1f} %")
+    spread = result["conditions"]["spread"]
+    if spread is not None:
+        facts.append(f"repeats of plain decoding on the same prompts differ by {100 * spread:.0f} %")
+    near = sum(parting["near_tie"] for parting in result["divergences"])
+    if result["divergences"]:
+        facts.append(f"{len(result['divergences'])} outputs differ from plain decoding, {near} of them at a near tie")
+    if result["skipped"]:
+        facts.append(f"{len(result['skipped'])} prompts left out: longer than the model's context")
+    return [*facts, f"{result['drafter']}: {result['verdict']}"]
+
+
+def show(tables: list[tuple[str, list[str], Rows]], facts: list[str]) -> None:
+    """Print tables and sentences to the terminal."""
+    console = Console()
+    for title, header, rows in tables:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, name in enumerate(header):
+            table.add_column(name, justify="left" if i == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for fact in facts:
+        console.print(fact, highlight=False, soft_wrap=True)
+
+
+def page(title: str, tables: list[tuple[str, list[str], Rows]], facts: list[str], drawings: Sequence[str]) -> str:
+    """Return one HTML page that needs nothing from outside."""
+    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(fact)}</p>" for fact in reversed(facts))]
+    parts += drawings
+    for name, header, rows in tables:
+        cells = "".join(f"<th>{html.escape(h)}</th>" for h in header)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+        parts.append(f"<h2>{html.escape(name)}</h2><table><tr>{cells}</tr>{body}</table>")
+    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def plan_drawings(plan: dict[str, Any]) -> list[str]:
+    """Draw the cost of verification over tokens, and the best gain over acceptance."""
+
+    def verification(axes: Any) -> None:
+        axes.plot(range(1, len(plan["verification"]) + 1), plan["verification"], marker="o", markersize=3)
+        axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
+
+    def gains(axes: Any) -> None:
+        axes.plot([row["alpha"] for row in plan["alphas"]], [row["gain"] for row in plan["alphas"]])
+        axes.axhline(1, linestyle="--", linewidth=1, color="gray")
+        axes.set(xlabel="acceptance", ylabel="gain at the best gamma")
+
+    return [drawing(verification, "cost of verification"), drawing(gains, "best gain over acceptance")]
+
+
+def bench_drawings(result: dict[str, Any]) -> list[str]:
+    """Draw acceptance by position and the histogram of tokens a step."""
+
+    def positions(axes: Any) -> None:
+        alphas = result["acceptance_by_position"]
+        axes.bar(range(1, len(alphas) + 1), [alpha or 0 for alpha in alphas])
+        axes.set(xlabel="position", ylabel="acceptance", ylim=(0, 1))
+
+    def histogram(axes: Any) -> None:
+        axes.bar(list(result["histogram"]), list(result["histogram"].values()))
+        axes.set(xlabel="tokens a target step", ylabel="steps")
+
+    return [drawing(positions, "acceptance by position"), drawing(histogram, "tokens a target step")]
+
+
+def drawing(draw: Callable[[Any], None], summary: str) -> str:
+    """Return what ``draw`` draws on matplotlib axes as one ``<svg>`` element; the same input, the same bytes.
+
+    Raises:
+        PeftlabError: matplotlib is not installed (the ``report`` extra).
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PeftlabError("the HTML page needs matplotlib: pip install peftlab[report]") from None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"peftlab-{summary}"}):
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(summary)}"', 1)

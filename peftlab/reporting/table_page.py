@@ -1,0 +1,137 @@
+"""A table as one offline HTML page: the overview, and for each task a plot of dots and intervals with its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from peftlab.reporting import facts
+from peftlab.reporting.html import render
+from peftlab.reporting.table_results import Entry, Table, row_parameters
+
+
+def table_page(table: Table, failed: Sequence[str] = ()) -> str:
+    """Return the page; it needs no script, no image and no request.
+
+    Args:
+        failed: a line for each cell that failed.
+
+    Raises:
+        PeftlabError: jinja2 is not installed (the ``report`` extra).
+    """
+    several = len(table.titles) > 1
+    overview = [
+        {
+            "name": row,
+            "cells": [_text(table.entries.get((task, row))) for task in table.titles],
+            "average": _one(table.average(row)),
+            "parameters": row_parameters(table, row),
+        }
+        for row in table.rows
+    ]
+    theirs = [
+        {
+            "name": row,
+            "cells": [_one(scores.get(task)) for task in table.titles],
+            "average": _one(table.published_average(row)),
+        }
+        for row, scores in table.published.items()
+    ]
+    context = {
+        "model": table.model,
+        "titles": [*table.titles.values(), *(["Average"] if several else [])],
+        "several": several,
+        "overview": overview,
+        "published": theirs,
+        "label": table.label,
+        "figures": [figure for task in table.titles if (figure := _figure(table, task))],
+        "notes": table.notes,
+        "failed": list(failed),
+    }
+    return render("table.html.j2", context)
+
+
+def _figure(table: Table, task: str) -> dict[str, Any] | None:
+    """One task's plot and numbers; None while no run of it has finished."""
+    entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
+    if not entries:
+        return None
+    published = {row: scores[task] for row, scores in table.published.items() if task in scores}
+    ends = [end for entry in entries.values() for end in (*entry.best.values, *_interval(entry))]
+    low, high, ticks = axis([*ends, *published.values()])
+
+    def place(value: float) -> str:
+        return f"{100 * (value - low) / (high - low):.2f}"
+
+    rows = []
+    for row, entry in entries.items():
+        left, right = _interval(entry)
+        drawn = math.isfinite(left) and math.isfinite(right)
+        rows.append(
+            {
+                "name": row,
+                "seeds": [place(value) for value in entry.best.values if math.isfinite(value)],
+                "mean": place(entry.best.mean) if drawn else None,
+                "left": place(left) if drawn else None,
+                "width": f"{100 * (right - left) / (high - low):.2f}" if drawn else None,
+                "value": str(entry.best),
+            }
+        )
+    others = list(dict.fromkeys(name for entry in entries.values() for name in entry.others))
+    numbers = [_numbers(row, entry, table.seeds, others) for row, entry in entries.items()]
+    return {
+        "title": table.titles[task],
+        "metric": facts.label(next(iter(entries.values())).metric),
+        "rows": rows,
+        "published": [{"name": row, "mean": place(x), "value": _one(x)} for row, x in published.items()],
+        "ticks": [{"left": place(tick), "text": f"{tick:g}"} for tick in ticks],
+        "others": [facts.label(name.partition(".")[2] if name.count(".") == 1 else name) for name in others],
+        "numbers": numbers,
+    }
+
+
+def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str, Any]:
+    megabytes = entry.gpu if entry.gpu is not None else entry.memory
+    return {
+        "name": row,
+        "cells": [
+            f"{len(entry.seeds)}/{seeds}",
+            str(entry.best),
+            _one(entry.best.median),
+            str(entry.last),
+            *(_one(entry.others.get(name)) for name in others),
+            f"{entry.trainable:,}",
+            facts.duration(entry.seconds),
+            f"{megabytes:,.0f} MB{' GPU' if entry.gpu is not None else ''}",
+        ],
+    }
+
+
+def _interval(entry: Entry) -> tuple[float, float]:
+    spread = entry.best.std or 0.0
+    return entry.best.mean - spread, entry.best.mean + spread
+
+
+def axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Return (low, high, ticks) of an axis that shows ``values``: 2 to 7 ticks, a step of 1, 2 or 5 times 10^k apart.
+
+    Values that are not finite are left out; the axis has a length even where all values are equal.
+    """
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    margin = 0.06 * (high - low) or 0.5
+    low, high = low - margin, high + margin
+    rough = (high - low) / 6
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return low, high, [round(i * step, 10) for i in range(first, last + 1)]
+
+
+def _text(entry: Entry | None) -> str:
+    return "-" if entry is None else str(entry.best)
+
+
+def _one(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

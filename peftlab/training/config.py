@@ -1,0 +1,68 @@
+"""TODO: say what this module is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from peftlab.section import MOST_SEED, Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(Section):
+    """How the loop runs."""
+
+    epochs: float = Field(default=3, gt=0, description="Passes over the training set.")
+    max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
+    batch_size: int = Field(
+        default=32,
+        ge=1,
+        description="Examples per optimiser step over all processes and accumulation steps (global batch).",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Padded tokens per optimiser step, instead of batch_size: as many examples as fit.",
+    )
+    eval_batch_size: int = Field(default=64, ge=1, description="Examples per evaluation batch and process.")
+    gradient_accumulation_steps: int = Field(
+        default=1,
+        ge=1,
+        description="Parts each global batch is split into to save memory; the result is the same.",
+    )
+    max_length: int = Field(default=128, ge=2, description="Tokens an example is truncated to.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    scheduler: Literal["linear", "cosine", "constant"] = Field(default="linear", description="Decay after warm-up.")
+    warmup: float = Field(default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs.",
+    )
+    compile: bool = Field(
+        default=False, description="Compile the model with torch.compile; go on without where that fails."
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
+    eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
+    early_stopping: int | None = Field(
+        default=None, ge=1, description="Stop after this many evaluations without a better score."
+    )
+    save_every: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints besides those at evaluations; null: none."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept beside the best one.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default=[], description="Trackers beside metrics.jsonl."
+    )
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of initialisation, data order and dropout.")
+
+    @model_validator(mode="after")
+    def _longest_fits(self) -> TrainConfig:
+        if self.max_tokens is not None and self.max_tokens < self.max_length:
+            raise ValueError(f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}")
+        return self
