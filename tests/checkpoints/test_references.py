@@ -61,7 +61,7 @@ def test_a_model_in_the_hubs_cache_is_found_beside_a_directory_of_that_name(
 def test_a_name_that_the_hub_does_not_have_either(here: Path) -> None:
     """The hub is not asked in these tests."""
     with pytest.raises(
-        PeftlabError, match=r"'run' cannot be loaded: no such directory \(did you mean 'runs'\?\), and as"
+        PeftlabError, match=r"'run': no such directory \(did you mean 'runs'\?\), no such model in the hub's"
     ):
         load_config("run")
 
@@ -72,7 +72,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(here: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(root)}
     program = "from peftlab.models.pretrained import load_config; load_config('run')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert (
-        "no such directory (did you mean 'runs'?), and as a hub id: http://127.0.0.1:9 does not answer" in done.stderr
-    )
+    assert "no such directory (did you mean 'runs'?)" in done.stderr
+    assert "http://127.0.0.1:9 does not answer" in done.stderr
     assert "Retrying" not in done.stdout + done.stderr
