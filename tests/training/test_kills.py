@@ -43,6 +43,6 @@ def test_killed_at_random(kind, kills, model, rows, tmp_path):
         del values["train"]["seed"]
     seed = random.SystemRandom().randrange(10**6)
     file = tiny.write_recipe(values, tmp_path / "recipe.yaml")
-    done = tiny.command(PROGRAM, kind, kills, seed, file, timeout=3000)
+    done = tiny.command(PROGRAM, kind, kills, seed, file, timeout=7200)
     print(f"seed {seed}\n{done.stdout}")
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
