@@ -1,14 +1,16 @@
-"""TODO: say what this module is."""
+"""What the sections of a recipe have in common: their base class, and types that several of them use."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
 
-MOST_SEED = 2**32 - 1
-"""The largest seed that all generators take."""
+from pydantic import BaseModel, ConfigDict, Field
+
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""A seed that python's, numpy's and torch's generators all take."""
 
 
 class Section(BaseModel):
-    """Base of every recipe section: unknown keys are refused and values cannot change later."""
+    """Base of every section of a recipe: unknown keys are refused, and values cannot change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from peftlab.section import MOST_SEED, Section
+from peftlab.section import Section, Seed
 
 
 class DraftObjective(Section):
@@ -76,7 +76,7 @@ class DraftData(Section):
     cache: str | None = Field(
         default=None, description="Directory of written data sets; null: draft-data beside output_dir."
     )
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of the target's sampling.")
+    seed: Seed = Field(default=0, description="Seed of the target's sampling.")
 
     @model_validator(mode="after")
     def _possible(self) -> DraftData:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.table import METHODS
-from peftlab.section import MOST_SEED, Section
+from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.table import find_task
 from peftlab.training.config import TrainConfig
@@ -197,7 +197,7 @@ class TableRecipe(Section):
         min_length=1,
         description="The rows: name to what is particular to it, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
     )
-    seeds: list[Annotated[int, Field(ge=0, le=MOST_SEED)]] = Field(
+    seeds: list[Seed] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
     )
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from peftlab.section import MOST_SEED, Section
+from peftlab.section import Section, Seed
 
 Bins = dict[str, tuple[float | None, float | None]] | None
 
@@ -47,9 +47,7 @@ class DataConfig(Section):
         default=False,
         description="Own task: leave out rows without a text or label, and count them, instead of refusing the file.",
     )
-    split_seed: int = Field(
-        default=0, ge=0, le=MOST_SEED, description="Seed of that held-out split; independent of train.seed."
-    )
+    split_seed: Seed = Field(default=0, description="Seed of that held-out split; independent of train.seed.")
     max_train_examples: int | None = Field(
         default=None, ge=1, description="Use only this many training examples, drawn with split_seed."
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from peftlab.section import MOST_SEED, Section
+from peftlab.section import Section, Seed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -59,7 +59,7 @@ class TrainConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         default=[], description="Trackers beside metrics.jsonl."
     )
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="Seed of initialisation, data order and dropout.")
+    seed: Seed = Field(default=0, description="Seed of initialisation, data order and dropout.")
 
     @model_validator(mode="after")
     def _longest_fits(self) -> TrainConfig:
