@@ -37,12 +37,11 @@ LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
-UPWARD |= {("peftlab.models.skeleton", "peftlab.checkpoints.adapter")}
 CIRCLES = {
     frozenset(f"peftlab.training.{name}" for name in ("compile", "feed", "loop", "scoring")),
     frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"}),
 }
-LONG_FILES = {"peftlab.methods.injection", "peftlab.outputs"}
+LONG_FILES = {"peftlab.methods.injection"}
 LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
