@@ -1,17 +1,19 @@
-"""The one kind of error a user is meant to read."""
+"""The one kind of error that a user reads."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
-_TYPED = 200  # characters of a name
-_COMPARED = 10_000  # names
+_TYPED = 200  # characters: a longer name was not typed by hand
+_COMPARED = 10_000  # names at most that a misspelt one is compared with
 
 
 class PeftlabError(Exception):
-    """A mistake in a recipe, a file or a call, told in one message.
+    """A mistake in a recipe, a file or a call, in one message.
 
     The message names the file, key or module at fault, the reason, and the nearest right spelling where
     there is one. The command line prints it without a traceback and exits with ``status``.
@@ -20,11 +22,20 @@ class PeftlabError(Exception):
     status = 2
 
 
+@contextmanager
+def about(where: str | Path) -> Iterator[None]:
+    """Put the file or key ``where`` before the message of an error that is raised in the block."""
+    try:
+        yield
+    except PeftlabError as error:
+        raise PeftlabError(f"{where}: {error}") from None
+
+
 def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:
     """Return up to ``n`` of ``candidates`` spelled most like ``name``, best first, case ignored.
 
-    Comparing takes the product of two lengths: what is too long to have been typed, as a text where a name is
-    expected, resembles nothing.
+    Comparing two names takes time proportional to the product of their lengths, so a very long one, such as a text
+    where a name is expected, has no neighbours.
     """
     if len(name) > _TYPED:
         return []

@@ -169,3 +169,11 @@ def reason(error: BaseException) -> str:
     """Return the first line of what an error says, without the number and the path in one of the system's."""
     said = (getattr(error, "strerror", None) or str(error)).strip()
     return said.splitlines()[0] if said else type(error).__name__
+
+
+def real(path: str | Path) -> Path:
+    """Return ``path`` absolute and without links: it means the same whatever becomes of the current directory."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:  # a null character
+        raise PeftlabError(f"{str(path)!r}: not a path ({error})") from None

@@ -1,19 +1,17 @@
-"""Output directories: whose they are, who may write or replace them, and how they appear complete or not at all.
+"""Output directories: which of them may be replaced, and how they appear complete or not at all.
 
-A directory that peftlab makes contains ``peftlab.json``: its kind, and the files in it that are ours. Only such a
+A directory that peftlab makes contains ``peftlab.json``: its kind, and the files in it that peftlab wrote. Only such a
 directory is ever replaced, only by one of the same kind, and only if it contains nothing else and none of the inputs.
-One process at a time works on a directory, held to it by a lock of the system's that ends with the process.
+One process at a time writes a directory (``peftlab.locks``).
 """
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,15 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.files import STAGING_PREFIX, fsync_path, read_json, write_json
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
+from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_json
+from peftlab.locks import LOCK, is_locked, locked, locks_work, same_file
 
 MARK = "peftlab.json"
-LOCK = f"{STAGING_PREFIX}lock"
 
 Inputs = Mapping[str, "str | Path | None"]
 """What an output must not destroy: paths by the words that name them in a message ("the model"). A value that is no
@@ -66,96 +59,6 @@ def read_mark(directory: Path) -> Mark | None:
 def write_mark(directory: Path, mark: Mark) -> None:
     """Write a directory's ``peftlab.json``."""
     write_json(directory / MARK, {"written_by": "peftlab", "kind": mark.kind, "files": list(mark.files)})
-
-
-@contextmanager
-def locked(file: Path, path: str | Path) -> Iterator[None]:
-    """Hold the lock on ``file``, which exists as long as it is held; ``path`` is what it stands for in messages.
-
-    Missing directories above ``file`` are made, and removed again if nothing was put into them. A process that dies
-    in any way gives the lock back. Where the system has no such locks, that is said and nothing is locked.
-
-    Raises:
-        PeftlabError: another process holds it, or the file cannot be made.
-    """
-    made = [directory for directory in file.parents if not os.path.exists(directory)]
-    try:
-        descriptor = _open_locked(file, path)
-    except OSError as error:
-        raise PeftlabError(f"{path}: cannot be written ({error.strerror or error})") from None
-    try:
-        yield
-    finally:
-        if _same(file, descriptor):
-            file.unlink()  # before the lock is given back: afterwards it may be another process's
-        os.close(descriptor)
-        for directory in made:
-            with suppress(OSError):
-                directory.rmdir()
-
-
-def _open_locked(file: Path, path: str | Path) -> int:
-    while True:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its last owner removed the directory just now
-            continue
-        if not _lock(descriptor, path):
-            os.close(descriptor)
-            raise PeftlabError(
-                f"{path}: another process is writing it; wait for it to end, or choose another directory"
-            )
-        if _same(file, descriptor):
-            return descriptor
-        os.close(descriptor)  # its last owner removed the file between the two calls
-
-
-def _lock(descriptor: int, path: str | Path) -> bool:
-    try:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, "no fcntl")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        reason = error.strerror or str(error)
-        print(f"{path}: this system has no file locks ({reason}); let no second process write it", file=sys.stderr)
-    return True
-
-
-def _same(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def is_locked(directory: str | Path) -> bool:
-    """Say whether a process holds the run directory ``directory``; False where the system has no locks."""
-    if fcntl is None:
-        return False
-    try:
-        descriptor = os.open(real(directory) / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def real(path: str | Path) -> Path:
-    """Return ``path`` absolute and without links: it means the same whatever becomes of the current directory."""
-    try:
-        return Path(os.path.realpath(path))
-    except ValueError as error:  # a null character
-        raise PeftlabError(f"{str(path)!r}: not a path ({error})") from None
 
 
 def contains(outer: str | Path, inner: str | Path) -> bool:
@@ -353,7 +256,7 @@ def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
     One process at a time has one for the same place and purpose; what others left that were killed is removed.
     """
     with locked(place.with_name(f"{LOCK}-{purpose}-{place.name}"), place):
-        if fcntl is not None:  # whoever made them held this lock
+        if locks_work():  # whoever made them held this lock, and has ended
             left = re.compile(rf"{re.escape(STAGING_PREFIX + purpose)}-[0-9a-f]{{8}}-{re.escape(place.name)}")
             for path in place.parent.iterdir():
                 if left.fullmatch(path.name):
@@ -388,7 +291,7 @@ def staged_directory(
         descriptor = os.open(staging, os.O_RDONLY)  # as long as it is open no other directory gets its inode
         try:
             yield staging
-            if not _same(staging, descriptor):
+            if not same_file(staging, descriptor):
                 raise PeftlabError(
                     f"{path}: its staging directory {staging} was removed by someone; nothing was written"
                 )

@@ -13,11 +13,11 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, write_text
+from peftlab.locks import locked
 from peftlab.outputs import (
     Mark,
     claimed,
     contains,
-    locked,
     read_mark,
     record,
     refuse_loss,
@@ -368,7 +368,7 @@ class TestLock:
     def test_a_system_without_locks_says_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("peftlab.outputs.fcntl", None)
+        monkeypatch.setattr("peftlab.locks.fcntl", None)
         (tmp_path / f"{STAGING_PREFIX}out-01234567-m").mkdir()
         model(tmp_path / "m")
         assert "this system has no file locks (no fcntl)" in capsys.readouterr().err

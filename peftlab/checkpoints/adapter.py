@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.formats.foreign import is_adapterhub, read_adapterhub, read_loralib
+from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
+from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.errors import PeftlabError, nearest
+from peftlab.errors import PeftlabError, about, nearest
 from peftlab.files import parse_json, read_object, replacing, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
@@ -144,7 +145,7 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         raise PeftlabError(f"{path}: no adapter here (there is no {CONFIG_FILE})")
     raw = read_config(path / CONFIG_FILE)
     if is_adapterhub(raw):
-        config, tensors = read_adapterhub(path, raw, lambda file: read_tensors(file)[0])
+        config, tensors = read_adapterhub(path, raw)
         return Adapter(config, tensors)
     tensors, header = read_tensors(path / WEIGHTS_FILE)
     base = _base_of(header, path / WEIGHTS_FILE)
@@ -327,10 +328,8 @@ def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
     method = raw.get("method")
     if not isinstance(method, dict) or method.get("name") not in list(METHODS):
         raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab's (no known method)")
-    try:
+    with about(path):
         return make_config(method["name"], **method)
-    except PeftlabError as error:
-        raise PeftlabError(f"{path}: {error}") from None
 
 
 def _same_base(model: nn.Module, base: dict[str, Any], source: str | Path) -> None:

@@ -1,20 +1,17 @@
-"""The model a merge is about: its empty form, and where each key of a base checkpoint goes in it.
+"""A model without weights, and where each key of a checkpoint belongs in it.
 
-Nothing here holds weights: the model lies on the meta device and says names, shapes, kinds of modules and
-which parameters are tied.
+The model is on the meta device: it has names, shapes, kinds of modules and ties, and no values.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -25,70 +22,9 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
-from peftlab.checkpoints.adapter import Adapter
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import member, reason
-from peftlab.models.bounds import Bounded, check_sizes
-from peftlab.models.pretrained import load_config
-
-_ADDED = re.compile(r"\.base_layer|[._]lora_\w+$")
-
-# peft's task_type -> the auto class that makes the model; without one, the first that has the adapter's modules.
-_AUTO = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-
-
-def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the model the adapter was trained in, on the meta device.
-
-    An adapter of ours names its class and configuration. For a foreign one it is the class that its task type
-    or the base's configuration names, with as many labels and tokens as its tensors say.
-
-    Args:
-        source: the adapter's path, for messages. trust_remote_code: run model code that lies in ``base``.
-
-    Raises:
-        PeftlabError: the adapter is for another architecture than ``base``.
-    """
-    config = load_config(str(base), trust_remote_code=trust_remote_code)
-    trained = adapter.base.get("config") or {}
-    if trained.get("model_type", config.model_type) != config.model_type:
-        raise PeftlabError(f"{source} belongs to {trained['model_type']!r}, {base} is {config.model_type!r}")
-    if trained:
-        if type(config).__module__.startswith("transformers."):
-            config = _config_of(trained, config, source)
-        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code)
-    names = [config.architectures[0]] if config.architectures else []
-    names = [_AUTO[adapter.task_type]] if adapter.task_type in _AUTO else names + list(_AUTO.values())
-    wanted = {_ADDED.sub("", name) for name in adapter.tensors}
-    misfits: list[tuple[int, str]] = []
-    for name in names:
-        try:
-            model = empty_model(name, config, base, trust_remote_code)
-        except PeftlabError as error:
-            misfits.append((len(wanted), str(error)))
-            continue
-        known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-        unknown = sorted(wanted - known)
-        if not unknown:
-            return _resized(model, adapter.tensors, name, base, trust_remote_code)
-        hint = did_you_mean(unknown[0], known)
-        misfits.append((len(unknown), f"{type(model).__name__} has no {unknown[0]}{hint}"))
-    raise PeftlabError(f"{source} does not fit {base}: {min(misfits)[1]}")
-
-
-def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:
-    check_sizes(values, f"{source}: the base model's configuration")
-    try:
-        return type(like).from_dict(dict(values))
-    except Exception as error:  # whatever the library makes of values that are not as it expects
-        raise PeftlabError(f"{source}: the base model's configuration cannot be read: {reason(error)}") from error
+from peftlab.errors import PeftlabError
+from peftlab.files import reason
+from peftlab.models.bounds import Bounded
 
 
 def empty_model(
@@ -125,23 +61,6 @@ def empty_model(
         raise
     except Exception as error:  # whatever the library makes of a configuration that is not as it expects
         raise PeftlabError(f"{base or 'model'}: a {name} cannot be made of its config.json: {reason(error)}") from error
-
-
-def _resized(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, base: Path, trust_remote_code: bool
-) -> PreTrainedModel:
-    """Return the model with as many labels and tokens as the adapter's whole tensors have rows."""
-    config, changed = model.config, False
-    shapes = {key: p.shape for key, p in model.named_parameters(remove_duplicate=False)}
-    for key, tensor in tensors.items():
-        shape = shapes.get(_ADDED.sub("", key))
-        if shape is None or shape == tensor.shape or shape[1:] != tensor.shape[1:]:
-            continue
-        if shape[0] == config.num_labels:
-            config.num_labels, changed = tensor.shape[0], True
-        elif shape[0] == config.vocab_size:
-            config.vocab_size, changed = tensor.shape[0], True
-    return empty_model(name, config, base, trust_remote_code) if changed else model
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.outputs import is_locked, remove
+from peftlab.locks import is_locked
+from peftlab.outputs import remove
 from peftlab.pipelines.directory import RUN, recipe_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe

@@ -12,8 +12,8 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import open_regular, reason
 
-# The part of torch's message that says what is wrong with the file; the rest advises to load it without protection.
-_WRONG = re.compile(r"unsupported (?:global|class|operand)\W+(?:GLOBAL )?[\w.]+", re.IGNORECASE)
+# The part of torch's message that names the fault in the file; the rest advises to load it without protection.
+_FAULT = re.compile(r"unsupported (?:global|class|operand)\W+(?:GLOBAL )?[\w.]+", re.IGNORECASE)
 
 
 def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
@@ -23,26 +23,38 @@ def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
         mapped: leave the values in the file until they are used, where the file's format allows it.
 
     Raises:
-        PeftlabError: no regular file, a damaged one, or one that holds anything else than tensors by name.
+        PeftlabError: not a regular file, a damaged one, or one that contains anything but tensors by name.
+    """
+    loaded = unpickle(path, mapped=mapped)
+    named = isinstance(loaded, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in loaded.items())
+    if not named:
+        raise PeftlabError(f"{path}: contains something other than tensors by name")
+    return loaded
+
+
+def unpickle(path: Path, *, mapped: bool = False) -> Any:
+    """Return the tensors, numbers, texts and containers of a pickle, on the CPU.
+
+    Args:
+        mapped: as in ``read_pickle``.
+
+    Raises:
+        PeftlabError: not a regular file, a damaged one, or one that contains other objects.
     """
     open_regular(path).close()
     try:
         try:
-            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except RuntimeError as error:
             if not mapped or "mmap" not in str(error):
                 raise
             # Files of torch before 1.6 cannot be mapped.
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler has no end of ways to say that a file is none of its own
-        raise PeftlabError(f"{path}: cannot be read as tensors alone ({_told(error)})") from None
-    named = isinstance(loaded, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in loaded.items())
-    if not named:
-        raise PeftlabError(f"{path}: holds something other than tensors by name")
-    return loaded
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise PeftlabError(f"{path}: cannot be read as tensors alone ({_fault(error)})") from None
 
 
-def _told(error: Exception) -> str:
-    if found := _WRONG.search(str(error)):
+def _fault(error: Exception) -> str:
+    if found := _FAULT.search(str(error)):
         return found[0]
     return "not a pickle of tensors" if "weights_only" in str(error) else reason(error)

@@ -11,9 +11,10 @@ import torch
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.errors import PeftlabError
+from peftlab.files import real
 from peftlab.hub import snapshot
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
-from peftlab.outputs import contains, real, scratch_directory
+from peftlab.outputs import contains, scratch_directory
 from peftlab.references import locate
 
 
