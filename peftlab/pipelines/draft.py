@@ -48,7 +48,8 @@ from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, Truncation
 from peftlab.reporting.console import trainable_line
-from peftlab.training.loop import Work, train
+from peftlab.training.loop import train
+from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
@@ -87,9 +88,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     inject(models.student, recipe.method)
     trainable, total = count_parameters(models.student)
     accelerator.print(trainable_line(trainable, total))
-    work = _work(recipe, models, sets)
-    assert work.score is not None
-    before = work.score(models.student)
+    spec = _spec(recipe, models, sets)
+    before = spec.score(models.student)
     accelerator.print(f"before: {_line(before)}")
     if settings.gradient_checkpointing:
         models.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -99,14 +99,14 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        progress = train(work, settings, accelerator, run_dir, resume=resume)
+        progress = train(spec, settings, accelerator, run_dir, resume=resume)
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
-    models.student = work.model
+    models.student = spec.model
     results = _results(recipe, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
-        _write_out(recipe, models, work, sets, run_dir, results, before_speed)
+        _write_out(recipe, models, spec, sets, run_dir, results, before_speed)
     accelerator.wait_for_everyone()
     return results
 
@@ -129,21 +129,18 @@ def _start(
             tokenizer.save_pretrained(staging)
 
 
-def _work(recipe: DraftRecipe, models: Models, sets: Sets) -> Work:
-    objective = make_objective(recipe)
+def _spec(recipe: DraftRecipe, models: Models, sets: Sets) -> TrainingSpec:
+    objective, losses = make_objective(recipe), make_losses(recipe, models)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
-    return Work(
-        models.student,
-        sets.train,
-        sets.held_out,
-        Collate(),
-        None,
-        "acceptance",
-        False,
-        METHODS[recipe.method.name].lr_ratio(recipe.method),
-        losses=make_losses(recipe, models),
-        mass=lambda batch: sum(kept[i] for i in batch),
+    return TrainingSpec(
+        model=models.student,
+        train=sets.train,
+        collate=Collate(),
+        loss=lambda model, inputs: losses(model, inputs).sum(),
+        denominator=lambda batch: sum(kept[i] for i in batch),
         score=make_score(recipe, models, sets),
+        deciding="acceptance",
+        lr_ratio=METHODS[recipe.method.name].lr_ratio(recipe.method),
     )
 
 
@@ -189,14 +186,13 @@ def _results(
 def _write_out(
     recipe: DraftRecipe,
     models: Models,
-    work: Work,
+    spec: TrainingSpec,
     sets: Sets,
     run_dir: Path,
     results: dict[str, Any],
     before_speed: dict[str, Any],
 ) -> None:
     """Write adapter, merged model or heads, and results; then measure what is on disk, and write that as well."""
-    assert work.score is not None
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
         save_adapter(models.student, staging, base=models.base)
     folded = METHODS[recipe.method.name].folds and recipe.merge is not False
@@ -216,7 +212,7 @@ def _write_out(
         merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
         merged.to(models.target.device)
         if not recipe.early_exit:
-            results["merged_metrics"] = work.score(merged)
+            results["merged_metrics"] = spec.score(merged)
     if tokens is not None:
         held = next(iter(sets.held_out.values()))
         results["vocabulary"] = {"tokens": len(tokens), "ceiling": ceiling(models.target, held, tokens)}

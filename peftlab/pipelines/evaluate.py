@@ -10,12 +10,12 @@ from accelerate import Accelerator
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
 from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
 from peftlab.models.pretrained import load_config
-from peftlab.pipelines.finetune import LoadedTask, load_task, make_work
+from peftlab.pipelines.finetune import LoadedTask, load_task, make_evaluation
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.table import find_task
-from peftlab.training.scoring import evaluate
 
 
 def run_evaluate(
@@ -47,10 +47,10 @@ def run_evaluate(
         task = _load_whole(recipe.model_copy(update={"model": str(directory), "revision": None}))
     else:
         task = _load_adapted(recipe, place)
-    work = make_work(recipe, task, splits_only=True)
-    accelerator = Accelerator()
-    model: Any = accelerator.prepare(task.model)
-    return evaluate(model, work, accelerator, recipe.train.eval_batch_size)
+    evaluation = make_evaluation(recipe, task)
+    model: Any = Accelerator().prepare(task.model)
+    with eval_mode(model):
+        return evaluation.score(model)
 
 
 def _load_whole(recipe: FinetuneRecipe) -> LoadedTask:

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from datasets import Dataset
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import save_adapter
@@ -37,11 +39,13 @@ from peftlab.reporting.card import adapter_card, merged_card
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
-from peftlab.tasks.metrics import load_metric, majority_baseline
+from peftlab.tasks.metrics import majority_baseline
+from peftlab.tasks.scoring import Evaluation, summed_loss
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import Collate, largest_id, tokenise
 from peftlab.training.config import TrainConfig
-from peftlab.training.loop import Work, train
+from peftlab.training.loop import train
+from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 from peftlab.training.zero import zero_plugin
@@ -104,7 +108,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, An
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
-    work = make_work(recipe, task)
+    evaluation = make_evaluation(recipe, task)
+    spec = make_spec(recipe, task, evaluation)
 
     if accelerator.is_main_process:
         directory.begin()
@@ -115,14 +120,14 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, An
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        progress = train(work, settings, accelerator, run_dir, resume=resume)
+        progress = train(spec, settings, accelerator, run_dir, resume=resume)
     finally:
         for tracker in accelerator.trackers:  # end_training() would part the processes as well
             tracker.finish()
 
     results = _results(recipe, task, progress, trainable, total, accelerator)
     if accelerator.is_main_process:
-        _write_out(recipe, task, work, run_dir, results)
+        _write_out(recipe, task, spec.model, evaluation, run_dir, results)
     accelerator.wait_for_everyone()
     return results
 
@@ -192,23 +197,29 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> L
     return LoadedTask(data, tokenizer, model, fresh, Collate(tokenizer, data.task.regression))
 
 
-def make_work(recipe: FinetuneRecipe, task: LoadedTask, *, splits_only: bool = False) -> Work:
-    """Return what the loop works on: tokenised splits and the task's metric; no training split on request."""
+def make_evaluation(recipe: FinetuneRecipe, task: LoadedTask) -> Evaluation:
+    """Return the tokenised evaluation splits with the task's metrics; ``PeftlabError`` if there is no such split."""
     spec, splits = task.data.task, task.data.splits
-    evaluation = [split for split in spec.evaluation if split in splits]
-    if not evaluation:
+    names = [split for split in spec.evaluation if split in splits]
+    if not names:
         raise PeftlabError(
             f"task {spec.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}"
         )
-    return Work(
-        task.model,
-        task.tokens(evaluation[0] if splits_only else "train", recipe),
-        {split: task.tokens(split, recipe) for split in evaluation},
-        task.collate,
-        load_metric(spec),
-        spec.metrics[0],
-        spec.regression,
-        METHODS[recipe.method.name].lr_ratio(recipe.method),
+    tokens = {split: task.tokens(split, recipe) for split in names}
+    return Evaluation(spec, tokens, task.collate, recipe.train.eval_batch_size)
+
+
+def make_spec(recipe: FinetuneRecipe, task: LoadedTask, evaluation: Evaluation) -> TrainingSpec:
+    """Return the training problem of classification or regression."""
+    return TrainingSpec(
+        model=task.model,
+        train=task.tokens("train", recipe),
+        collate=task.collate,
+        loss=partial(summed_loss, regression=task.data.task.regression),
+        denominator=len,
+        score=evaluation.score,
+        deciding=task.data.task.metrics[0],
+        lr_ratio=METHODS[recipe.method.name].lr_ratio(recipe.method),
     )
 
 
@@ -263,7 +274,14 @@ def _results(
     }
 
 
-def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Path, results: dict[str, Any]) -> None:
+def _write_out(
+    recipe: FinetuneRecipe,
+    task: LoadedTask,
+    model: nn.Module,
+    evaluation: Evaluation,
+    run_dir: Path,
+    results: dict[str, Any],
+) -> None:
     """Write adapter, merged model if the method has one, results and report; then compare merged and unmerged."""
     card = {
         "name": run_dir.name,
@@ -272,10 +290,10 @@ def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Pa
         "recipe": dump_recipe(recipe),
         "revision": recipe.revision,
         "labels": list(task.data.task.labels),
-        "split": next(iter(work.evaluation)),
+        "split": next(iter(evaluation.splits)),
     }
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-        save_adapter(work.model, staging, base=recipe.model)
+        save_adapter(model, staging, base=recipe.model)
         task.tokenizer.save_pretrained(staging)
         write_text(staging / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
@@ -283,14 +301,14 @@ def _write_out(recipe: FinetuneRecipe, task: LoadedTask, work: Work, run_dir: Pa
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True)
         write_results(run_dir, results)
         results["merge"] = verify_merge(
-            run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(work, VERIFY_EXAMPLES)
+            run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(evaluation, VERIFY_EXAMPLES)
         )
     conclude(run_dir, results)
 
 
-def sample_inputs(work: Work, n: int) -> list[dict[str, torch.Tensor]]:
-    """Return up to ``n`` real evaluation examples as batches of 16 without labels."""
-    data = next(iter(work.evaluation.values()))
+def sample_inputs(evaluation: Evaluation, n: int) -> list[dict[str, torch.Tensor]]:
+    """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels."""
+    data = next(iter(evaluation.splits.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
-    batches = [work.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
+    batches = [evaluation.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
     return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]

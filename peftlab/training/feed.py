@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from peftlab.tasks.batches import split_batch
-
-if TYPE_CHECKING:
-    from peftlab.training.loop import Work
+from peftlab.training.spec import TrainingSpec
 
 T = TypeVar("T")
 
@@ -35,16 +33,16 @@ class Fed:
     padded_tokens: int
 
 
-def feed(work: Work, batches: Iterable[list[int]], parts: int, accelerator: Accelerator) -> Iterator[Fed]:
+def feed(spec: TrainingSpec, batches: Iterable[list[int]], parts: int, accelerator: Accelerator) -> Iterator[Fed]:
     """Yield each batch, dealt into ``parts`` over accumulation steps and processes, as tensors.
 
     On a device with memory of its own a thread makes each batch during the step before, in pinned memory.
     """
     pinned = accelerator.device.type == "cuda"
-    lengths = list(work.train["length"])
+    lengths = list(spec.train["length"])
 
     def collated(share: list[int]) -> dict[str, Tensor]:
-        inputs = work.collate(work.train.__getitems__(share))
+        inputs = spec.collate(spec.train.__getitems__(share))
         return {key: value.pin_memory() for key, value in inputs.items()} if pinned else inputs
 
     def fed(batch: list[int]) -> Fed:

@@ -1,7 +1,7 @@
 """Run as a program by ``accelerate launch``: run the recipes named by the arguments, one after the other.
 
-``resume:FILE`` goes on with what an earlier recipe of the same run directory left. With ``ACCELERATE_USE_FSDP`` in the environment the model is sharded by FSDP2. accelerate does that on
-accelerators only; here CPUs are taken for such.
+``resume:FILE`` resumes the run that an earlier recipe of the same run directory began. With ``ACCELERATE_USE_FSDP``
+in the environment the model is sharded by FSDP2. accelerate does that on accelerators only; here CPUs stand in.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
-from peftlab.training import loop
-from peftlab.training.scoring import evaluate
+from peftlab.training.spec import Scores, TrainingSpec
 
 _start = AcceleratorState.__init__
+_evaluate = TrainingSpec.evaluate
 
 
 def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
@@ -31,18 +31,18 @@ def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
         self.fsdp_plugin = options["fsdp_plugin"]
 
 
-def _looking(model: torch.nn.Module, *arguments: Any) -> Any:
+def _checking(self: TrainingSpec, model: torch.nn.Module) -> Scores:
     frozen = {parameter.requires_grad for parameter in model.parameters() if isinstance(parameter, DTensor)}
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert frozen and not whole, f"not sharded: {whole}"
-    return evaluate(model, *arguments)
+    return _evaluate(self, model)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = _sharding
-        loop.evaluate = _looking
+        TrainingSpec.evaluate = _checking  # type: ignore[method-assign]
     for argument in sys.argv[1:]:
         file = argument.removeprefix("resume:")
         run_recipe(load_recipe(file, []), resume=file != argument)

@@ -13,14 +13,14 @@ from peftlab.training.state import Progress, load_checkpoint, read_checkpoint, s
 @pytest.fixture()
 def parts(still, rows, tmp_path):
     """An injected model and its optimiser after one step."""
-    _, work = tiny.prepare(tiny.recipe(still, rows, tmp_path))
-    optimiser = torch.optim.AdamW(trainable_parameters(work.model).values(), lr=0.1, fused=True)
-    step(work, optimiser)
-    return Accelerator(), work.model, optimiser
+    _, spec = tiny.prepare(tiny.recipe(still, rows, tmp_path))
+    optimiser = torch.optim.AdamW(trainable_parameters(spec.model).values(), lr=0.1, fused=True)
+    step(spec, optimiser)
+    return Accelerator(), spec.model, optimiser
 
 
-def step(work, optimiser):
-    for parameter in trainable_parameters(work.model).values():
+def step(spec, optimiser):
+    for parameter in trainable_parameters(spec.model).values():
         parameter.grad = torch.randn_like(parameter)
     optimiser.step()
 

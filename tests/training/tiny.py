@@ -129,30 +129,30 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a recipe's ``train`` section and what the loop works on, seeded and injected as a run does it."""
+    """Return a recipe's ``train`` section and training spec, seeded and injected as a run does it."""
     from accelerate.utils import set_seed
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.finetune import load_task, make_work
+    from peftlab.pipelines.finetune import load_task, make_evaluation, make_spec
     from peftlab.recipe.schema import FinetuneRecipe
 
     checked = FinetuneRecipe.model_validate(values)
     set_seed(checked.train.seed)
     task = load_task(checked)
     inject(task.model, checked.method)
-    return checked.train, make_work(checked, task)
+    return checked.train, make_spec(checked, task, make_evaluation(checked, task))
 
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Train in this process; return the progress and the work. ``change`` is called with the work before."""
+    """Train in this process; return the progress and the spec. ``change`` is called with the spec before."""
     from peftlab.outputs import write_mark
     from peftlab.pipelines.directory import RUN
     from peftlab.pipelines.finetune import make_accelerator
     from peftlab.training.loop import train
 
-    settings, work = prepare(values)
+    settings, spec = prepare(values)
     if change is not None:
-        change(work)
+        change(spec)
     directory.mkdir(exist_ok=True)
     write_mark(directory, RUN)
-    return train(work, settings, make_accelerator(settings, directory), directory, **options), work
+    return train(spec, settings, make_accelerator(settings, directory), directory, **options), spec

@@ -1,0 +1,87 @@
+"""Loss and scores of classification and regression, in one process or many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftlab.tasks.batches import eval_batches
+from peftlab.tasks.metrics import load_metric
+from peftlab.tasks.table import Task
+
+
+def summed_loss(model: nn.Module, inputs: dict[str, Tensor], *, regression: bool) -> Tensor:
+    """Return the sum over a batch of cross-entropy, or of the squared error for regression, in fp32."""
+    labels = inputs["labels"]
+    logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits.float()
+    if regression:
+        return F.mse_loss(logits.squeeze(-1), labels, reduction="none").sum()
+    return F.cross_entropy(logits, labels, reduction="none").sum()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Labelled splits and how a model is scored on them.
+
+    Attributes:
+        task: whose metrics are computed.
+        splits: tokenised examples by split name, the deciding split first.
+        collate: rows to one batch of tensors.
+        batch_size: examples per batch and process.
+    """
+
+    task: Task
+    splits: Mapping[str, Dataset]
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    batch_size: int
+
+    def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """Return the task's metrics and the mean loss of each split; the model should be in eval mode.
+
+        Every process must call it, and each gets the same result.
+        """
+        metric = load_metric(self.task)
+        scores = {}
+        for split, data in self.splits.items():
+            predictions, labels = self.predict(model, data), numpy.asarray(data["label"])
+            if self.task.regression:
+                answers, loss = predictions, float(numpy.mean((predictions - labels) ** 2))
+            else:
+                answers = predictions.argmax(-1)
+                loss = F.cross_entropy(torch.from_numpy(predictions), torch.from_numpy(labels)).item()
+            values = metric.compute(predictions=answers, references=labels) or {}
+            scores[split] = {name: float(value) for name, value in values.items()} | {"loss": loss}
+        return scores
+
+    def predict(self, model: nn.Module, data: Dataset) -> numpy.ndarray:
+        """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression.
+
+        Each process takes every n-th batch; no example is counted twice however unevenly they divide. Where some
+        processes have a batch less, they repeat the first one: the processes of a wrapped model forward together.
+        """
+        state = PartialState()
+        batches = eval_batches(data["length"], self.batch_size)
+        turns = math.ceil(len(batches) / state.num_processes) * state.num_processes
+        found: list[tuple[list[int], numpy.ndarray]] = []
+        with torch.no_grad():
+            for turn in range(state.process_index, turns, state.num_processes):
+                batch = batches[turn] if turn < len(batches) else batches[0]
+                inputs = self.collate(data.__getitems__(batch))
+                inputs = {k: v.to(state.device) for k, v in inputs.items() if k != "labels"}
+                logits = model(**inputs).logits.float()
+                found.append((batch, (logits.squeeze(-1) if self.task.regression else logits).cpu().numpy()))
+        everything = gather_object(found)
+        result = numpy.empty((len(data), *everything[0][1].shape[1:]), dtype=numpy.float32)
+        for batch, logits in everything:
+            result[batch] = logits
+        return result

@@ -1,0 +1,47 @@
+"""What is trained: a model, its examples, and the functions that compute its loss and its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from torch import Tensor, nn
+
+from peftlab.methods.modes import eval_mode
+
+Scores = dict[str, dict[str, float]]  # split to metric to value
+
+
+@dataclass
+class TrainingSpec:
+    """One training problem; classification and distillation are two of them, and the trainer knows neither.
+
+    Attributes:
+        model: the injected model; training puts the model with the best adapter in its place.
+        train: tokenised examples with a column ``length`` (tokens).
+        collate: rows of ``train`` to one batch of tensors, ``input_ids`` of shape [examples, longest] among them.
+        loss: (model, a batch) to the sum of the batch's losses, a scalar.
+        denominator: indices of a global batch to what the sum of its losses is divided by: examples, or tokens.
+        score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
+        deciding: the metric on the first split by which the best checkpoint is chosen; higher is better.
+        lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+    """
+
+    model: nn.Module
+    train: Dataset
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    denominator: Callable[[list[int]], float]
+    score: Callable[[nn.Module], Scores]
+    deciding: str
+    lr_ratio: Mapping[str, float]
+
+    def evaluate(self, model: nn.Module) -> Scores:
+        """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.
+
+        Afterwards every module is in the mode it was in.
+        """
+        with eval_mode(model):
+            return self.score(model)
