@@ -207,7 +207,7 @@ def generate(
     import time
 
     from peftlab.decoding.analysis.statistics import acceptance_statistics
-    from peftlab.decoding.decode import Ending, decode
+    from peftlab.decoding.decode import StoppingCriteria, decode
     from peftlab.decoding.drafters.base import Sampling
     from peftlab.decoding.drafters.heads import is_medusa
     from peftlab.decoding.prompts import Prompt, encode
@@ -235,7 +235,7 @@ def generate(
     result = decode(
         pair.target,
         [ids],
-        Ending(max_new_tokens, pair.eos, stop_at(pair.tokenizer, stops)),
+        StoppingCriteria(max_new_tokens, pair.eos, stop_at(pair.tokenizer, stops)),
         make_drafter(name, pair, width) if name else None,
         policy=make_policy,
         sampling=sampling,

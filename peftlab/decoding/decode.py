@@ -19,9 +19,9 @@ from peftlab.decoding.drafters.base import (
     Draft,
     Drafter,
     Row,
-    RowChance,
+    RowRandomSource,
     Sampling,
-    Start,
+    TargetState,
     Verified,
     block_of,
     prefill,
@@ -66,7 +66,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Ending:
+class StoppingCriteria:
     """What ends an output.
 
     Attributes:
@@ -88,7 +88,7 @@ Observe = Callable[[list[Row], Verified], None]
 def decode(
     target: Engine,
     prompts: Sequence[Sequence[int]],
-    ending: Ending,
+    ending: StoppingCriteria,
     drafter: Drafter | None = None,
     *,
     policy: Callable[[], Policy] = partial(Fixed, 4),
@@ -129,7 +129,7 @@ def decode(
     cache = KVCache(target.layers, len(rows), _capacity(target, rows, ending))
     hidden = prefill(target, cache, rows)
     if drafter is not None:
-        drafter.start(rows, Start(cache, hidden, target.vocab_size, sampling))
+        drafter.start(rows, TargetState(cache, hidden, target.vocab_size, sampling))
     while rows:
         turn = _equal_lengths(rows) if group else rows
         budgets = [_budget(target, row, ending) if drafter else 0 for row in turn]
@@ -143,12 +143,12 @@ def decode(
         if drafter is not None:
             drafter.accept(turn, verified)
         if ended:
-            rows = [row for row in rows if row.place not in ended]
+            rows = [row for row in rows if row.index not in ended]
             _compact(rows, cache, drafter)
     return results
 
 
-def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: Ending) -> None:
+def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: StoppingCriteria) -> None:
     if not prompts:
         raise PeftlabError("prompts: none given")
     if ending.max_new_tokens < 0:
@@ -166,7 +166,7 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: Ending) -> 
 def _begin(
     target: Engine,
     prompts: Sequence[Sequence[int]],
-    ending: Ending,
+    ending: StoppingCriteria,
     policy: Callable[[], Policy],
     sampling: Sampling,
     results: list[Generation],
@@ -183,20 +183,20 @@ def _begin(
     return rows
 
 
-def _room(target: Engine, row: Row, ending: Ending) -> int:
+def _room(target: Engine, row: Row, ending: StoppingCriteria) -> int:
     """How many tokens a row may still emit."""
-    room = ending.max_new_tokens - (len(row.tokens) - row.prompt)
+    room = ending.max_new_tokens - (len(row.tokens) - row.prompt_length)
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
 _SLACK = 64  # slots past the longest sequence, for drafted tokens that cannot stand
 
 
-def _capacity(target: Engine, rows: list[Row], ending: Ending) -> int:
+def _capacity(target: Engine, rows: list[Row], ending: StoppingCriteria) -> int:
     return max(len(row.tokens) + _room(target, row, ending) for row in rows) + _SLACK
 
 
-def _budget(target: Engine, row: Row, ending: Ending) -> int:
+def _budget(target: Engine, row: Row, ending: StoppingCriteria) -> int:
     """How many tokens to draft: no more than could be emitted before the one that follows them."""
     return max(0, min(row.policy.budget(), _room(target, row, ending) - 1, _SLACK))
 
@@ -231,10 +231,10 @@ def _verify(target: Engine, cache: KVCache, rows: list[Row], draft: Draft, sampl
 def _verify_chains(logits: Tensor, rows: list[Row], draft: Draft, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.greedy:
         return verify_greedy(logits.argmax(-1), draft.tokens)
-    p, chance = sampling.probabilities(logits), RowChance(rows)
+    p, random = sampling.probabilities(logits), RowRandomSource(rows)
     if draft.probs is None:
-        return verify_onehot(p, draft.tokens, chance)
-    return verify_chain(p, draft.probs, draft.tokens.clamp_min(0), chance)
+        return verify_onehot(p, draft.tokens, random)
+    return verify_chain(p, draft.probs, draft.tokens.clamp_min(0), random)
 
 
 def _verify_trees(
@@ -246,13 +246,13 @@ def _verify_trees(
         choices, tokens = logits.argmax(-1).tolist(), draft.tokens.tolist()
         walks = [walk_greedy(c, t, parents) for c, t in zip(choices, tokens, strict=True)]
     else:
-        p, chance = sampling.probabilities(logits), RowChance(rows)
+        p, random = sampling.probabilities(logits), RowRandomSource(rows)
         walks = []
         for i, tokens_of in enumerate(draft.tokens):
             # Candidates are certain: each node's row is one-hot, or zeros where nothing was drafted.
             drafted = (tokens_of >= 0).to(p.dtype)[:, None]
             q = torch.zeros_like(p[i, 1:]).scatter_(-1, tokens_of.clamp_min(0)[:, None], drafted)
-            walks.append(verify_tree(p[i], q, tokens_of, parents, chance.of(i)))
+            walks.append(verify_tree(p[i], q, tokens_of, parents, random.of(i)))
     return [path for path, _ in walks], [token for _, token in walks]
 
 
@@ -261,7 +261,7 @@ def _emit(
     cache: KVCache,
     rows: list[Row],
     verified: Verified,
-    ending: Ending,
+    ending: StoppingCriteria,
     results: list[Generation],
     on_tokens: OnTokens | None,
 ) -> set[int]:
@@ -276,7 +276,7 @@ def _emit(
         drafted = max(((depths[j] if depths else j + 1) for j, t in enumerate(tokens[i]) if t >= 0), default=0)
         row.policy.update(drafted, len(path))
         run = [*(tokens[i][node] for node in path), verified.next_tokens[i]]
-        result = results[row.place]
+        result = results[row.index]
         kept, reason = _cut(result.tokens, run, ending, target, row)
         result.tokens += run[:kept]
         row.tokens += run[:kept]
@@ -284,14 +284,16 @@ def _emit(
         whole = kept == len(run)
         result.steps.append(Step(drafted if whole else kept, len(path) if whole else kept, kept))
         if on_tokens is not None:
-            on_tokens(row.place, run[:kept])
+            on_tokens(row.index, run[:kept])
         if reason is not None:
             result.reason = reason
-            ended.add(row.place)
+            ended.add(row.index)
     return ended
 
 
-def _cut(before: list[int], run: list[int], ending: Ending, target: Engine, row: Row) -> tuple[int, str | None]:
+def _cut(
+    before: list[int], run: list[int], ending: StoppingCriteria, target: Engine, row: Row
+) -> tuple[int, str | None]:
     """How many tokens of an accepted run are output, and why it ends there, if it does."""
     room = _room(target, row, ending)
     for n, token in enumerate(run, start=1):

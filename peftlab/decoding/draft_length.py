@@ -19,16 +19,16 @@ class Policy(Protocol):
     """Draft length for one sequence.
 
     Attributes:
-        watches: whether ``go_on`` wants to be asked after each drafted token (it costs a softmax).
+        needs_confidence: whether ``should_continue`` wants to be asked after each drafted token (it costs a softmax).
     """
 
-    watches: bool
+    needs_confidence: bool
 
     def budget(self) -> int:
         """Return how many tokens to draft at most in the coming step."""
         ...
 
-    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
         """Return whether to draft another token after one of probability q(x) = ``confidence``.
 
         ``hidden`` [H] is the draft's last hidden state, from which x was drawn.
@@ -45,7 +45,7 @@ class Fixed:
     """γ tokens every step."""
 
     gamma: int
-    watches = False
+    needs_confidence = False
 
     def __post_init__(self) -> None:
         _check_gamma(self.gamma)
@@ -53,7 +53,7 @@ class Fixed:
     def budget(self) -> int:
         return self.gamma
 
-    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
         return True
 
     def update(self, drafted: int, accepted: int) -> None:
@@ -65,13 +65,13 @@ class Confidence(Fixed):
     """Up to γ tokens; stop after one whose q(x) is below ``threshold``. That token is still verified."""
 
     threshold: float = 0.4
-    watches = True
+    needs_confidence = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_share("threshold", self.threshold)
 
-    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
         return confidence >= self.threshold
 
 
@@ -97,7 +97,7 @@ class AcceptanceHead(Fixed):
 
     head: Callable[[Tensor], float] = lambda _: 1.0
     h: float = 0.7
-    watches = True
+    needs_confidence = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ class AcceptanceHead(Fixed):
         self._all_stand = 1.0
         return self.gamma
 
-    def go_on(self, confidence: float, hidden: Tensor) -> bool:
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
         self._all_stand *= float(self.head(hidden))
         return 1 - self._all_stand <= self.h
 

@@ -11,7 +11,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whos
 
 
 def stop_at(tokenizer: Any, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return whether output ids contain a stop string, as ``decoder.Ending.stops`` takes it.
+    """Return whether output ids contain a stop string, as ``decoder.StoppingCriteria.stops`` takes it.
 
     The output then ends with the token that completes the stop string; ``cut_at`` removes it from the text.
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.drafters.base import Drafter, ModelDrafter
 from peftlab.decoding.drafters.heads import MedusaDrafter, is_medusa, read_medusa
-from peftlab.decoding.drafters.model_free import Either, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import Engine, build_engine
-from peftlab.decoding.engines.reduced_vocabulary import Confined, read_tokens
+from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_object
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
@@ -103,10 +103,10 @@ def load_pair(
 def draft_engine(
     draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
 ) -> Engine:
-    """Return a draft's engine, confined to ``tokens`` if they are given (see ``confined.Confined``)."""
+    """Return a draft's engine, confined to ``tokens`` if they are given (see ``confined.ReducedVocabulary``)."""
     if tokens is None:
         return build_engine(draft, vocabulary=vocabulary, pack=pack)
-    return Confined(draft, tokens, vocabulary or draft.get_output_embeddings().weight.shape[0], pack=pack)
+    return ReducedVocabulary(draft, tokens, vocabulary or draft.get_output_embeddings().weight.shape[0], pack=pack)
 
 
 def _check_heads(directory: str, target: PreTrainedModel) -> None:
@@ -181,7 +181,7 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     if name in FREE:
         return FREE[name]()
     if name == BOTH:
-        return Either(PromptLookup(shortest=2), make_drafter("draft", pair, width))
+        return LookupOrDraft(PromptLookup(shortest=2), make_drafter("draft", pair, width))
     if name != "draft":
         names = ("draft", BOTH, *FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")

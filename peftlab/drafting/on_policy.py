@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafters.base import Sampling
 from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.methods.modes import eval_mode
@@ -47,7 +47,7 @@ class OnPolicy:
             outputs = decode(
                 self._engine,
                 prompts,
-                Ending(max(counts[i] for i in chosen), self.eos),
+                StoppingCriteria(max(counts[i] for i in chosen), self.eos),
                 sampling=Sampling(self.temperature, seed=seed),
             )
         inputs = {key: value.clone() for key, value in inputs.items()}

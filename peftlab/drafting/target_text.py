@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafters.base import Sampling
 from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.drafting.prompts import Request
@@ -86,7 +86,7 @@ def _batch(
     engine: Engine, prompts: Sequence[Sequence[int]], writing: Writing, start: int, eos: frozenset[int]
 ) -> Iterator[tuple[Sequence[int], list[int]]]:
     sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
-    outputs = decode(engine, prompts, Ending(writing.max_new_tokens, eos), sampling=sampling)
+    outputs = decode(engine, prompts, StoppingCriteria(writing.max_new_tokens, eos), sampling=sampling)
     for prompt, output in zip(prompts, outputs, strict=True):
         yield prompt, output.tokens
 

@@ -21,7 +21,7 @@ import torch
 from peftlab.decoding.analysis.benchmark import Question, Stopwatch
 from peftlab.decoding.analysis.planning import step_seconds
 from peftlab.decoding.analysis.statistics import acceptance_statistics
-from peftlab.decoding.decode import Ending, Generation, decode
+from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
@@ -72,7 +72,7 @@ def library(model: Any, **options: Any) -> Contender:
     return lambda: generate
 
 
-def ours(target: Engine, ending: Ending, make: Callable[[], Drafter] | None = None) -> Contender:
+def ours(target: Engine, ending: StoppingCriteria, make: Callable[[], Drafter] | None = None) -> Contender:
     """Return a decoder as a contender; its drafter is made anew for every pass."""
 
     def contender() -> Callable[[Question], Generation]:
@@ -104,7 +104,7 @@ def race(contenders: dict[str, Contender], asked: list[Question]) -> tuple[dict[
 def gate(model: Any, asked: list[Question], expected: list[Generation]) -> None:
     """Print in how many outputs plain and speculative decoding, packing off, equal ``transformers.generate``."""
     target: Engine = build_engine(model, pack=False)
-    ending = Ending(NEW, eos_ids(model))
+    ending = StoppingCriteria(NEW, eos_ids(model))
     for name, make in {"plain": None, "lookup": PromptLookup, "recycling": Recycling}.items():
         outputs = [decode(target, [q.ids], ending, make and make())[0].tokens for q in asked]
         same = sum(one == other.tokens for one, other in zip(outputs, expected, strict=True))
@@ -136,7 +136,7 @@ def contest(target: str, dtype: torch.dtype) -> None:
         drafters["lookup, else tree of 3"] = partial(make_drafter, BOTH, pair, 3)
     contenders["transformers, prompt lookup"] = library(model, prompt_lookup_num_tokens=GAMMA)
     drafters |= {"lookup": PromptLookup, "recycling": Recycling}
-    ending = Ending(NEW, eos_ids(model))
+    ending = StoppingCriteria(NEW, eos_ids(model))
     contenders["peftlab, plain"] = ours(watches[0], ending)
     contenders |= {f"peftlab, {name}": ours(watches[0], ending, make) for name, make in drafters.items()}
     rates, outputs = race(contenders, asked)
@@ -162,7 +162,10 @@ def contest(target: str, dtype: torch.dtype) -> None:
 
 
 def overhead(
-    watches: list[Stopwatch], asked: list[Question], ending: Ending, drafters: dict[str, Callable[[], Drafter]]
+    watches: list[Stopwatch],
+    asked: list[Question],
+    ending: StoppingCriteria,
+    drafters: dict[str, Callable[[], Drafter]],
 ) -> float:
     """Return the share of the decoder's time that is not spent in its models, over all drafters and plain decoding."""
     for watch in watches:

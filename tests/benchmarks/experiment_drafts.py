@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter, ModelDrafter
 from peftlab.decoding.drafters.heads import MedusaDrafter
@@ -181,7 +181,7 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
     prompts = read_prompts(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
     room = arguments.max_length - size.tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room][: size.held_out]
-    ending = Ending(size.tokens, eos_ids(target))
+    ending = StoppingCriteria(size.tokens, eos_ids(target))
     engine = build_engine(target)
     answers = decode_all(engine, prompts, ending)
     rows = make_dataset([Request(p, a) for p, a in zip(prompts, answers, strict=True)])
@@ -215,7 +215,7 @@ def _row(name: str, run: dict[str, Any], acceptance: Acceptance) -> Row:
     return Row(name, trained, trained / total, run["train_seconds"], acceptance)
 
 
-def decode_all(engine: Engine, prompts: list[list[int]], ending: Ending) -> list[list[int]]:
+def decode_all(engine: Engine, prompts: list[list[int]], ending: StoppingCriteria) -> list[list[int]]:
     """Return the greedy answers, sixteen prompts at a time."""
     groups = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
     return [output.tokens for group in groups for output in decode(engine, group, ending)]
@@ -227,7 +227,7 @@ def clock(
     drafters: dict[str, Drafter | None],
     prompts: list[list[int]],
     answers: list[list[int]],
-    ending: Ending,
+    ending: StoppingCriteria,
     gamma: int,
 ) -> None:
     """Decode each prompt once with each draft in turn, so that a slow moment of the machine hits all alike."""

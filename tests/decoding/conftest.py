@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftlab.decoding.verification.sampling import Chance
+from peftlab.decoding.verification.sampling import RandomSource
 
 
-class Script(Chance):
-    """Chance that follows a script, then takes first options, and records what else was possible."""
+class Script(RandomSource):
+    """RandomSource that follows a script, then takes first options, and records what else was possible."""
 
     def __init__(self, script: list[int]):
         super().__init__()
@@ -35,7 +35,7 @@ class Script(Chance):
         self.weights.append(weights[choice])
         return choice
 
-    def coin(self, probability: Tensor) -> Tensor:
+    def bernoulli(self, probability: Tensor) -> Tensor:
         flips = [self._choose([1 - p, p]) for p in probability.flatten().tolist()]
         return torch.tensor(flips, dtype=torch.bool).reshape(probability.shape)
 
@@ -44,16 +44,16 @@ class Script(Chance):
         return torch.tensor([self._choose(row) for row in rows]).reshape(probs.shape[:-1])
 
 
-def exact_law(step: Callable[[Chance], Hashable]) -> dict[Hashable, float]:
+def exact_law(step: Callable[[RandomSource], Hashable]) -> dict[Hashable, float]:
     """Return outcome -> probability of ``step``, by running it once for every combination of choices."""
     parts: dict[Hashable, list[float]] = defaultdict(list)
     scripts: list[list[int]] = [[]]
     while scripts:
         script = scripts.pop()
-        chance = Script(script)
-        parts[step(chance)].append(math.prod(chance.weights))
-        for depth in range(len(script), len(chance.taken)):
-            scripts += [[*chance.taken[:depth], other] for other in chance.options[depth][1:]]
+        random = Script(script)
+        parts[step(random)].append(math.prod(random.weights))
+        for depth in range(len(script), len(random.taken)):
+            scripts += [[*random.taken[:depth], other] for other in random.options[depth][1:]]
     return {outcome: math.fsum(weights) for outcome, weights in parts.items()}
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
@@ -118,7 +118,9 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
     for batch in (1, 3, 8):
         outputs = []
         for i in range(0, len(prompts), batch):
-            outputs += decode(target, prompts[i : i + batch], Ending(NEW), drafter, policy=partial(Fixed, gamma))
+            outputs += decode(
+                target, prompts[i : i + batch], StoppingCriteria(NEW), drafter, policy=partial(Fixed, gamma)
+            )
         for prompt, want, output in zip(prompts, expected, outputs, strict=True):
             assert output.tokens == want or parted_at_a_tie(model, prompt, want, output.tokens)
         statistics = acceptance_statistics(outputs)

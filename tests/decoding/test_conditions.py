@@ -11,7 +11,7 @@ import torch
 from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
 from peftlab.decoding.analysis.planning import plan_from_repeats, step_seconds
-from peftlab.decoding.analysis.statistics import Timed, rate_intervals
+from peftlab.decoding.analysis.statistics import Timings, rate_intervals
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)
@@ -94,27 +94,27 @@ class TestIntervals:
     """Prompts and repeats are both drawn anew."""
 
     def test_one_prompt_has_no_interval(self):
-        one, other = Timed([10], [[1.0, 1.1, 0.9]]), Timed([10], [[2.0, 2.1, 1.9]])
+        one, other = Timings([10], [[1.0, 1.1, 0.9]]), Timings([10], [[2.0, 2.1, 1.9]])
         assert rate_intervals(one, other) == {"rate": None, "baseline": None, "speedup": None}
         said = benches.verdict(2.0, None)
         assert said == "2.00x plain decoding on a single batch, too few for an interval"
 
     def test_repeats_that_differ_widen_it(self):
-        plain = Timed([10] * 4, [[2.0] * 5] * 4)
-        still = rate_intervals(Timed([10] * 4, [[1.0] * 5] * 4), plain)["speedup"]
+        plain = Timings([10] * 4, [[2.0] * 5] * 4)
+        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain)["speedup"]
         assert still == (2.0, 2.0)
-        low, high = rate_intervals(Timed([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain)["speedup"]
+        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain)["speedup"]
         assert low < 1.5 and high > 2.2
 
     def test_prompts_that_differ_widen_it(self):
-        plain = Timed([10] * 20, [[1.0]] * 20)
-        low, high = rate_intervals(Timed([10] * 20, [[0.5], [3.0]] * 10), plain)["speedup"]
+        plain = Timings([10] * 20, [[1.0]] * 20)
+        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain)["speedup"]
         assert low < 2 / 3.5 < high
 
     def test_slow_moments_that_hit_both_cancel(self):
         """Both took turns, so that repeat i of one belongs to repeat i of the other."""
         noise = numpy.random.default_rng(1).uniform(1, 5, (6, 3))
-        pair = [Timed([10] * 6, (scale * noise).tolist()) for scale in (1.0, 2.0)]
+        pair = [Timings([10] * 6, (scale * noise).tolist()) for scale in (1.0, 2.0)]
         found = rate_intervals(*pair)
         assert found["speedup"] == pytest.approx((2.0, 2.0))
         assert found["rate"][1] > 1.2 * found["rate"][0]
@@ -126,7 +126,7 @@ class TestIntervals:
         for _ in range(200):
             seconds = dice.lognormal(0, 0.3, (12, 1)) * dice.lognormal(0, 0.1, (12, 3))
             plain = 2 * dice.lognormal(0, 0.1, (12, 3)) * seconds.mean(1, keepdims=True)
-            found = rate_intervals(Timed([10] * 12, seconds.tolist()), Timed([10] * 12, plain.tolist()), draws=300)
+            found = rate_intervals(Timings([10] * 12, seconds.tolist()), Timings([10] * 12, plain.tolist()), draws=300)
             low, high = found["speedup"]
             hits += low <= 2.0 <= high
         assert hits >= 170

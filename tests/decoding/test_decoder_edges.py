@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.drafters.base import ModelDrafter
 from peftlab.decoding.drafters.heads import MedusaDrafter
@@ -51,7 +51,7 @@ def test_stops_at_the_context_limit_as_plain_decoding_does(flat, drafter):
     model = tiny()
     target = build_engine(model, flat=flat)
     prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1], list(range(20)), [*range(24)]]
-    plain = decode(target, prompts, Ending(100))
+    plain = decode(target, prompts, StoppingCriteria(100))
     assert [len(output.tokens) for output in plain] == [14, 23, 4, 0]
     assert [output.reason for output in plain] == ["context"] * 4
     drafters = {
@@ -63,33 +63,37 @@ def test_stops_at_the_context_limit_as_plain_decoding_does(flat, drafter):
     }
     for batch in ([prompts], [[prompt] for prompt in prompts]):
         outputs = [
-            o for p in batch for o in decode(target, p, Ending(100), drafters[drafter](), policy=partial(Fixed, 7))
+            o
+            for p in batch
+            for o in decode(target, p, StoppingCriteria(100), drafters[drafter](), policy=partial(Fixed, 7))
         ]
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         assert [o.reason for o in outputs] == ["context"] * 4
 
 
 def test_asking_for_nothing_gives_nothing(target):
-    (output,) = decode(target, [[1, 2]], Ending(0))
+    (output,) = decode(target, [[1, 2]], StoppingCriteria(0))
     assert (output.tokens, output.reason, output.steps) == ([], "length", [])
 
 
 def test_never_more_than_asked_for(target, itself):
     for most in range(1, 8):
-        (output,) = decode(target, [[1, 2]], Ending(most), itself, policy=partial(Fixed, 5))
+        (output,) = decode(target, [[1, 2]], StoppingCriteria(most), itself, policy=partial(Fixed, 5))
         assert len(output.tokens) == most and output.reason == "length"
         assert sum(step.emitted for step in output.steps) == most
 
 
 def test_every_token_is_told_once_and_in_order(target, itself):
     told = {0: [], 1: []}
-    outputs = decode(target, [[1, 2], [1, 2, 3]], Ending(17), itself, on_tokens=lambda i, new: told[i].extend(new))
+    outputs = decode(
+        target, [[1, 2], [1, 2, 3]], StoppingCriteria(17), itself, on_tokens=lambda i, new: told[i].extend(new)
+    )
     assert [told[0], told[1]] == [output.tokens for output in outputs]
 
 
 def test_stop_string_inside_an_accepted_run(target, itself, stories_tokenizer):
     prompt = stories_tokenizer("Once upon a time").input_ids
-    (free,) = decode(target, [prompt], Ending(60))
+    (free,) = decode(target, [prompt], StoppingCriteria(60))
     text = stories_tokenizer.decode(free.tokens)
     stop = text[20:27]  # it begins and ends anywhere in a token
     outputs = []
@@ -98,7 +102,7 @@ def test_stop_string_inside_an_accepted_run(target, itself, stories_tokenizer):
         (output,) = decode(
             target,
             [prompt],
-            Ending(60, stops=stop_at(stories_tokenizer, [stop])),
+            StoppingCriteria(60, stops=stop_at(stories_tokenizer, [stop])),
             drafter,
             policy=partial(Fixed, 7),
             on_tokens=lambda _, new, stream=stream, pieces=pieces: pieces.append(stream.add(new)),
@@ -138,7 +142,7 @@ def test_empty_stop_string(stories_tokenizer):
 )
 def test_prompts_that_make_no_sense(target, prompts, reason):
     with pytest.raises(PeftlabError, match=reason):
-        decode(target, prompts, Ending(3))
+        decode(target, prompts, StoppingCriteria(3))
 
 
 @pytest.mark.parametrize("gamma", [0, -1])
@@ -156,9 +160,9 @@ def test_thresholds_are_shares(policy):
 
 def test_vocabularies_of_different_size(target):
     with pytest.raises(PeftlabError, match="vocabulary of 50 rows, but the target's has 512"):
-        decode(target, [[1, 2]], Ending(3), ModelDrafter(build_engine(tiny())))
+        decode(target, [[1, 2]], StoppingCriteria(3), ModelDrafter(build_engine(tiny())))
     with pytest.raises(PeftlabError, match="vocabulary of 50, but the target's has 512"):
-        decode(target, [[1, 2]], Ending(3), MedusaDrafter(MedusaHeads(torch.zeros(50, 64), 2)))
+        decode(target, [[1, 2]], StoppingCriteria(3), MedusaDrafter(MedusaHeads(torch.zeros(50, 64), 2)))
 
 
 def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, generate_greedy):
@@ -168,7 +172,7 @@ def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, ge
     assert vocabulary == 512
     target = build_engine(stories_model, vocabulary=vocabulary)
     draft = build_engine(padded, vocabulary=vocabulary)
-    (output,) = decode(target, [[1, 5, 6]], Ending(20), ModelDrafter(draft))
+    (output,) = decode(target, [[1, 5, 6]], StoppingCriteria(20), ModelDrafter(draft))
     assert output.tokens == generate_greedy(stories_model, [1, 5, 6], 20)
 
 
@@ -186,13 +190,13 @@ def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
 def test_rows_that_end_leave_the_others_alone(target):
     """Rows leave a batch one by one; those that stay are in other slots of every cache from then on."""
     prompts = [[1], [1, 403, 407], [1, 10, 20, 30, 40], [1, 77]]
-    alone = [decode(target, [prompt], Ending(40))[0].tokens for prompt in prompts]
+    alone = [decode(target, [prompt], StoppingCriteria(40))[0].tokens for prompt in prompts]
     ends = frozenset({next(token for token in alone[0] if token not in alone[2])})
-    alone = [decode(target, [prompt], Ending(40, ends))[0].tokens for prompt in prompts]
+    alone = [decode(target, [prompt], StoppingCriteria(40, ends))[0].tokens for prompt in prompts]
     assert len(alone[0]) < 35 and len(alone[2]) == 40
     drafter = ModelDrafter(target)  # always right, so that a mix-up in its cache shows
-    drafted_alone = [decode(target, [prompt], Ending(40, ends), drafter)[0] for prompt in prompts]
-    together = decode(target, prompts, Ending(40, ends), drafter)
+    drafted_alone = [decode(target, [prompt], StoppingCriteria(40, ends), drafter)[0] for prompt in prompts]
+    together = decode(target, prompts, StoppingCriteria(40, ends), drafter)
     assert [output.tokens for output in together] == alone
     # The draft's cache follows too: each row is drafted for as it is on its own.
     assert [output.steps for output in together] == [output.steps for output in drafted_alone]
@@ -220,10 +224,10 @@ class Oracle(torch.nn.Module):
 @pytest.mark.parametrize("width", [1, 3])
 def test_medusa_heads_that_know_are_always_right(target, stories_model, width):
     prompt = [1, 403, 407, 261]
-    (plain,) = decode(target, [prompt], Ending(40))
+    (plain,) = decode(target, [prompt], StoppingCriteria(40))
     heads = Oracle(stories_model, prompt + plain.tokens)
     drafter = MedusaDrafter(heads, width=width)
-    (output,) = decode(target, [prompt], Ending(32), drafter, policy=partial(Fixed, 3))
+    (output,) = decode(target, [prompt], StoppingCriteria(32), drafter, policy=partial(Fixed, 3))
     assert output.tokens == plain.tokens[:32]
     if width == 1:
         assert all(step.accepted == step.drafted for step in output.steps)

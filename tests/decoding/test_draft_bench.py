@@ -71,9 +71,9 @@ def test_overlap_is_that_of_the_models(stories_model):
     overlap = Overlap(Sampling())
     drafter = ModelDrafter(build_engine(draft, pack=False))
     target = build_engine(stories_model, pack=False)
-    from peftlab.decoding.decode import Ending
+    from peftlab.decoding.decode import StoppingCriteria
 
-    (output,) = decode(target, [[1]], Ending(40), drafter, policy=partial(Fixed, 3), observe=overlap)
+    (output,) = decode(target, [[1]], StoppingCriteria(40), drafter, policy=partial(Fixed, 3), observe=overlap)
     ids = torch.tensor([[1, *output.tokens]])
     with torch.inference_mode():
         p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (stories_model, draft))

@@ -27,7 +27,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.llama import growth
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
-from peftlab.decoding.verification.tree import best_tree, shape_of
+from peftlab.decoding.verification.tree import best_tree, tree_shape
 from peftlab.errors import PeftlabError
 
 SMALL = {
@@ -118,7 +118,7 @@ def test_ragged_blocks_and_overwritten_slots(built):
 def test_tree_sees_its_ancestors_only(built):
     model, engine = built
     tree = best_tree(9, 4, 3)
-    shape = shape_of(tree)
+    shape = tree_shape(tree)
     assert max(shape.parents) >= 0 and len({len(path) for path in tree}) > 1
     ids = torch.randint(96, (2, 20))
     drafted = torch.randint(96, (2, len(tree)))

@@ -9,11 +9,11 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.drafters.base import ModelDrafter
 from peftlab.decoding.drafters.heads import MedusaDrafter
-from peftlab.decoding.drafters.model_free import Either, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.truncation import truncate
 from peftlab.methods.medusa_heads import MedusaHeads
@@ -31,8 +31,8 @@ DRAFTERS = {
     "recycling chain": lambda m, way: Recycling(width=1),
     "medusa": lambda m, way: MedusaDrafter(heads(m)),
     "medusa tree": lambda m, way: MedusaDrafter(heads(m), width=4),
-    "lookup+heads": lambda m, way: Either(PromptLookup(shortest=2), MedusaDrafter(heads(m), width=3)),
-    "lookup+layers": lambda m, way: Either(PromptLookup(), DRAFTERS["first layers"](m, way)),
+    "lookup+heads": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), MedusaDrafter(heads(m), width=3)),
+    "lookup+layers": lambda m, way: LookupOrDraft(PromptLookup(), DRAFTERS["first layers"](m, way)),
     "shared heads": lambda m, way: MedusaDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: MedusaDrafter(shared_heads(m), width=4),
 }
@@ -67,7 +67,7 @@ def run(target, prompts, batch, drafter=None, gamma=1, new=NEW, **settings):
     outputs = []
     settings.setdefault("policy", partial(Fixed, gamma))
     for i in range(0, len(prompts), batch):
-        outputs += decode(target, prompts[i : i + batch], Ending(new), drafter, **settings)
+        outputs += decode(target, prompts[i : i + batch], StoppingCriteria(new), drafter, **settings)
     return outputs
 
 
@@ -185,7 +185,7 @@ def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, expect
     assert len({len(output) for output in want}) > 2
     drafter = DRAFTERS[name](stories_model, WAYS["flat"]) if name else None
     for i in range(0, 8, batch):
-        ending = Ending(NEW, frozenset({eos}))
+        ending = StoppingCriteria(NEW, frozenset({eos}))
         outputs = decode(engines["flat"], uneven_prompts[i : i + batch], ending, drafter, policy=partial(Fixed, 6))
         assert tokens(outputs) == want[i : i + batch]
         for output in outputs:

@@ -15,25 +15,25 @@ from peftlab.decoding.verification.multidraft import (
     verify_kseq,
     verify_tree,
 )
-from peftlab.decoding.verification.sampling import Chance, probabilities
+from peftlab.decoding.verification.sampling import RandomSource, probabilities
 from peftlab.errors import PeftlabError
 
 
 def drafts_law(enumerate_law, p, q, k, replacement):
     """Law of (accepted?, token) when k drafts are drawn and verified."""
 
-    def step(chance):
-        tokens, rows = draw_drafts(q, k, chance, replacement)
-        accepted, token = verify_drafts(p, rows, tokens, chance)
+    def step(random):
+        tokens, rows = draw_drafts(q, k, random, replacement)
+        accepted, token = verify_drafts(p, rows, tokens, random)
         return accepted is not None, token
 
     return enumerate_law(step)
 
 
 def kseq_law(enumerate_law, p, q, k):
-    def step(chance):
-        tokens, _ = draw_drafts(q, k, chance, replacement=True)
-        accepted, token = verify_kseq(p, q, tokens, chance)
+    def step(random):
+        tokens, _ = draw_drafts(q, k, random, replacement=True)
+        accepted, token = verify_kseq(p, q, tokens, random)
         return accepted is not None, token
 
     return enumerate_law(step)
@@ -98,8 +98,8 @@ def test_a_draft_equal_to_the_target_is_accepted_at_once(enumerate_law, model):
 def test_drafts_from_different_models_follow_the_target_exactly(enumerate_law, model):
     p, rows = model(4, 0)(), torch.stack([model(4, i)() for i in (1, 2, 3)])
 
-    def step(chance):
-        accepted, token = verify_drafts(p, rows, chance.draw(rows), chance)
+    def step(random):
+        accepted, token = verify_drafts(p, rows, random.draw(rows), random)
         return accepted is not None, token
 
     assert marginal_error(enumerate_law(step), p) < 1e-12
@@ -113,14 +113,14 @@ def test_drafting_every_token_without_replacement_never_misses_a_greedy_target(e
 
 def test_a_used_up_draft_is_no_draft(enumerate_law, model):
     p, q = model(3, 0)(), torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    tokens, rows = draw_drafts(q, 3, Chance(), replacement=False)
+    tokens, rows = draw_drafts(q, 3, RandomSource(), replacement=False)
     assert rows.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0]] and tokens[0] == 1
     assert marginal_error(drafts_law(enumerate_law, p, q, 3, False), p) < 1e-12
 
 
 def test_drawn_without_replacement_all_differ():
     q = probabilities(torch.randn(30, generator=torch.Generator().manual_seed(0)) * 3)
-    tokens, rows = draw_drafts(q, 10, Chance(torch.Generator().manual_seed(1)), replacement=False)
+    tokens, rows = draw_drafts(q, 10, RandomSource(torch.Generator().manual_seed(1)), replacement=False)
     assert len(set(tokens.tolist())) == 10
     torch.testing.assert_close(rows.sum(-1), torch.ones(10))
     assert all((rows[i + 1 :, tokens[i]] == 0).all() for i in range(10))
@@ -144,7 +144,7 @@ def test_rho_at_its_ends():
     assert kseq_acceptance(p, p, 4) == 1.0
 
 
-def tree_step(target, draft, parents, replacement, chance):
+def tree_step(target, draft, parents, replacement, random):
     """Draw a token tree node by node, verify it, and return what is emitted."""
     prefix: dict[int, tuple[int, ...]] = {-1: ()}
     vocab = draft.vocab
@@ -152,10 +152,10 @@ def tree_step(target, draft, parents, replacement, chance):
     q = torch.zeros(len(parents), vocab, dtype=torch.float64)
     for parent in sorted(set(parents)):
         below = [i for i, up in enumerate(parents) if up == parent]
-        tokens[below], q[below] = draw_drafts(draft(prefix[parent]), len(below), chance, replacement)
+        tokens[below], q[below] = draw_drafts(draft(prefix[parent]), len(below), random, replacement)
         prefix |= {i: (*prefix[parent], int(tokens[i])) for i in below}
     p = torch.stack([target(prefix[node]) for node in range(-1, len(parents))])
-    path, token = verify_tree(p, q, tokens, parents, chance)
+    path, token = verify_tree(p, q, tokens, parents, random)
     assert [parents[node] for node in path] == [-1, *path][: len(path)]
     return (*(int(tokens[node]) for node in path), token)
 
@@ -189,15 +189,15 @@ def test_a_tree_with_single_children_is_a_chain(enumerate_law, model):
 def test_a_greedy_target_takes_its_own_path_through_a_tree():
     p = torch.eye(4)[[1, 0, 3, 2, 0]]  # greedy after root: 1; after node 1 (token 1): 3; after node 3: 0
     q = torch.full((4, 4), 0.25)
-    path, token = verify_tree(p[[0, 1, 2, 3, 4]], q, torch.tensor([0, 1, 2, 3]), [-1, -1, 1, 1], Chance())
+    path, token = verify_tree(p[[0, 1, 2, 3, 4]], q, torch.tensor([0, 1, 2, 3]), [-1, -1, 1, 1], RandomSource())
     assert (path, token) == ([1, 3], 0)
 
 
 def test_an_empty_tree_is_a_plain_draw():
     p = torch.tensor([[0.0, 1.0]])
-    assert verify_tree(p, p.new_zeros(0, 2), torch.zeros(0, dtype=torch.long), [], Chance()) == ([], 1)
+    assert verify_tree(p, p.new_zeros(0, 2), torch.zeros(0, dtype=torch.long), [], RandomSource()) == ([], 1)
 
 
 def test_a_parent_after_its_child_is_told():
     with pytest.raises(PeftlabError, match=r"parents\[0\]"):
-        verify_tree(torch.ones(3, 2), torch.ones(2, 2), torch.tensor([0, 1]), [1, -1], Chance())
+        verify_tree(torch.ones(3, 2), torch.ones(2, 2), torch.tensor([0, 1]), [1, -1], RandomSource())

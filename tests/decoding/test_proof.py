@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.llama import FlatEngine
+from peftlab.decoding.engines.llama import LlamaEngine
 from peftlab.decoding.engines.proof import Trial, difference
-from peftlab.decoding.engines.transformers import LibraryEngine
+from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,7 +45,7 @@ def mistral(window=20, **settings):
     return MistralForCausalLM(config).eval()
 
 
-class Wider(LibraryEngine):
+class Wider(TransformersEngine):
     """Sees one token too many past the window."""
 
     def __init__(self, model):
@@ -53,7 +53,7 @@ class Wider(LibraryEngine):
         self._window += 1
 
 
-class Longest(LibraryEngine):
+class Longest(TransformersEngine):
     """Gives all rows the positions of the longest, as padding on the left without positions would."""
 
     def forward(self, cache, tokens, block, keep=None):
@@ -65,14 +65,14 @@ class Longest(LibraryEngine):
         return super()._logits(cache, tokens, positions, block, keep)
 
 
-class Chained(LibraryEngine):
+class Chained(TransformersEngine):
     """Takes a tree for a chain."""
 
     def forward(self, cache, tokens, block, keep=None):
         return super().forward(cache, tokens, replace(block, tree=None), keep)
 
 
-class BySlot(LibraryEngine):
+class BySlot(TransformersEngine):
     """Masks a tree, but gives its tokens the positions of their slots."""
 
     def _logits(self, cache, tokens, positions, block, keep):
@@ -83,8 +83,8 @@ class BySlot(LibraryEngine):
 @pytest.mark.parametrize(
     ("engine", "right"),
     [
-        (LibraryEngine, (True, True, True)),
-        (FlatEngine, (True, True, True)),
+        (TransformersEngine, (True, True, True)),
+        (LlamaEngine, (True, True, True)),
         (Wider, (False, False, False)),
         (Longest, (True, False, False)),
         (Chained, (True, True, False)),
@@ -113,10 +113,10 @@ def test_positions_by_slot_are_found_in_a_model_near_its_initialisation(dtype):
             max_position_embeddings=512,
         )
     )
-    engine, trial = LibraryEngine(neo.eval().to(dtype)), Trial(neo)
+    engine, trial = TransformersEngine(neo.eval().to(dtype)), Trial(neo)
     assert (trial.chains(engine), trial.batches(engine), trial.trees(engine)) == (True, False, False)
     mpt = MptForCausalLM(MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=512))
-    engine, trial = LibraryEngine(mpt.eval().to(dtype)), Trial(mpt)
+    engine, trial = TransformersEngine(mpt.eval().to(dtype)), Trial(mpt)
     assert (trial.chains(engine), trial.batches(engine), trial.trees(engine)) == (True, True, False)
 
 
@@ -126,7 +126,7 @@ def test_a_window_is_passed_without_reading_it():
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: read.append(inputs[0].numel()))
     trial = Trial(model)
     assert not trial.chains(Wider(model))
-    assert trial.chains(LibraryEngine(model))
+    assert trial.chains(TransformersEngine(model))
     assert sum(read) < 100
 
 
@@ -135,7 +135,7 @@ def test_a_model_in_training_is_tried_without_dropout_and_stays_in_training():
     model.model.norm.eval()
     training = [module.training for module in model.modules()]
     trial = Trial(model)
-    assert trial.causal and trial.chains(LibraryEngine(model))
+    assert trial.causal and trial.chains(TransformersEngine(model))
     assert [module.training for module in model.modules()] == training
 
 

@@ -10,11 +10,11 @@ import torch
 from scipy.stats import chi2
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
 from peftlab.decoding.drafters.base import ModelDrafter, Sampling
 from peftlab.decoding.drafters.heads import MedusaDrafter
-from peftlab.decoding.drafters.model_free import Either, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
@@ -68,7 +68,7 @@ def p_value(law, outputs):
 def warmed(model):
     """Recycling that has read the model's own text, so that it has something to draft."""
     drafter, target = Recycling(), build_engine(model, pack=False)
-    decode(target, [[1]], Ending(150), drafter)
+    decode(target, [[1]], StoppingCriteria(150), drafter)
     return drafter
 
 
@@ -81,7 +81,7 @@ DRAFTERS = {
     ),
     "lookup": (lambda m: PromptLookup(), Fixed),
     "n-gram": (lambda m: NGram(), Fixed),
-    "lookup+medusa": (lambda m: Either(PromptLookup(), MedusaDrafter(Frequent(m), width=3)), Fixed),
+    "lookup+medusa": (lambda m: LookupOrDraft(PromptLookup(), MedusaDrafter(Frequent(m), width=3)), Fixed),
     "medusa": (lambda m: MedusaDrafter(Frequent(m)), Fixed),
     "medusa tree": (lambda m: MedusaDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
@@ -107,7 +107,9 @@ class Frequent(torch.nn.Module):
 def test_follows_the_target(stories_model, target, prompt, law, name):
     make, policy = DRAFTERS[name]
     drafter = make(stories_model) if make else None
-    outputs = decode(target, [prompt] * SAMPLES, Ending(3), drafter, policy=partial(policy, 4), sampling=SAMPLING)
+    outputs = decode(
+        target, [prompt] * SAMPLES, StoppingCriteria(3), drafter, policy=partial(policy, 4), sampling=SAMPLING
+    )
     if drafter:
         statistics = acceptance_statistics(outputs)
         assert statistics["accepted"] > 50 and statistics["acceptance"] < 1
@@ -116,14 +118,16 @@ def test_follows_the_target(stories_model, target, prompt, law, name):
 
 def test_the_check_would_see_a_slight_error(target, prompt, law):
     warmer = Sampling(temperature=1.6, top_k=5, seed=7)
-    assert p_value(law, decode(target, [prompt] * SAMPLES, Ending(3), sampling=warmer)) < 1e-4
+    assert p_value(law, decode(target, [prompt] * SAMPLES, StoppingCriteria(3), sampling=warmer)) < 1e-4
 
 
 def test_seeds_reproduce_and_differ(stories_model, target, prompt):
     def outputs(seed, batch, gamma=3):
         drafter = ModelDrafter(build_engine(truncate(stories_model, range(3)), pack=False))
         sampling = Sampling(temperature=1.0, seed=seed)
-        result = decode(target, [prompt] * batch, Ending(20), drafter, policy=partial(Fixed, gamma), sampling=sampling)
+        result = decode(
+            target, [prompt] * batch, StoppingCriteria(20), drafter, policy=partial(Fixed, gamma), sampling=sampling
+        )
         return [output.tokens for output in result]
 
     assert outputs(1, 3) == outputs(1, 3)
@@ -136,7 +140,7 @@ def test_seeds_reproduce_and_differ(stories_model, target, prompt):
 
 def test_a_sampled_draft_equal_to_the_target_is_always_right(stories_model, target, prompt):
     drafter = ModelDrafter(build_engine(stories_model, pack=False))
-    outputs = decode(target, [prompt] * 4, Ending(30), drafter, sampling=Sampling(temperature=1.0, top_p=0.9))
+    outputs = decode(target, [prompt] * 4, StoppingCriteria(30), drafter, sampling=Sampling(temperature=1.0, top_p=0.9))
     assert acceptance_statistics(outputs)["acceptance"] == 1.0
 
 

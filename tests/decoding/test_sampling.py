@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.decoding.verification.sampling import Chance, probabilities, sample
+from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
 from peftlab.errors import PeftlabError
 
 ROWS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
@@ -125,8 +125,8 @@ def test_sample_is_repeatable_and_keeps_the_leading_shape():
 
 
 def test_a_coin_never_falls_at_zero_and_always_at_one():
-    chance = Chance(torch.Generator().manual_seed(0))
+    random = RandomSource(torch.Generator().manual_seed(0))
     half = torch.zeros(100_000, dtype=torch.float16)  # so coarse that its uniforms are often exactly 0
-    assert not chance.coin(half).any()
-    assert chance.coin(half + 1).all()
-    assert abs(float(chance.coin(torch.full((100_000,), 0.3)).float().mean()) - 0.3) < 0.006
+    assert not random.bernoulli(half).any()
+    assert random.bernoulli(half + 1).all()
+    assert abs(float(random.bernoulli(torch.full((100_000,), 0.3)).float().mean()) - 0.3) < 0.006

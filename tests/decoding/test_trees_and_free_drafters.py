@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import Draft, Row, Sampling, Start, Verified
+from peftlab.decoding.drafters.base import Draft, Row, Sampling, TargetState, Verified
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import Output
 from peftlab.decoding.engines.cache import Block
-from peftlab.decoding.verification.tree import best_tree, rank_probability, shape_of, walk_greedy
+from peftlab.decoding.verification.tree import best_tree, rank_probability, tree_shape, walk_greedy
 
 
 def row(tokens, place=0):
@@ -21,7 +21,7 @@ def row(tokens, place=0):
 
 
 def started(drafter, *rows, vocab=50):
-    drafter.start(list(rows), Start(None, [None] * len(rows), vocab, Sampling()))
+    drafter.start(list(rows), TargetState(None, [None] * len(rows), vocab, Sampling()))
     return drafter
 
 
@@ -41,7 +41,7 @@ def test_best_tree_is_the_best(size, depth, width):
 
 
 def test_shape_of_a_tree():
-    shape = shape_of(((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
+    shape = tree_shape(((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
     assert shape.parents == (-1, 0, -1, 1, 2)
     assert shape.depths == (0, 1, 2, 1, 3, 2)
     assert shape.below.int().tolist() == [
@@ -55,7 +55,7 @@ def test_shape_of_a_tree():
 
 
 def test_a_tree_that_is_a_chain_sees_what_a_chain_sees():
-    shape = shape_of(best_tree(5, 5, 1))
+    shape = tree_shape(best_tree(5, 5, 1))
     cpu = torch.device("cpu")
     for starts in ((7, 7), (7, 3)):
         for window in (None, 4, 100):
@@ -65,7 +65,7 @@ def test_a_tree_that_is_a_chain_sees_what_a_chain_sees():
 
 
 def test_windows_count_positions_and_not_slots():
-    shape = shape_of(((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 0, 0)))
+    shape = tree_shape(((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 0, 0)))
     seen = Block((2,), 6, tree=(shape.depths, shape.below)).visible(3, torch.device("cpu"))
     assert seen[0, 0].int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0, 0],  # the root, position 2
@@ -142,7 +142,11 @@ def test_recycling_drafts_what_the_target_thought():
 def test_policies():
     hidden = torch.zeros(3)
     confidence = Confidence(6, 0.5)
-    assert (confidence.budget(), confidence.go_on(0.5, hidden), confidence.go_on(0.49, hidden)) == (6, True, False)
+    assert (confidence.budget(), confidence.should_continue(0.5, hidden), confidence.should_continue(0.49, hidden)) == (
+        6,
+        True,
+        False,
+    )
     heuristic = Heuristic(5)
     for drafted, accepted, then in ((5, 5, 7), (7, 6, 6), (0, 0, 6), (6, 0, 5)):
         heuristic.update(drafted, accepted)
@@ -153,4 +157,4 @@ def test_policies():
     head = AcceptanceHead(8, head=lambda h: 0.8, h=0.45)
     for _ in range(2):  # a step begins afresh
         assert head.budget() == 8
-        assert [head.go_on(1.0, hidden) for _ in range(3)] == [True, True, False]  # 1-.8, 1-.64, 1-.512
+        assert [head.should_continue(1.0, hidden) for _ in range(3)] == [True, True, False]  # 1-.8, 1-.64, 1-.512

@@ -17,18 +17,18 @@ from peftlab.decoding.verification.chain import (
     verify_onehot,
     verify_typical,
 )
-from peftlab.decoding.verification.sampling import Chance, probabilities, sample
+from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
 from peftlab.errors import PeftlabError
 
 
-def chain_step(target, draft, gamma, chance):
+def chain_step(target, draft, gamma, random):
     """Draft γ tokens, verify them, and return what is emitted."""
     prefix: tuple[int, ...] = ()
     for _ in range(gamma):
-        prefix = (*prefix, int(chance.draw(draft(prefix))))
+        prefix = (*prefix, int(random.draw(draft(prefix))))
     p = torch.stack([target(prefix[:i]) for i in range(gamma + 1)])
     q = torch.stack([draft(prefix[:i]) for i in range(gamma)])
-    n, token = verify_chain(p, q, torch.tensor(prefix), chance)
+    n, token = verify_chain(p, q, torch.tensor(prefix), random)
     return (*prefix[: int(n)], int(token))
 
 
@@ -37,25 +37,25 @@ def chain_step(target, draft, gamma, chance):
 def test_a_chain_follows_the_target_exactly(enumerate_law, model, assert_follows, vocab, gamma, seeds, zeros):
     for seed in range(seeds):
         target, draft = model(vocab, 2 * seed, zeros), model(vocab, 2 * seed + 1, zeros)
-        law = enumerate_law(lambda chance, t=target, d=draft: chain_step(t, d, gamma, chance))
+        law = enumerate_law(lambda random, t=target, d=draft: chain_step(t, d, gamma, random))
         assert_follows(law, target, 1)
         assert_follows(law, target, gamma + 1)
 
 
 def test_the_expected_length_is_the_block_efficiency(enumerate_law, model):
     p, q = model(4, 0)(), model(4, 1)()
-    law = enumerate_law(lambda chance: chain_step(lambda _: p, lambda _: q, 2, chance))
+    law = enumerate_law(lambda random: chain_step(lambda _: p, lambda _: q, 2, random))
     mean = math.fsum(weight * len(emitted) for emitted, weight in law.items())
     assert mean == pytest.approx(block_efficiency_by_position([float(acceptance_rate(p, q))] * 2), abs=1e-12)
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(enumerate_law, model):
     target = model(4, 3, True)
-    law = enumerate_law(lambda chance: len(chain_step(target, target, 2, chance)))
+    law = enumerate_law(lambda random: len(chain_step(target, target, 2, random)))
     assert law == {3: pytest.approx(1, abs=1e-12)}
     probs = probabilities(torch.randn(64, 5, 4000, generator=torch.Generator().manual_seed(0)))
-    chance = Chance(torch.Generator().manual_seed(1))
-    n, _ = verify_chain(probs, probs[:, :4], sample(probs[:, :4], chance.generator), chance)
+    random = RandomSource(torch.Generator().manual_seed(1))
+    n, _ = verify_chain(probs, probs[:, :4], sample(probs[:, :4], random.generator), random)
     assert (n == 4).all()
 
 
@@ -65,7 +65,7 @@ def test_at_temperature_zero_a_chain_is_the_greedy_comparison():
     p = probabilities(logits, 0)
     q = probabilities(torch.randint(0, 3, (200, 3, 5), generator=generator).float(), 0)
     tokens = q.argmax(-1)
-    chain = verify_chain(p, q, tokens, Chance(generator))
+    chain = verify_chain(p, q, tokens, RandomSource(generator))
     greedy = verify_greedy(logits.argmax(-1), tokens)
     assert torch.equal(chain[0], greedy[0]) and torch.equal(chain[1], greedy[1])
     assert {0, 1, 2, 3} == set(greedy[0].tolist())
@@ -89,8 +89,8 @@ def test_a_deterministic_draft_follows_the_target_exactly(enumerate_law, model, 
         tokens = (seed % 4, (seed * 3) % 4)
         p = torch.stack([target(tokens[:i]) for i in range(3)])
 
-        def step(chance, p=p, tokens=tokens):
-            n, token = verify_onehot(p, torch.tensor(tokens), chance)
+        def step(random, p=p, tokens=tokens):
+            n, token = verify_onehot(p, torch.tensor(tokens), random)
             return (*tokens[: int(n)], int(token))
 
         law = enumerate_law(step)
@@ -141,7 +141,7 @@ def test_the_sampler_itself_follows_the_target():
     p = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).expand(rows, -1, -1)
     q = torch.tensor([[0.2, 0.5, 0.1, 0.2]], dtype=torch.float64).expand(rows, -1, -1)
     tokens = sample(q, generator)
-    n, following = verify_chain(p, q, tokens, Chance(generator))
+    n, following = verify_chain(p, q, tokens, RandomSource(generator))
     first = torch.where(n == 1, tokens[:, 0], following).bincount(minlength=4)
     bonus = following[n == 1].bincount(minlength=4)
     alpha = float(acceptance_rate(p[0, 0], q[0, 0]))
@@ -164,13 +164,13 @@ def test_acceptance_and_residual_at_their_edges():
 
 
 def test_shapes_that_do_not_fit_are_told():
-    p, q, chance = torch.full((3, 5), 0.2), torch.full((2, 5), 0.2), Chance()
+    p, q, random = torch.full((3, 5), 0.2), torch.full((2, 5), 0.2), RandomSource()
     with pytest.raises(PeftlabError, match="vocabulary of 4"):
-        verify_chain(p, q[:, :4], torch.tensor([0, 1]), chance)
+        verify_chain(p, q[:, :4], torch.tensor([0, 1]), random)
     with pytest.raises(PeftlabError, match="shapes"):
-        verify_chain(p[:2], q, torch.tensor([0, 1]), chance)
+        verify_chain(p[:2], q, torch.tensor([0, 1]), random)
     with pytest.raises(PeftlabError, match="shapes"):
-        verify_chain(p, q, torch.tensor([0]), chance)
+        verify_chain(p, q, torch.tensor([0]), random)
 
 
 def test_typical_acceptance_is_a_threshold_on_p(enumerate_law):
@@ -181,14 +181,14 @@ def test_typical_acceptance_is_a_threshold_on_p(enumerate_law):
     assert law == pytest.approx({(2, x): 0.25 for x in range(4)})
     law = enumerate_law(lambda c: tuple(int(x) for x in verify_typical(p, torch.tensor([1, 3]), c)))
     assert law == pytest.approx({(0, 0): 0.95, (0, 1): 0.05})
-    n, _ = verify_typical(p, torch.tensor([0, 3]), Chance(), epsilon=0.5, delta=1.1)
+    n, _ = verify_typical(p, torch.tensor([0, 3]), RandomSource(), epsilon=0.5, delta=1.1)
     assert int(n) == 1  # 0.25 does not exceed 1.1 / 4
 
 
 def test_typical_acceptance_always_takes_the_greedy_token():
     generator = torch.Generator().manual_seed(0)
     p = probabilities(torch.randn(500, 4, 20, generator=generator) * 3)
-    n, _ = verify_typical(p, p[:, :3].argmax(-1), Chance(generator))
+    n, _ = verify_typical(p, p[:, :3].argmax(-1), RandomSource(generator))
     assert (n == 3).all()
 
 

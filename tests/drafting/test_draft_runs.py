@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
 from peftlab.decoding.analysis.statistics import acceptance_statistics
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import ModelDrafter, Sampling
 from peftlab.decoding.engines.build import build_engine
@@ -87,7 +87,7 @@ class TestRun:
         assert draft.config.num_hidden_layers == 2
         prompt = tokenizer("Once upon a time")["input_ids"]
         plain, drafted = (
-            decode(build_engine(target), [prompt], Ending(30), d)[0].tokens
+            decode(build_engine(target), [prompt], StoppingCriteria(30), d)[0].tokens
             for d in (None, ModelDrafter(build_engine(draft)))
         )
         assert plain == drafted
@@ -140,7 +140,7 @@ class TestRun:
         assert load_base(str(out / "merged"), "AutoModelForCausalLM")[0].lm_head.out_features == 512
         pair = load_pair(str(stories), str(out / "merged"))
         assert pair.draft is not None and pair.draft.kind.endswith("96 of 512 tokens")
-        prompts, ending = [[1, 403, 407], [1, 346]], Ending(40, pair.eos)
+        prompts, ending = [[1, 403, 407], [1, 346]], StoppingCriteria(40, pair.eos)
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
             drafted = decode(pair.target, prompts, ending, ModelDrafter(pair.draft), sampling=sampling)
             assert sum(step.accepted for output in drafted for step in output.steps) > 0
@@ -207,7 +207,7 @@ class TestModes:
         steps = []
         for prompt in recipe.data.prompts[-recipe.data.held_out :]:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
-            steps += decode(pair.target, [ids], Ending(24, pair.eos), drafter, policy=policy)
+            steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
         after = results["decoding"]["after"]
         assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
 
@@ -235,7 +235,7 @@ class TestUpdate:
         target = AutoModelForCausalLM.from_pretrained(stories).eval()
         tokenizer = AutoTokenizer.from_pretrained(stories)
         prompts = [tokenizer(text)["input_ids"] for text in ("A frog", "The moon", "Sam ran", "Her hat", "Big red bus")]
-        served = decode(build_engine(target), prompts * 2, Ending(24))
+        served = decode(build_engine(target), prompts * 2, StoppingCriteria(24))
         rows = [{"prompt_ids": p, "response_ids": g.tokens} for p, g in zip(prompts * 2, served, strict=True)]
         log = tmp_path / "log.jsonl"
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,7 +9,7 @@ import torch
 from draft_models import requests, tiny
 from safetensors.torch import save_file
 
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead
 from peftlab.decoding.drafters.base import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
@@ -53,7 +53,11 @@ def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
     lengths = {}
     for name, head in (("gloomy", gloomy), ("sure", lambda hidden: 1.0)):
         output = decode(
-            build_engine(target), [[5, 6, 7]], Ending(20), drafter, policy=lambda head=head: AcceptanceHead(4, head)
+            build_engine(target),
+            [[5, 6, 7]],
+            StoppingCriteria(20),
+            drafter,
+            policy=lambda head=head: AcceptanceHead(4, head),
         )[0]
         lengths[name] = max(step.drafted for step in output.steps)
         lengths[f"{name} text"] = output.tokens

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
-from peftlab.decoding.decode import Ending, decode
+from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.heads import MedusaDrafter, read_medusa
 from peftlab.decoding.engines.build import build_engine
@@ -253,10 +253,12 @@ class TestRun:
     def test_decoding_is_the_targets_own(self, run: Path, stories: Path, width: int) -> None:
         model, _ = load_base(str(stories), "AutoModelForCausalLM")
         engine, prompts = build_engine(model), [[1, 403, 407, 261], [1, 410], [1, 300, 320, 290, 270, 280]]
-        plain = [output.tokens for output in decode(engine, prompts, Ending(40))]
+        plain = [output.tokens for output in decode(engine, prompts, StoppingCriteria(40))]
         load_adapter(model, run)
         for heads in (model.lm_head.medusa_heads, read_medusa(run / "heads")):
-            drafted = decode(engine, prompts, Ending(40), MedusaDrafter(heads, width), policy=partial(Fixed, 3))
+            drafted = decode(
+                engine, prompts, StoppingCriteria(40), MedusaDrafter(heads, width), policy=partial(Fixed, 3)
+            )
             assert [output.tokens for output in drafted] == plain
             assert sum(step.accepted for output in drafted for step in output.steps) > 10
 

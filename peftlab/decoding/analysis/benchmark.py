@@ -16,12 +16,12 @@ from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import (
     Interval,
     Overlap,
-    Timed,
+    Timings,
     acceptance_statistics,
     divergence,
     rate_intervals,
 )
-from peftlab.decoding.decode import Ending, Generation, decode
+from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
 from peftlab.decoding.drafters.base import Drafter, Sampling
 from peftlab.decoding.engines.build import Engine, Output
@@ -155,14 +155,14 @@ class Race:
             "divergences": apart,
         }
 
-    def timed(self, name: str, batches: Sequence[int] | None = None) -> Timed:
+    def timed(self, name: str, batches: Sequence[int] | None = None) -> Timings:
         """Return one contestant's tokens and times, of all batches or of those numbered."""
         record, tokens, place = self.records[name], [], 0
         for batch in self.batches:
             tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
             place += len(batch)
         chosen = range(len(tokens)) if batches is None else batches
-        return Timed([tokens[i] for i in chosen], [record.seconds[i] for i in chosen])
+        return Timings([tokens[i] for i in chosen], [record.seconds[i] for i in chosen])
 
 
 def bench(
@@ -268,7 +268,7 @@ def _decode(
     return decode(
         target,
         [q.ids for q in batch],
-        Ending(settings.max_new_tokens, settings.eos),
+        StoppingCriteria(settings.max_new_tokens, settings.eos),
         drafter,
         policy=settings.policy,
         sampling=settings.sampling,

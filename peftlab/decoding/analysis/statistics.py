@@ -79,7 +79,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timings:
     """What one way of decoding took.
 
     Attributes:
@@ -94,7 +94,7 @@ class Timed:
         return sum(self.tokens) / sum(map(statistics.median, self.seconds))
 
 
-def rate_intervals(one: Timed, baseline: Timed, *, draws: int = 1000) -> dict[str, Interval]:
+def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> dict[str, Interval]:
     """Return 95 % bootstrap intervals of both rates (``rate``, ``baseline``) and of their ratio (``speedup``).
 
     Batches are drawn with replacement, and so are the repeats of each batch drawn. Both ways of decoding are drawn
@@ -114,7 +114,7 @@ def rate_intervals(one: Timed, baseline: Timed, *, draws: int = 1000) -> dict[st
     batch = dice.integers(count, size=(draws, count))
     repeat = dice.integers(repeats, size=(draws, count, repeats))
 
-    def drawn(of: Timed) -> numpy.ndarray:
+    def drawn(of: Timings) -> numpy.ndarray:
         seconds = numpy.median(numpy.asarray(of.seconds)[batch[..., None], repeat], -1)  # [draws, count]
         return numpy.asarray(of.tokens)[batch].sum(-1) / seconds.sum(-1)
 

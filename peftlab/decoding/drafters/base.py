@@ -15,8 +15,8 @@ from torch import Tensor
 from peftlab.decoding.draft_length import Policy
 from peftlab.decoding.engines.build import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.sampling import Chance, probabilities, sample
-from peftlab.decoding.verification.tree import Shape
+from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
+from peftlab.decoding.verification.tree import TreeShape
 from peftlab.errors import PeftlabError
 
 
@@ -60,16 +60,16 @@ class Row:
         generator: its randomness.
     """
 
-    place: int
+    index: int
     slot: int
     tokens: list[int]
-    prompt: int
+    prompt_length: int
     policy: Policy
     generator: torch.Generator
 
 
-class RowChance(Chance):
-    """Chance with one generator a row, so that a row's luck does not depend on its neighbours."""
+class RowRandomSource(RandomSource):
+    """A RandomSource with one generator a row, so that a row's luck does not depend on its neighbours."""
 
     def __init__(self, rows: list[Row]):
         super().__init__()
@@ -77,13 +77,15 @@ class RowChance(Chance):
 
     generators: list[torch.Generator]
 
-    def coin(self, probability: Tensor) -> Tensor:
+    def bernoulli(self, probability: Tensor) -> Tensor:
         """Return booleans [b, ...], row i's from generator i."""
-        return torch.stack([Chance(g).coin(row) for g, row in zip(self.generators, probability, strict=True)])
+        return torch.stack(
+            [RandomSource(g).bernoulli(row) for g, row in zip(self.generators, probability, strict=True)]
+        )
 
-    def of(self, i: int) -> Chance:
-        """Return row i's chance alone."""
-        return Chance(self.generators[i])
+    def of(self, i: int) -> RandomSource:
+        """Return row i's source alone."""
+        return RandomSource(self.generators[i])
 
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index a row: [b, ..., V] -> [b, ...], row i's from generator i."""
@@ -104,7 +106,7 @@ class Draft:
     tokens: Tensor
     probs: Tensor | None = None
     logits: Tensor | None = None
-    shape: Shape | None = None
+    shape: TreeShape | None = None
 
 
 @dataclass
@@ -127,7 +129,7 @@ class Verified:
 
 
 @dataclass
-class Start:
+class TargetState:
     """The target's state after it has read all prompts but their last tokens.
 
     Attributes:
@@ -152,7 +154,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def start(self, rows: list[Row], state: Start) -> None:
+    def start(self, rows: list[Row], state: TargetState) -> None:
         """Take up new sequences; those before are done."""
         ...
 
@@ -169,7 +171,7 @@ class Drafter(Protocol):
         ...
 
 
-def block_of(rows: list[Row], cache: KVCache, starts: list[int], n: int, shape: Shape | None = None) -> Block:
+def block_of(rows: list[Row], cache: KVCache, starts: list[int], n: int, shape: TreeShape | None = None) -> Block:
     """Return where n new tokens of each row go."""
     slots = tuple(row.slot for row in rows)
     tree = None if shape is None else (shape.depths, shape.below)
@@ -211,14 +213,14 @@ class ModelDrafter:
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
-    def start(self, rows: list[Row], state: Start) -> None:
+    def start(self, rows: list[Row], state: TargetState) -> None:
         if self.engine.vocab_size != state.vocab_size:
             raise PeftlabError(
                 f"draft: vocabulary of {self.engine.vocab_size} rows, but the target's has {state.vocab_size}; "
                 "if the tokenizers are the same, build both engines with vocabulary=len(tokenizer)"
             )
         self._sampling = state.sampling
-        self._read = {row.place: len(row.tokens) - 1 for row in rows}
+        self._read = {row.index: len(row.tokens) - 1 for row in rows}
         self._cache = state.cache
         if not self.shares_cache:
             self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity)
@@ -235,8 +237,8 @@ class ModelDrafter:
         gamma = max(budgets)
         if gamma == 0:
             return Draft(torch.full((len(rows), 0), -1, device=self.engine.device))
-        chance, greedy = RowChance(rows), self._sampling.greedy
-        watched = any(row.policy.watches for row in rows)
+        random, greedy = RowRandomSource(rows), self._sampling.greedy
+        watched = any(row.policy.needs_confidence for row in rows)
         lengths = [len(row.tokens) for row in rows]
         tokens, probs, logits = [], [], []
         drafted = [0] * len(rows)
@@ -244,7 +246,7 @@ class ModelDrafter:
         for i in range(gamma):
             step = output.logits[:, -1]
             q = self._sampling.probabilities(step) if not greedy else step.softmax(-1) if watched else step
-            x = step.argmax(-1) if greedy else chance.draw(q)
+            x = step.argmax(-1) if greedy else random.draw(q)
             going = torch.tensor([i < budget for budget in budgets], device=x.device)
             drafted = [i + 1 if i < budget else n for n, budget in zip(drafted, budgets, strict=True)]
             tokens.append(torch.where(going, x, -1))
@@ -254,19 +256,19 @@ class ModelDrafter:
             if watched:
                 confidence = q.gather(-1, x[:, None])[:, 0].tolist()
                 for j, row in enumerate(rows):
-                    if i < budgets[j] and not row.policy.go_on(confidence[j], output.hidden[j, -1]):
+                    if i < budgets[j] and not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
                         budgets[j] = i + 1
             if i + 1 >= max(budgets):
                 break
             block = block_of(rows, self._cache, [length + i for length in lengths], 1)
             output = self.engine.forward(self._cache, x[:, None], block)
         for row, length, n in zip(rows, lengths, drafted, strict=True):
-            self._read[row.place] = length + max(0, n - 1)
+            self._read[row.index] = length + max(0, n - 1)
         return Draft(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None, torch.stack(logits, 1))
 
     def _catch_up(self, rows: list[Row]) -> Output:
         """Read what the target has added since, one token or two; the output is of each row's last token."""
-        starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.place] for row in rows]
+        starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         n = max(map(len, new))
         keep = sorted({len(tokens) - 1 for tokens in new})
@@ -281,7 +283,7 @@ class ModelDrafter:
     def accept(self, rows: list[Row], verified: Verified) -> None:
         # Slots past the first rejection hold another future: forgetting them is the whole crop.
         for row in rows:
-            self._read[row.place] = min(self._read[row.place], len(row.tokens) - 1)
+            self._read[row.index] = min(self._read[row.index], len(row.tokens) - 1)
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors
-from peftlab.decoding.drafters.base import Draft, Row, Start, Verified
-from peftlab.decoding.verification.tree import best_tree, shape_of
+from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.verification.tree import best_tree, tree_shape
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
@@ -34,9 +34,9 @@ class MedusaDrafter:
     name: str = "medusa"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
-    def start(self, rows: list[Row], state: Start) -> None:
+    def start(self, rows: list[Row], state: TargetState) -> None:
         held = zip(rows, state.hidden, strict=True)
-        self._hidden = {row.place: hidden for row, hidden in held if hidden is not None}
+        self._hidden = {row.index: hidden for row, hidden in held if hidden is not None}
         self._vocab = state.vocab_size
 
     @torch.inference_mode()
@@ -44,23 +44,23 @@ class MedusaDrafter:
         weight = next(self.heads.parameters())
         device = weight.device
         # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
-        budgets = [b if row.place in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
+        budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
             return Draft(torch.full((len(rows), 0), -1, device=device))
         blank = torch.zeros_like(next(iter(self._hidden.values())))
-        hidden = torch.stack([self._hidden.get(row.place, blank) for row in rows])
+        hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
         if self.heads.vocab_size != self._vocab:
             raise PeftlabError(f"medusa: vocabulary of {self.heads.vocab_size}, but the target's has {self._vocab}")
         best = self.heads.best(hidden.to(weight.dtype), self.width)  # [K, b, width]
         tree = best_tree(max(budgets), len(best), self.width)
         tokens = torch.stack([best[len(path) - 1, :, path[-1]] for path in tree], 1)
         allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
-        return Draft(torch.where(allowed, tokens, -1), shape=shape_of(tree) if self.width > 1 else None)
+        return Draft(torch.where(allowed, tokens, -1), shape=tree_shape(tree) if self.width > 1 else None)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         # The state that gave a row its newest token: that of the last accepted node, or of the root.
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
-            self._hidden[row.place] = verified.output.hidden[i, path[-1] + 1 if path else 0]
+            self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 
     def select(self, slots: list[int]) -> None:
         pass

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, Start, Verified, right_padded
-from peftlab.decoding.verification.tree import best_tree, shape_of
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified, right_padded
+from peftlab.decoding.verification.tree import best_tree, tree_shape
 
 
 def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Draft:
@@ -29,19 +29,19 @@ class PromptLookup:
     _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
-    def start(self, rows: list[Row], state: Start) -> None:
-        self._after = {row.place: {} for row in rows}
-        self._indexed = {row.place: 0 for row in rows}
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._after = {row.index: {} for row in rows}
+        self._indexed = {row.index: 0 for row in rows}
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         return _chains(rows, budgets, self._guess)
 
     def _guess(self, row: Row, budget: int) -> list[int]:
-        after, tokens = self._after[row.place], row.tokens
-        for end in range(self._indexed[row.place] + 1, len(tokens)):
+        after, tokens = self._after[row.index], row.tokens
+        for end in range(self._indexed[row.index] + 1, len(tokens)):
             for n in range(self.shortest, min(self.longest, end) + 1):
                 after[tuple(tokens[end - n : end])] = end
-        self._indexed[row.place] = len(tokens) - 1
+        self._indexed[row.index] = len(tokens) - 1
         for n in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
             start = after.get(tuple(tokens[-n:]))
             if start is not None:
@@ -70,15 +70,15 @@ class NGram:
     )
     _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
-    def start(self, rows: list[Row], state: Start) -> None:
-        self._counted = {row.place: 1 for row in rows}
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._counted = {row.index: 1 for row in rows}
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         for row in rows:
-            for end in range(self._counted[row.place], len(row.tokens)):
+            for end in range(self._counted[row.index], len(row.tokens)):
                 for n in range(min(self.order, end + 1)):
                     self._counts[tuple(row.tokens[end - n : end])][row.tokens[end]] += 1
-            self._counted[row.place] = len(row.tokens)
+            self._counted[row.index] = len(row.tokens)
         return _chains(rows, budgets, self._guess)
 
     def _guess(self, row: Row, budget: int) -> list[int]:
@@ -116,12 +116,12 @@ class Recycling:
     name: str = "recycling"
     _followers: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
 
-    def start(self, rows: list[Row], state: Start) -> None:
+    def start(self, rows: list[Row], state: TargetState) -> None:
         self._width = min(self.width, state.vocab_size)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         tree = best_tree(max(budgets), max(budgets), self._width)
-        shape = shape_of(tree)
+        shape = tree_shape(tree)
         drafts = []
         for row, budget in zip(rows, budgets, strict=True):
             tokens: list[int] = []
@@ -145,7 +145,7 @@ class Recycling:
 
 
 @dataclass
-class Either:
+class LookupOrDraft:
     """What the text itself proposes, and in steps where it has nothing for some row, what a trained draft does.
 
     Copied text is long and certain where there is any; a draft guesses anywhere. Each step is wholly one or the
@@ -160,7 +160,7 @@ class Either:
     second: Drafter
     name: str = "lookup+draft"
 
-    def start(self, rows: list[Row], state: Start) -> None:
+    def start(self, rows: list[Row], state: TargetState) -> None:
         self.first.start(rows, state)
         self.second.start(rows, state)
 

@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.llama import FlatEngine, flattens
+from peftlab.decoding.engines.llama import LlamaEngine, flattens
 from peftlab.decoding.engines.proof import Trial
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
-from peftlab.decoding.engines.transformers import LibraryEngine
+from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
 
 __all__ = ["Engine", "Output", "build_engine"]
@@ -38,7 +38,7 @@ def build_engine(
     Raises:
         PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
     """
-    library = LibraryEngine(model, vocabulary)
+    library = TransformersEngine(model, vocabulary)
     name = type(model).__name__
     try:
         trial = Trial(model)
@@ -46,10 +46,10 @@ def build_engine(
         raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
     if not trial.causal:
         raise PeftlabError(f"{name} is not causal: what it gives for a token changes with the tokens read beside it")
-    if flat and flattens(model) and (engine := _exact(FlatEngine(model, vocabulary, pack=pack), trial, [])):
+    if flat and flattens(model) and (engine := _exact(LlamaEngine(model, vocabulary, pack=pack), trial, [])):
         return engine
     failures: list[str] = []
-    for engine in (library, LibraryEngine(model, vocabulary, masks=False)):
+    for engine in (library, TransformersEngine(model, vocabulary, masks=False)):
         if exact := _exact(engine, trial, failures):
             return exact
     raise PeftlabError(

@@ -64,7 +64,7 @@ class _Layer:
     window: int | None
 
 
-class FlatEngine:
+class LlamaEngine:
     """See ``engine.Engine``; made by ``engine.build_engine``."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, pack: bool = True):

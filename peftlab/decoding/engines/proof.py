@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedModel
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.transformers import limit_of
-from peftlab.decoding.verification.tree import shape_of
+from peftlab.decoding.verification.tree import tree_shape
 
 # Eight first choices before a path of three: the slot of the path's end is far from its position.
-_SHAPE = shape_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
+_SHAPE = tree_shape((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
 _NODES = len(_SHAPE.depths)
 _PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
 _PROMPT = 12

@@ -37,7 +37,7 @@ def read_tokens(directory: str | Path) -> Tensor | None:
     return torch.tensor(tokens)
 
 
-class Confined:
+class ReducedVocabulary:
     """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
 
     The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.

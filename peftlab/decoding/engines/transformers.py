@@ -14,7 +14,7 @@ from peftlab.decoding.engines.cache import Block, KVCache, additive
 from peftlab.errors import PeftlabError
 
 
-class LibraryEngine:
+class TransformersEngine:
     """The model's own forward, with our positions and a four-dimensional mask, or with its own mask.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.verification.sampling import Chance
+from peftlab.decoding.verification.sampling import RandomSource
 from peftlab.errors import PeftlabError
 
 LOSSLESS: dict[str, bool] = {
@@ -53,7 +53,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(mass > 0, excess / mass, p)
 
 
-def verify_chain(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
+def verify_chain(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
+) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens in turn with min(1, p/q); after a rejection sample the residual, else sample p.
 
     Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Lossless if each token was
@@ -63,7 +65,7 @@ def verify_chain(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chan
         target_probs: [..., γ+1, V]; row i follows the first i drafted tokens.
         draft_probs: [..., γ, V]; row i is what token i was drawn from. A row of zeros ends a shorter draft.
         tokens: [..., γ].
-        chance: the coins and the draw.
+        random: what decides and what draws.
 
     Returns:
         n_accepted [...] in 0..γ and next_token [...].
@@ -73,14 +75,14 @@ def verify_chain(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chan
     """
     _check_shapes(target_probs, draft_probs, tokens)
     accept = acceptance_probability(_at(target_probs[..., :-1, :], tokens), _at(draft_probs, tokens))
-    n_accepted = _leading(chance.coin(accept))
+    n_accepted = _leading(random.bernoulli(accept))
     # Nothing was drafted after the last token, so there the residual against a row of zeros is p.
     p = _row(target_probs, n_accepted)
     q = _row(F.pad(draft_probs, (0, 0, 0, 1)), n_accepted)
-    return n_accepted, chance.draw(residual(p, q))
+    return n_accepted, random.draw(residual(p, q))
 
 
-def verify_onehot(target_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[Tensor, Tensor]:
+def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) -> tuple[Tensor, Tensor]:
     """Verify a deterministic draft (greedy, n-gram): accept x with p(x), else sample p without x.
 
     This is ``verify_chain`` with q one-hot at each token; a token of -1 ends a shorter draft.
@@ -88,7 +90,7 @@ def verify_onehot(target_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple
     Args:
         target_probs: [..., γ+1, V].
         tokens: [..., γ].
-        chance: the coins and the draw.
+        random: what decides and what draws.
 
     Returns:
         n_accepted [...] and next_token [...].
@@ -97,7 +99,7 @@ def verify_onehot(target_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple
     drafted = (tokens >= 0).to(target_probs.dtype)
     shape = (*tokens.shape, target_probs.shape[-1])
     onehot = target_probs.new_zeros(shape).scatter_(-1, index[..., None], drafted[..., None])
-    return verify_chain(target_probs, onehot, index, chance)
+    return verify_chain(target_probs, onehot, index, random)
 
 
 def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
 
 
 def verify_typical(
-    target_probs: Tensor, tokens: Tensor, chance: Chance, epsilon: float = 0.09, delta: float = 0.3
+    target_probs: Tensor, tokens: Tensor, random: RandomSource, epsilon: float = 0.09, delta: float = 0.3
 ) -> tuple[Tensor, Tensor]:
     """LOSSY: accept x while p(x) > min(ε, δ·exp(-H(p))), then sample p; the output does not follow p.
 
@@ -127,7 +129,7 @@ def verify_typical(
     Args:
         target_probs: [..., γ+1, V].
         tokens: [..., γ].
-        chance: the draw; acceptance is deterministic.
+        random: the draw; acceptance is deterministic.
         epsilon: threshold where the target is sure.
         delta: its fall where the target is unsure.
 
@@ -137,7 +139,7 @@ def verify_typical(
     p = target_probs[..., :-1, :]
     threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp_max(epsilon)
     n_accepted = _leading(_at(p, tokens) > threshold)
-    return n_accepted, chance.draw(_row(target_probs, n_accepted))
+    return n_accepted, random.draw(_row(target_probs, n_accepted))
 
 
 def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.verification.chain import acceptance_probability, residual
-from peftlab.decoding.verification.sampling import Chance
+from peftlab.decoding.verification.sampling import RandomSource
 from peftlab.errors import PeftlabError
 
 
-def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) -> tuple[Tensor, Tensor]:
+def draw_drafts(draft_probs: Tensor, k: int, random: RandomSource, replacement: bool) -> tuple[Tensor, Tensor]:
     """Draw k drafts for one position, each with the distribution that it was drawn from.
 
     Without replacement, each drawn token leaves q, which is renormalised; once q is used up, its row is
@@ -24,7 +24,7 @@ def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) 
     Args:
         draft_probs: [V].
         k: how many.
-        chance: the draws.
+        random: the draws.
         replacement: whether a token may be drawn again.
 
     Returns:
@@ -33,7 +33,7 @@ def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) 
     tokens, rows = [], []
     q = draft_probs
     for _ in range(k):
-        x = chance.draw(q)
+        x = random.draw(q)
         tokens.append(x)
         rows.append(q)
         if not replacement:
@@ -43,7 +43,9 @@ def draw_drafts(draft_probs: Tensor, k: int, chance: Chance, replacement: bool) 
     return torch.stack(tokens), torch.stack(rows)
 
 
-def verify_drafts(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
+def verify_drafts(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
+) -> tuple[int | None, int]:
     """Try k drafts for one position in turn: accept x_i with min(1, p/q_i), else p ← norm(max(0, p - q_i)).
 
     Lossless if x_i was drawn from row i given the drafts before it. Equal rows are drafts with replacement
@@ -54,7 +56,7 @@ def verify_drafts(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, cha
         target_probs: [V].
         draft_probs: [k, V]; k may be 0, and then the token is a plain draw from p.
         tokens: [k].
-        chance: the coins and the draw.
+        random: what decides and what draws.
 
     Returns:
         The index of the accepted draft, or None, and the emitted token.
@@ -62,10 +64,10 @@ def verify_drafts(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, cha
     p = target_probs
     for i, x in enumerate(tokens.tolist()):
         q = draft_probs[i]
-        if chance.coin(acceptance_probability(p[x], q[x])):
+        if random.bernoulli(acceptance_probability(p[x], q[x])):
             return i, x
         p = residual(p, q)
-    return None, int(chance.draw(p))
+    return None, int(random.draw(p))
 
 
 def verify_tree(
@@ -73,7 +75,7 @@ def verify_tree(
     draft_probs: Tensor,
     tokens: Tensor,
     parents: Sequence[int],
-    chance: Chance,
+    random: RandomSource,
 ) -> tuple[list[int], int]:
     """Walk down a token tree: ``verify_drafts`` over each node's children, in order, until none is accepted.
 
@@ -85,7 +87,7 @@ def verify_tree(
         draft_probs: [N, V]; row i is what node i's token was drawn from.
         tokens: [N].
         parents: N parent nodes, -1 for the root; a parent comes before its children.
-        chance: the coins and the draw.
+        random: what decides and what draws.
 
     Returns:
         The accepted path as node indices from the root down, and the next token after it.
@@ -102,7 +104,7 @@ def verify_tree(
     node = -1
     while True:
         below = children.get(node, [])
-        accepted, token = verify_drafts(target_probs[node + 1], draft_probs[below], tokens[below], chance)
+        accepted, token = verify_drafts(target_probs[node + 1], draft_probs[below], tokens[below], random)
         if accepted is None:
             return path, token
         node = below[accepted]
@@ -139,7 +141,9 @@ def kseq_acceptance(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
     return beta * _accept_ratio(target_probs, draft_probs, k, rho)
 
 
-def verify_kseq(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chance: Chance) -> tuple[int | None, int]:
+def verify_kseq(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
+) -> tuple[int | None, int]:
     """Accept the first of k independent drafts that passes min(1, p/(ρ*·q)), else sample what p still lacks.
 
     K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141); the last draw is from
@@ -149,20 +153,20 @@ def verify_kseq(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, chanc
         target_probs: [V].
         draft_probs: [V], one q for all drafts.
         tokens: [k].
-        chance: the coins and the draw.
+        random: what decides and what draws.
 
     Returns:
         The index of the accepted draft, or None, and the emitted token.
     """
     p, q, k = target_probs, draft_probs, len(tokens)
     if k == 0:
-        return None, int(chance.draw(p))
+        return None, int(random.draw(p))
     rho = kseq_rho(p, q, k)
     for i, x in enumerate(tokens.tolist()):
-        if chance.coin(acceptance_probability(p[x], rho * q[x])):
+        if random.bernoulli(acceptance_probability(p[x], rho * q[x])):
             return i, x
     emitted = torch.minimum(q, p / rho) * _accept_ratio(p, q, k, rho)
-    return None, int(chance.draw(residual(p, emitted)))
+    return None, int(random.draw(residual(p, emitted)))
 
 
 def _accept_ratio(p: Tensor, q: Tensor, k: int, rho: float) -> float:

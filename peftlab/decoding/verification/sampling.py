@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens; the one place where decoding meets chance."""
+"""From logits to probabilities to tokens; the one place where decoding is random."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Chance:
-    """The randomness of a verification: coins and draws, and nothing else.
+class RandomSource:
+    """The randomness of a verification: yes-or-no decisions and draws, and nothing else.
 
-    Verification decides only through these two methods, so a subclass that branches on every coin and draw
+    Verification decides only through these two methods, so a subclass that branches on every decision and draw
     computes a scheme's exact output distribution from the very code that runs.
 
     Attributes:
@@ -89,7 +89,7 @@ class Chance:
 
     generator: torch.Generator | None = None
 
-    def coin(self, probability: Tensor) -> Tensor:
+    def bernoulli(self, probability: Tensor) -> Tensor:
         """Return booleans [...], each True with its probability [...]: never at 0, always at 1."""
         uniform = torch.rand(
             probability.shape, generator=self.generator, dtype=probability.dtype, device=probability.device

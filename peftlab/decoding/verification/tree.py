@@ -38,7 +38,7 @@ def best_tree(
         size: nodes, at most.
         depth: levels, at most.
         width: children of a node, at most.
-        probability: (depth from 0, rank from 0) -> chance; falling in rank.
+        probability: (depth from 0, rank from 0) -> probability, falling in rank.
     """
     tree: list[Path] = []
     heap: list[tuple[float, Path]] = [(-probability(0, 0), (0,))]
@@ -55,7 +55,7 @@ def best_tree(
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """A tree for the target: the root is the token before the drafted ones.
 
     Attributes:
@@ -70,14 +70,14 @@ class Shape:
 
 
 @lru_cache
-def shape_of(tree: tuple[Path, ...]) -> Shape:
+def tree_shape(tree: tuple[Path, ...]) -> TreeShape:
     """Return the shape of a tree of paths."""
     place = {path: i for i, path in enumerate(tree)}
     parents = tuple(place.get(path[:-1], -1) for path in tree)
     below = torch.eye(len(tree) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents):
         below[node + 1] |= below[parent + 1]
-    return Shape(parents, (0, *(len(path) for path in tree)), below)
+    return TreeShape(parents, (0, *(len(path) for path in tree)), below)
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:

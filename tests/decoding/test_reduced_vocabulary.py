@@ -9,7 +9,7 @@ import torch
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.reduced_vocabulary import Confined, read_tokens, write_tokens
+from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
 from peftlab.errors import PeftlabError
 
 
@@ -24,7 +24,7 @@ def test_logits(stories_model, flat, monkeypatch):
     if not flat:
         model.model.norm.register_forward_hook(lambda *_: None)
     whole = logits(build_engine(model), torch.tensor([[1, 403, 407]]))
-    confined = Confined(model, tokens, 512)
+    confined = ReducedVocabulary(model, tokens, 512)
     assert confined.kind.startswith("flat") == flat and confined.kind.endswith("5 of 512 tokens")
     some = logits(confined, torch.tensor([[1, 403, 407]]))
     torch.testing.assert_close(some[..., tokens], whole[..., tokens], rtol=1e-5, atol=1e-5)
@@ -35,4 +35,4 @@ def test_directory(stories_model, tmp_path):
     assert read_tokens(tmp_path) is None
     write_tokens(tmp_path, torch.tensor([3, 600]))
     with pytest.raises(PeftlabError, match=r"token ids outside 0\.\.511"):
-        Confined(copy.deepcopy(stories_model), read_tokens(tmp_path), 512)
+        ReducedVocabulary(copy.deepcopy(stories_model), read_tokens(tmp_path), 512)
