@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""BitFit's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peftlab.methods.config import MethodConfig
 
 
 class BitFitConfig(MethodConfig):
-    """BitFit's one knob."""
+    """BitFit's field."""
 
     name: Literal["bitfit"] = "bitfit"
     biases: Literal["all", "sparse"] | list[str] = Field(

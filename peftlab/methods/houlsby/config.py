@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""The bottleneck adapters' configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_BOTTLENECK = 64
 
 
 class HoulsbyConfig(MethodConfig):
-    """The bottleneck adapters' knobs, spelled as the field spells them."""
+    """The bottleneck adapters' fields."""
 
     name: Literal["houlsby"] = "houlsby"
     bottleneck: int | None = Field(

@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""LoRA's configuration."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.lora.start import Start
 from peftlab.patterns import matching
 
 _A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
 
 
+Start = Literal["pissa", "olora"]
+"""The initialisations that take the leading part of the base's weight."""
 Rank = Annotated[int, Field(ge=1)]
-
-
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LoraConfig(MethodConfig):
-    """LoRA's knobs, spelled as peft spells them."""
+    """LoRA's fields, named as peft names them."""
 
     name: Literal["lora"] = "lora"
     r: Rank = Field(8, description="Rank of the update.")
@@ -35,9 +34,7 @@ class LoraConfig(MethodConfig):
     )
     exclude_modules: list[str] | str | None = Field(None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(None, description="Only the targets in these layers.")
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        {}, description="Rank by name suffix or regular expression."
-    )
+    rank_pattern: dict[str, Rank] = Field({}, description="Rank by name suffix or regular expression.")
     alpha_pattern: dict[str, Positive] = Field({}, description="lora_alpha by name suffix or regular expression.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
     use_dora: bool = Field(False, description="Train each output row's norm apart from its direction (DoRA).")
