@@ -14,7 +14,7 @@ class MethodConfig(Section):
 
     name: str
     modules_to_save: list[str] | None = Field(
-        None,
+        default=None,
         description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
     )
 

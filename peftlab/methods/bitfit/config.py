@@ -14,7 +14,7 @@ class BitFitConfig(MethodConfig):
 
     name: Literal["bitfit"] = "bitfit"
     biases: Literal["all", "sparse"] | list[str] = Field(
-        "all",
+        default="all",
         description="all; sparse: the query's and the FFN's first bias (the paper's small variant); "
         "or the modules whose biases train, by name suffix.",
     )
