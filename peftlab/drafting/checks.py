@@ -12,7 +12,7 @@ from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.modes import eval_mode
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import plan
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
@@ -91,7 +91,7 @@ def check_method(model: Any, config: MethodConfig) -> None:
         PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
     """
     head = model.get_output_embeddings()
-    for name in METHODS[config.name].plan(model, config).replace:
+    for name in plan(model, config).replace:
         if model.get_submodule(name) is head and config.name != "medusa":
             raise PeftlabError(
                 f"method {config.name}: an addition on {name}, the LM head, cannot be trained as part of a draft; take "

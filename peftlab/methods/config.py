@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from peftlab.section import Section
 
 
-class MethodConfig(BaseModel):
-    """Base of the method configurations, told apart by ``name`` in a recipe.
-
-    Unknown keys are refused and a configuration cannot change after it was made.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+class MethodConfig(Section):
+    """Base of the methods' configurations; ``name``, a ``Literal`` in each, selects the method in a recipe."""
 
     name: str
     modules_to_save: list[str] | None = Field(
-        None,
+        default=None,
         description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
     )
 
     def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """Return what of the configuration does not fit an adapter's tensors, by name; an empty string: nothing.
+        """Return what in the configuration contradicts the shapes of an adapter's tensors; "" where nothing does.
 
-        A size that a file claims is compared with those of its tensors before anything of that size is made.
+        Checked before anything is allocated, so that a wrong size in a file costs no memory.
+
+        Args:
+            shapes: the shape of each of the adapter's tensors, by name.
         """
         return ""

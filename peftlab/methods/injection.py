@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods import table
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import Adapted, base_leaf
 from peftlab.methods.saving import save_adapters, save_models
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, config_class
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_injection"
@@ -58,7 +59,7 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
             "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
         )
     _refuse_bitsandbytes(model)
-    plan = METHODS[config.name].plan(model, config)
+    plan = table.plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
     patched = [name for name in plan.replace if "forward" in vars(model.get_submodule(name))]
@@ -94,7 +95,7 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
     before = {name: model.get_submodule(name) for name in held.replaced}
     _exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
     try:
-        plan = METHODS[config.name].plan(model, config)
+        plan = table.plan(model, config)
         after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
         _same_parameters(before, after, set(held.originals), set(plan.train))
     except PeftlabError:
@@ -174,7 +175,7 @@ def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: Any
 
 def make_config(method: str, /, **fields: Any) -> MethodConfig:
     """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
-    kind = METHODS[method].config
+    kind = config_class(method)
     try:
         return kind(**fields)
     except ValidationError as error:

@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import FOLDING, Adapted, Folding, recast, trainable_dtype
 from peftlab.methods.lora import plan as lora
-from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.medusa_config import MedusaConfig
 from peftlab.methods.medusa_heads import MedusaHeads
 from peftlab.methods.plan import Plan
 from peftlab.methods.targets import model_type
-
-
-class MedusaConfig(MethodConfig):
-    """K heads on the last hidden state, each guessing one token further ahead."""
-
-    name: Literal["medusa"] = "medusa"
-    heads: int = Field(4, ge=1, description="K: head i (from 0) predicts the token i + 2 places on.")
-    bias: bool = Field(False, description="Whether each head's inner map W1 has a bias.")
-    shared_head: bool = Field(
-        False,
-        description="Every head answers through the target's own LM head, which stays frozen and is not saved with "
-        "the adapter (multi-token prediction); false: each trains a copy W2.",
-    )
-    decay: float = Field(0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
-    trunk: LoraConfig | None = Field(
-        None, description="Medusa-2: LoRA on the model itself, trained along (a method lora section); null: frozen."
-    )
-    preserve: float = Field(
-        5.0,
-        ge=0,
-        description="Medusa-2: weight of KL(base | trained model), which keeps the model what it was (5 is the "
-        "paper's 1 : 0.2).",
-    )
-
-    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        found = {match[1] for name in shapes if (match := re.search(r"medusa_heads\.blocks\.(\d+)\.", name))}
-        if len(found) != self.heads:
-            return f"{self.heads} heads, and there are {len(found)}"
-        return self.trunk.misfit(shapes) if self.trunk is not None else ""
 
 
 class MedusaHead(Adapted, nn.Linear):

@@ -1,43 +1,99 @@
-"""The table of methods: adding one is a file beside this one and a row here."""
+"""The table of methods: adding one is a folder beside this module and a row here (or an entry point of its group).
+
+A row names its code (see ``peftlab.rows``), so that reading the table, and the configurations, imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, get_args
 
-from torch import nn
-
-from peftlab.methods import full, medusa
-from peftlab.methods.bitfit import plan as bitfit
+from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.houlsby import plan as houlsby
-from peftlab.methods.lora import plan as lora
-from peftlab.methods.plan import Plan
+from peftlab.rows import Rows, resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from peftlab.methods.plan import Plan
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method.
+    """One method; classes and functions are named as ``"module:attribute"``.
 
     Attributes:
-        config: its pydantic configuration; ``name`` tells it apart in a recipe.
-        plan: decides what it changes in a model, touching nothing.
+        config: its ``MethodConfig``, in a module without torch; ``name: Literal[...]`` is the name of the row.
+        plan: function from the model and the configuration to the ``Plan``; changes nothing.
         folds: whether what it trains can be folded into plain weights.
-        lr_ratio: multiples of the learning rate by a parameter's last name, for a configuration.
+        lr_ratio: function from the configuration to multiples of the learning rate by a parameter's last name; None:
+            every parameter trains at the learning rate itself.
     """
 
-    config: type[MethodConfig]
-    plan: Callable[[nn.Module, Any], Plan]
+    config: str
+    plan: str
     folds: bool = True
-    lr_ratio: Callable[[Any], dict[str, float]] = lambda config: {}
+    lr_ratio: str | None = None
 
 
-METHODS: dict[str, Method] = {
-    "lora": Method(lora.LoraConfig, lora.plan, lr_ratio=lora.lr_ratio),
-    "houlsby": Method(houlsby.HoulsbyConfig, houlsby.plan, folds=False),
-    "bitfit": Method(bitfit.BitFitConfig, bitfit.plan),
-    "medusa": Method(medusa.MedusaConfig, medusa.plan, folds=False, lr_ratio=medusa.lr_ratio),
-    "full": Method(full.FullConfig, full.plan_full),
-    "head": Method(full.HeadConfig, full.plan_head),
-}
+METHODS: Rows[Method] = Rows(
+    "method",
+    "peftlab.methods",
+    Method,
+    {
+        "lora": Method(
+            config="peftlab.methods.lora.config:LoraConfig",
+            plan="peftlab.methods.lora.plan:plan",
+            lr_ratio="peftlab.methods.lora.plan:lr_ratio",
+        ),
+        "houlsby": Method(
+            config="peftlab.methods.houlsby.config:HoulsbyConfig",
+            plan="peftlab.methods.houlsby.plan:plan",
+            folds=False,
+        ),
+        "bitfit": Method(
+            config="peftlab.methods.bitfit.config:BitFitConfig",
+            plan="peftlab.methods.bitfit.plan:plan",
+        ),
+        "medusa": Method(
+            config="peftlab.methods.medusa_config:MedusaConfig",
+            plan="peftlab.methods.medusa:plan",
+            folds=False,
+            lr_ratio="peftlab.methods.medusa:lr_ratio",
+        ),
+        "full": Method(
+            config="peftlab.methods.full.config:FullConfig",
+            plan="peftlab.methods.full.plan:plan",
+        ),
+        "head": Method(
+            config="peftlab.methods.head.config:HeadConfig",
+            plan="peftlab.methods.head.plan:plan",
+        ),
+    },
+)
+
+
+def config_class(method: str) -> type[MethodConfig]:
+    """Return the configuration class of a method.
+
+    Raises:
+        PeftlabError: an unknown method, or a row whose configuration is not a ``MethodConfig`` of that name.
+    """
+    reference = METHODS.find(method).config
+    found = resolve(reference)
+    if not (isinstance(found, type) and issubclass(found, MethodConfig)):
+        raise PeftlabError(f"method {method}: {reference} is not a subclass of peftlab.methods.config.MethodConfig")
+    if get_args(found.model_fields["name"].annotation) != (method,):
+        raise PeftlabError(f'method {method}: {reference} has no field `name: Literal["{method}"] = "{method}"`')
+    return found
+
+
+def plan(model: nn.Module, config: MethodConfig) -> Plan:
+    """Return what ``config``'s method would change in ``model``; changes nothing."""
+    return resolve(METHODS.find(config.name).plan)(model, config)
+
+
+def lr_ratio(config: MethodConfig) -> dict[str, float]:
+    """Return the multiples of the learning rate that ``config``'s method asks for, by a parameter's last name."""
+    reference = METHODS.find(config.name).lr_ratio
+    return {} if reference is None else resolve(reference)(config)

@@ -21,8 +21,8 @@ from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods.injection import count_parameters, inject, remove
-from peftlab.methods.medusa import MedusaConfig
-from peftlab.methods.table import METHODS
+from peftlab.methods.medusa_config import MedusaConfig
+from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.models.pretrained import load_base
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
@@ -140,7 +140,7 @@ def _spec(recipe: DraftRecipe, models: Models, sets: Sets) -> TrainingSpec:
         denominator=lambda batch: sum(kept[i] for i in batch),
         score=make_score(recipe, models, sets),
         deciding="acceptance",
-        lr_ratio=METHODS[recipe.method.name].lr_ratio(recipe.method),
+        lr_ratio=lr_ratio(recipe.method),
     )
 
 

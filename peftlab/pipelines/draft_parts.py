@@ -27,7 +27,7 @@ from peftlab.drafting.stored_top_k import stored_topk
 from peftlab.drafting.target_text import Writing, check_room, write_continuations
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods.medusa import MedusaConfig
+from peftlab.methods.medusa_config import MedusaConfig
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.recipe.schema import DraftRecipe, Truncation
 

@@ -22,10 +22,10 @@ from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
-from peftlab.methods.heads import task_head
 from peftlab.methods.injection import count_parameters, inject
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
+from peftlab.methods.task_head import task_head
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.outputs import Claim, staged_directory
@@ -219,7 +219,7 @@ def make_spec(recipe: FinetuneRecipe, task: LoadedTask, evaluation: Evaluation) 
         denominator=len,
         score=evaluation.score,
         deciding=task.data.task.metrics[0],
-        lr_ratio=METHODS[recipe.method.name].lr_ratio(recipe.method),
+        lr_ratio=lr_ratio(recipe.method),
     )
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from peftlab.checkpoints.adapter import fill, read_adapter
 from peftlab.errors import PeftlabError
-from peftlab.methods.heads import task_head
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.targets import inside
+from peftlab.methods.task_head import task_head
 
 # The keys that change what the same tensors compute; where they sit, the tensors' names show.
 _MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")

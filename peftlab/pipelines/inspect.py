@@ -12,10 +12,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.methods.architectures import QUERY_VALUE
-from peftlab.methods.heads import task_head
 from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import model_type
+from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate

@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.table import METHODS
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.table import METHODS, config_class
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.table import find_task
@@ -19,7 +20,7 @@ from peftlab.training.config import TrainConfig
 if TYPE_CHECKING:
     AnyMethod = MethodConfig
 else:
-    AnyMethod = Union[tuple(method.config for method in METHODS.values())]  # noqa: UP007
+    AnyMethod = Union[tuple(config_class(name) for name in METHODS)]  # noqa: UP007
 
 
 class FinetuneRecipe(Section):
@@ -32,7 +33,7 @@ class FinetuneRecipe(Section):
     task: str = Field(description="glue/NAME, text/classification or text/regression.")
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(
-        default_factory=METHODS["lora"].config,
+        default=LoraConfig(),
         discriminator="name",
         description="What is put into the model and trained.",
     )
@@ -105,7 +106,7 @@ class DraftRecipe(Section):
     revision: str | None = Field(default=None, description="Git revision of a hub target.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that a model repository ships.")
     method: AnyMethod = Field(
-        default_factory=METHODS["lora"].config,
+        default=LoraConfig(),
         discriminator="name",
         description="What is put into the draft and trained.",
     )

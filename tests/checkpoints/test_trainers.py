@@ -22,7 +22,7 @@ from transformers import (
 
 import peftlab
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import config_class
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60,
@@ -57,7 +57,7 @@ def load(reference: str) -> Any:
 def injected(base: str, method: str = "lora") -> Any:
     torch.manual_seed(1)
     fields = {"lora": {"r": 4, "lora_dropout": 0.1}, "houlsby": {"bottleneck": 4}}
-    return peftlab.inject(load(base), METHODS[method].config(**fields.get(method, {})))
+    return peftlab.inject(load(base), config_class(method)(**fields.get(method, {})))
 
 
 def stirred(model: Any) -> Any:

@@ -11,7 +11,7 @@ from tiny_models import base, batch, injected, logits, trained
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.injection import injection_of, is_injected
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, config_class
 
 
 def fingerprint(model):
@@ -59,7 +59,7 @@ def test_a_second_injection_is_refused(first, second):
     model = injected(first, "bert")
     before = fingerprint(model)
     with pytest.raises(PeftlabError, match=f"holds a {first} injection already"):
-        peftlab.inject(model, METHODS[second].config())
+        peftlab.inject(model, config_class(second)())
     assert fingerprint(model) == before
 
 
@@ -78,7 +78,7 @@ def test_a_patched_leaf_would_hide_the_adapter(method):
         if isinstance(module, torch.nn.Linear):
             module.forward = module.forward
     with pytest.raises(PeftlabError, match=r"layers.0.self_attn.*forward of its own"):
-        peftlab.inject(model, METHODS[method].config())
+        peftlab.inject(model, config_class(method)())
     assert not is_injected(model)
 
 
@@ -98,12 +98,12 @@ def test_a_tied_module_to_save_names_its_twin():
 def test_head_without_a_head():
     model = base("bert").bert
     with pytest.raises(PeftlabError, match="no task head"):
-        peftlab.inject(model, METHODS["head"].config())
+        peftlab.inject(model, config_class("head")())
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "medusa"])
 def test_a_model_on_the_meta_device_counts_but_does_not_save(method, tmp_path):
-    model = peftlab.inject(base("bert").to("meta"), METHODS[method].config())
+    model = peftlab.inject(base("bert").to("meta"), config_class(method)())
     with pytest.raises(PeftlabError, match="meta device"):
         peftlab.save_adapter(model, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.injection import injection_of, is_injected
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import config_class
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,
@@ -84,6 +84,6 @@ def test_bitsandbytes_is_refused_by_name(bits: str, method: str, tmp_path: Any) 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map="cpu")
     before = {name: (type(module), id(module)) for name, module in model.named_modules()}
     with pytest.raises(PeftlabError, match=r"self_attn.q_proj is a Linear(4bit|8bitLt) of bitsandbytes.*not supported"):
-        peftlab.inject(model, METHODS[method].config())
+        peftlab.inject(model, config_class(method)())
     assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
     assert model(torch.arange(8)[None]).logits.isfinite().all()

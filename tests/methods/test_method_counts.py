@@ -16,9 +16,9 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.methods.heads import parameters_under, task_head
 from peftlab.methods.injection import count_parameters
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import config_class
+from peftlab.methods.task_head import parameters_under, task_head
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 BERT, ROBERTA = (
@@ -110,5 +110,5 @@ def test_deberta_xxl_at_rank_16():
 
 
 def test_full_and_head():
-    assert count_parameters(peftlab.inject(build("bert", "base"), METHODS["full"].config()))[0] == 109_482_240 + 1538
-    assert count_parameters(peftlab.inject(build("bert", "base"), METHODS["head"].config()))[0] == 1538
+    assert count_parameters(peftlab.inject(build("bert", "base"), config_class("full")()))[0] == 109_482_240 + 1538
+    assert count_parameters(peftlab.inject(build("bert", "base"), config_class("head")()))[0] == 1538

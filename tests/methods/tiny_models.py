@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import peftlab
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, config_class
 
 D, LAYERS, LABELS, BATCH, TOKENS = 32, 2, 3, 4, 12
 
@@ -139,7 +139,7 @@ def batch(architecture: str, n: int = BATCH) -> dict[str, Tensor]:
 def config_of(method: str) -> MethodConfig:
     """Return the method's configuration at a size that suits the small models."""
     sizes: dict[str, dict[str, Any]] = {"lora": {"r": 4, "lora_alpha": 8}, "houlsby": {"bottleneck": 6}}
-    return METHODS[method].config(**sizes.get(method, {}))
+    return config_class(method)(**sizes.get(method, {}))
 
 
 def injected(method: str, architecture: str) -> nn.Module:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, config_class
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
 from peftlab.tasks.config import DataConfig
 from peftlab.training.config import TrainConfig
 
 SECTIONS = {"data": DataConfig, "train": TrainConfig, "written": DraftData, "objective": DraftObjective}
-SECTIONS |= {name: row.config for name, row in METHODS.items()}
+SECTIONS |= {name: config_class(name) for name in METHODS}
 KEYS = sorted(
     {
         *FinetuneRecipe.model_fields,

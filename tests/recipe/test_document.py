@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftlab.drafting.config import DraftData, DraftObjective
-from peftlab.methods.table import METHODS
+from peftlab.methods.table import METHODS, config_class
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_key_has_a_row_with_a_meaning() -> None:
     page = reference_markdown()
     drafts = (DraftRecipe, DraftData, DraftObjective)
-    models = [FinetuneRecipe, TrainConfig, *drafts, *(method.config for method in METHODS.values())]
+    models = [FinetuneRecipe, TrainConfig, *drafts, *(config_class(name) for name in METHODS)]
     for model in models:
         for name, field in model.model_fields.items():
             assert name == "name" or (field.description and f"| `{name}` |" in page), f"{model.__name__}.{name}"

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.methods.heads import trained_whole
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LowRank
 from peftlab.methods.own_copy import OwnCopy
 from peftlab.methods.targets import has_suffix, model_type
+from peftlab.methods.task_head import trained_whole
 
 PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+)_(lora_A|lora_B)")

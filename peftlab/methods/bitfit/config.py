@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""BitFit's configuration."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from peftlab.methods.config import MethodConfig
 
 
 class BitFitConfig(MethodConfig):
-    """BitFit's one knob."""
+    """BitFit's field."""
 
     name: Literal["bitfit"] = "bitfit"
     biases: Literal["all", "sparse"] | list[str] = Field(
-        "all",
+        default="all",
         description="all; sparse: the query's and the FFN's first bias (the paper's small variant); "
         "or the modules whose biases train, by name suffix.",
     )

@@ -6,10 +6,10 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.bitfit.config import BitFitConfig
-from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
 from peftlab.methods.targets import inside, match, model_type
+from peftlab.methods.task_head import parameters_under, trained_whole
 
 QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 

@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""The bottleneck adapters' configuration."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ DEFAULT_BOTTLENECK = 64
 
 
 class HoulsbyConfig(MethodConfig):
-    """The bottleneck adapters' knobs, spelled as the field spells them."""
+    """The bottleneck adapters' fields."""
 
     name: Literal["houlsby"] = "houlsby"
     bottleneck: int | None = Field(
-        None, ge=1, description="Width m of the bottleneck; 64 where reduction_factor is not given either."
+        default=None, ge=1, description="Width m of the bottleneck; 64 where reduction_factor is not given either."
     )
-    reduction_factor: float | None = Field(None, ge=1, description="Instead of bottleneck: m = width // factor.")
+    reduction_factor: float | None = Field(
+        default=None, ge=1, description="Instead of bottleneck: m = width // factor."
+    )
     non_linearity: Literal[
         "gelu", "gelu_new", "leakyrelu", "relu", "sigmoid", "silu", "swish", "tanh"
-    ] = Field("gelu", description="Activation inside the bottleneck.")  # fmt: skip
+    ] = Field(default="gelu", description="Activation inside the bottleneck.")  # fmt: skip
     init_scale: float = Field(
-        1e-2,
+        default=1e-2,
         gt=0,
         description="Standard deviation of W_down at the start, truncated at two; W_up starts at zero.",
     )
     placement: Literal["houlsby", "pfeiffer", "parallel"] = Field(
-        "houlsby",
+        default="houlsby",
         description="houlsby: after attention and after the FFN; pfeiffer: after the FFN; parallel: beside the FFN.",
     )
     skip_layers: list[int] | int | None = Field(
-        None, description="Layers without adapters: their numbers, or how many of the first (AdapterDrop)."
+        default=None, description="Layers without adapters: their numbers, or how many of the first (AdapterDrop)."
     )
-    train_layer_norms: bool = Field(True, description="Train all LayerNorms (RMSNorms) too.")
-    train_head: bool = Field(True, description="Train the task head too.")
+    train_layer_norms: bool = Field(default=True, description="Train all LayerNorms (RMSNorms) too.")
+    train_head: bool = Field(default=True, description="Train the task head too.")
 
     @field_validator("skip_layers")
     @classmethod

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.houlsby.config import HoulsbyConfig
 from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
+from peftlab.methods.task_head import parameters_under, trained_whole
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

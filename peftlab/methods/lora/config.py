@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""LoRA's configuration."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.lora.start import Start
 from peftlab.patterns import matching
 
 _A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
 
 
+Start = Literal["pissa", "olora"]
+"""The initialisations that take the leading part of the base's weight."""
 Rank = Annotated[int, Field(ge=1)]
-
-
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LoraConfig(MethodConfig):
-    """LoRA's knobs, spelled as peft spells them."""
+    """LoRA's fields, named as peft names them."""
 
     name: Literal["lora"] = "lora"
-    r: Rank = Field(8, description="Rank of the update.")
-    lora_alpha: Positive = Field(16, description="The update is scaled by lora_alpha / r.")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the input of the low-rank branch.")
+    r: Rank = Field(default=8, description="Rank of the update.")
+    lora_alpha: Positive = Field(default=16, description="The update is scaled by lora_alpha / r.")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of the low-rank branch.")
     target_modules: list[str] | str | None = Field(
-        None,
+        default=None,
         description="Name suffixes, one full-match regular expression, or all-linear; null: query and value.",
     )
-    exclude_modules: list[str] | str | None = Field(None, description="Of the targets, those to leave out.")
-    layers_to_transform: list[int] | int | None = Field(None, description="Only the targets in these layers.")
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        {}, description="Rank by name suffix or regular expression."
+    exclude_modules: list[str] | str | None = Field(default=None, description="Of the targets, those to leave out.")
+    layers_to_transform: list[int] | int | None = Field(default=None, description="Only the targets in these layers.")
+    rank_pattern: dict[str, Rank] = Field(default={}, description="Rank by name suffix or regular expression.")
+    alpha_pattern: dict[str, Positive] = Field(
+        default={}, description="lora_alpha by name suffix or regular expression."
     )
-    alpha_pattern: dict[str, Positive] = Field({}, description="lora_alpha by name suffix or regular expression.")
-    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
-    use_dora: bool = Field(False, description="Train each output row's norm apart from its direction (DoRA).")
+    use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r) (rank-stabilised).")
+    use_dora: bool = Field(default=False, description="Train each output row's norm apart from its direction (DoRA).")
     target_parameters: list[str] | None = Field(
-        None,
+        default=None,
         description="Expert weights: 3-D parameters by name suffix; without target_modules, these alone.",
     )
     ensure_weight_tying: bool = Field(
-        True,
+        default=True,
         description="Modules of modules_to_save stay tied to those they share weights with; false: they train a copy.",
     )
-    loraplus_lr_ratio: float | None = Field(None, gt=0, description="LoRA+: multiple of the learning rate for B.")
-    bias: Literal["none", "lora_only", "all"] = Field("none", description="Which biases train too.")
+    loraplus_lr_ratio: float | None = Field(
+        default=None, gt=0, description="LoRA+: multiple of the learning rate for B."
+    )
+    bias: Literal["none", "lora_only", "all"] = Field(default="none", description="Which biases train too.")
     init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
-        True,
+        default=True,
         description="true: A Kaiming uniform, B zero; gaussian: A normal; pissa, olora: A and B the leading part "
         "of W by SVD or QR, with W kept and the start subtracted (embeddings start as with true).",
     )

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.methods.leaf import FOLDING, Adapted, Folding
+from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_weight, one_thread, row_norms
 from peftlab.methods.lora.function import low_rank_linear
-from peftlab.methods.lora.start import Start, leading_part
+from peftlab.methods.lora.start import leading_part
 
 
 class LowRank(Adapted):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.heads import parameters_under, trained_whole
 from peftlab.methods.leaf import recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
@@ -29,6 +28,7 @@ from peftlab.methods.targets import (
     inside,
     match,
 )
+from peftlab.methods.task_head import parameters_under, trained_whole
 
 # Why an adapter of another tool that starts from the base (``LoraConfig.start``) means nothing without it.
 NEEDS_BASE = (

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Start = Literal["pissa", "olora"]
+from peftlab.methods.lora.config import Start
 
 
 def leading_part(weight: Tensor, rank: int, scale: float, start: Start, *, transposed: bool) -> tuple[Tensor, Tensor]:

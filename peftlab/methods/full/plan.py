@@ -1,0 +1,19 @@
+"""Full finetuning: the baseline in which every parameter trains."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from peftlab.methods.full.config import FullConfig
+from peftlab.methods.plan import Plan
+from peftlab.methods.task_head import trained_whole
+
+
+def plan(model: nn.Module, config: FullConfig) -> Plan:
+    """Train every parameter.
+
+    Raises:
+        PeftlabError: ``modules_to_save`` names a module that does not exist.
+    """
+    trained_whole(model, config.modules_to_save)
+    return Plan(train=[name for name, _ in model.named_parameters()])

@@ -1,0 +1,23 @@
+"""The linear probe: the baseline in which the task head alone trains."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.head.config import HeadConfig
+from peftlab.methods.plan import Plan
+from peftlab.methods.targets import model_type
+from peftlab.methods.task_head import parameters_under, trained_whole
+
+
+def plan(model: nn.Module, config: HeadConfig) -> Plan:
+    """Train the task head and what ``modules_to_save`` names.
+
+    Raises:
+        PeftlabError: the model has no task head and no module is named.
+    """
+    whole = trained_whole(model, config.modules_to_save)
+    if not whole:
+        raise PeftlabError(f"method head: {model_type(model)} has no task head; name modules_to_save")
+    return Plan(train=parameters_under(model, whole))
