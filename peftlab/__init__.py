@@ -5,11 +5,15 @@ The public API is imported on first use, so that ``import peftlab`` alone loads 
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# The public API, each name once: type checkers read these imports, and `_public` reads them at run time.
 if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
@@ -17,6 +21,9 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints
+    from peftlab.decoding.decode import decode as decode
+    from peftlab.drafting.export import export_draft as export_draft
+    from peftlab.drafting.load import load_pair as load_pair
     from peftlab.errors import PeftlabError as PeftlabError
     from peftlab.methods.bitfit.config import BitFitConfig as BitFitConfig
     from peftlab.methods.houlsby.config import HoulsbyConfig as HoulsbyConfig
@@ -31,30 +38,25 @@ if TYPE_CHECKING:
     from peftlab.methods.injection import trainable_parameters as trainable_parameters
     from peftlab.methods.injection import unmerge as unmerge
     from peftlab.methods.lora.config import LoraConfig as LoraConfig
+    from peftlab.pipelines import resume as resume
+    from peftlab.pipelines import run as run
+    from peftlab.pipelines import validate as validate
+    from peftlab.pipelines.benchmark import benchmark as benchmark
+    from peftlab.pipelines.benchmark import plan_draft as plan_draft
+    from peftlab.pipelines.decoding_options import DecodingOptions as DecodingOptions
+    from peftlab.pipelines.evaluate import evaluate as evaluate
+    from peftlab.pipelines.generate import generate as generate
 
-_HOME = {
-    "AdapterCheckpoints": "peftlab.checkpoints.trainers",
-    "PeftlabError": "peftlab.errors",
-    "BitFitConfig": "peftlab.methods.bitfit.config",
-    "HoulsbyConfig": "peftlab.methods.houlsby.config",
-    "LoraConfig": "peftlab.methods.lora.config",
-    "disabled": "peftlab.methods.injection",
-    "export_adapter": "peftlab.checkpoints.formats.portable",
-    "inject": "peftlab.methods.injection",
-    "inject_bitfit": "peftlab.methods.injection",
-    "inject_houlsby": "peftlab.methods.injection",
-    "inject_lora": "peftlab.methods.injection",
-    "load_adapter": "peftlab.checkpoints.adapter",
-    "merge": "peftlab.methods.injection",
-    "merge_checkpoint": "peftlab.checkpoints.merge.run",
-    "print_trainable_parameters": "peftlab.methods.injection",
-    "remove": "peftlab.methods.injection",
-    "save_adapter": "peftlab.checkpoints.adapter",
-    "trainable_parameters": "peftlab.methods.injection",
-    "unmerge": "peftlab.methods.injection",
-    "unmerge_checkpoint": "peftlab.checkpoints.merge.unmerge",
-}
 
+def _public() -> dict[str, str]:
+    """Return the module of each public name, read from the imports above."""
+    body = ast.parse(inspect.getsource(sys.modules[__name__])).body
+    block = next(node for node in body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_HOME = _public()
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the keys are strings
 
 

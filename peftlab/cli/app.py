@@ -1,4 +1,4 @@
-"""The command line: parses, calls one function, prints. Heavy imports wait until a verb needs them."""
+"""The command line: each verb parses, calls one function and prints. Heavy imports are inside the verbs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,7 @@ app.command()(generate)
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+    list[str] | None,
     typer.Argument(
         help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].",
         metavar="[key=value]...",
@@ -49,7 +49,7 @@ def _print_version(wanted: bool) -> None:
 def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out."""
@@ -58,33 +58,26 @@ def root(
 @app.command()
 def run(recipe: RecipeArgument, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Run a recipe: inject, train, score, save, merge, report."""
-    from peftlab.recipe.loading import load_recipe
+    from peftlab import pipelines
 
-    loaded = load_recipe(recipe, overrides or [])
-    from peftlab.pipelines import run_recipe
-
-    run_recipe(loaded, overwrite=overwrite)
+    pipelines.run(recipe, overrides or [], overwrite=overwrite)
 
 
 @app.command()
 def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Go on with a run that was stopped, from its newest checkpoint."""
-    from peftlab.pipelines import run_recipe
-    from peftlab.recipe.loading import load_recipe
+    """Continue a run that was stopped, from its newest checkpoint."""
+    from peftlab import pipelines
 
-    if not (directory / "recipe.yaml").exists():
-        raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
-    recipe = load_recipe(directory / "recipe.yaml")
-    # Set as a value: a path in an override would be read as YAML.
-    run_recipe(recipe.model_copy(update={"output_dir": str(directory)}), resume=True)
+    pipelines.resume(directory)
 
 
 @app.command()
 def validate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Check a recipe and print it with all its defaults."""
-    from peftlab.recipe.loading import dump_recipe, load_recipe
+    from peftlab import pipelines
+    from peftlab.recipe.loading import dump_recipe
 
-    print(dump_recipe(load_recipe(recipe, overrides or [])), end="")
+    print(dump_recipe(pipelines.validate(recipe, overrides or [])), end="")
 
 
 @app.command()
@@ -112,7 +105,7 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command("copy")
 def recipes_copy(
     name: Annotated[str, typer.Argument(help="Short name of a shipped recipe.")],
-    to: Annotated[Optional[Path], typer.Option("--to", help="File to write; default: the name, here.")] = None,  # noqa: UP045
+    to: Annotated[Path | None, typer.Option("--to", help="File to write; default: the name, here.")] = None,
 ) -> None:
     """Copy a shipped recipe to edit; never overwrites."""
     from peftlab.recipe.library import copy
@@ -121,56 +114,62 @@ def recipes_copy(
 
 
 @app.command("eval")
-def evaluate(
-    directory: Annotated[Path, typer.Argument(help="A run, an adapter, or a merged directory.")],
+def eval_(
+    directory: Annotated[Path, typer.Argument(help="A run, an adapter or a model directory.")],
     overrides: Overrides = None,
     recipe: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--recipe", help="Recipe that names task and data; default: the run's own."),
+        str | None,
+        typer.Option("--recipe", help="Recipe that contains task and data; default: the run's own."),
     ] = None,
 ) -> None:
-    """Score what lies on disk on its recipe's task."""
-    from peftlab.pipelines.evaluate import run_evaluate
+    """Score a run, an adapter or a model directory on its recipe's task."""
+    from peftlab.pipelines.evaluate import evaluate
 
-    for split, metrics in run_evaluate(directory, recipe, overrides or []).items():
+    for split, metrics in evaluate(directory, recipe, overrides or []).items():
         print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
 
 @app.command()
 def merge(
     source: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Argument(help="A run, an adapter of peftlab's, peft's or AdapterHub's, or a loralib file."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("merged"),
     base: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--base", help="Base model; default: the one the adapter names."),
     ] = None,
     adapter: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--adapter", help="DIR:WEIGHT, several times, instead of one source.", metavar="DIR:WEIGHT"),
+        list[str] | None,
+        typer.Option(
+            "--adapter", help="Adapter and weight, once per adapter, instead of one source.", metavar="DIR:WEIGHT"
+        ),
     ] = None,
     method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "linear",
-    rank: Annotated[Optional[int], typer.Option("--rank", help="Rank of --method svd.")] = None,  # noqa: UP045
+    rank: Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")] = None,
     density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--dtype", help="Store fp32, bf16 or fp16; default: as each weight is stored."),
     ] = None,
     fp64: Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")] = False,
     verify: Annotated[
-        Optional[bool],  # noqa: UP045
+        bool | None,
         typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
     ] = None,
-    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Write NaN and infinity.")] = False,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="Accept a quantised base; it grows.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Write a model with NaN or infinite weights.")
+    ] = False,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Merge into a quantised base; the result is larger.")
+    ] = False,
     lora_alpha: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not say it."),
+        float | None,
+        typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it."),
     ] = None,
     push_to_hub: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID"),
     ] = None,
     overwrite: Overwrite = False,
@@ -178,7 +177,8 @@ def merge(
     """Fold an adapter into its base model: a plain checkpoint, streamed."""
     from rich.console import Console
 
-    from peftlab.pipelines.merge import combined, run_merge, torch_dtype
+    from peftlab.models.dtypes import torch_dtype
+    from peftlab.pipelines.merge import combined, run_merge
     from peftlab.reporting.console import merge_table
 
     if (source is None) == (not adapter):
@@ -188,7 +188,7 @@ def merge(
         base,
         out,
         verify=verify,
-        dtype=torch_dtype(dtype),
+        dtype=None if dtype is None else torch_dtype(dtype),
         fp64=fp64,
         allow_nonfinite=allow_nonfinite,
         dequantize=dequantize,
@@ -209,12 +209,12 @@ def unmerge(
     merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     base: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--base", help="Base model; default: the one merge.json names."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the base model back, bit for bit, after checking that it is the one."""
+    """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
 
     print(unmerge_checkpoint(merged, out, base=base, overwrite=overwrite))
@@ -224,12 +224,12 @@ def unmerge(
 def inspect_(
     model: Annotated[str, typer.Argument(help="Hub id, directory, or package:NAME/path.")],
     fields: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(help="Fields of the method: r=16 target_modules=all-linear.", metavar="[key=value]..."),
     ] = None,
-    method: Annotated[str, typer.Option("--method", help="A row of the method table.")] = "lora",
+    method: Annotated[str, typer.Option("--method", help="The method: lora, houlsby, bitfit, full or head.")] = "lora",
     auto_class: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--class", help="Transformers auto class, for example AutoModelForSequenceClassification."),
     ] = None,
 ) -> None:
@@ -245,7 +245,7 @@ def inspect_(
 
 @app.command()
 def env() -> None:
-    """Print what matters in a bug report."""
+    """Print versions and devices, for a bug report."""
     import json
 
     from peftlab.pipelines.provenance import environment
@@ -255,14 +255,14 @@ def env() -> None:
 
 def main() -> None:
     """Run the command line: a user's mistake is one message and exit status 2 (130, 143: stopped)."""
-    # What a loaded checkpoint lacks is said by peftlab itself; a bar in a log file is noise.
+    # peftlab itself reports what a loaded checkpoint lacks; a progress bar in a log file is noise.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # transformers imports torchao wherever it is installed, whose remarks on its own parts concern no run.
+    # transformers imports torchao wherever it is installed; its warnings about its own parts concern no run.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    debug = "--debug" in sys.argv  # wherever it stands, before or after the verb
+    debug = "--debug" in sys.argv  # before or after the verb
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app()

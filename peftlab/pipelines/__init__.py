@@ -1,19 +1,67 @@
-"""A recipe's whole way through the rooms, one file per kind."""
+"""One recipe or verb from start to end, one file each; nothing heavy is imported before it is needed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-# kind -> module and function; imported when a recipe of the kind is run
+from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from peftlab.recipe.schema import Recipe
+
+# kind of recipe -> the function that runs it
 RUNNERS = {
-    "finetune": ("peftlab.pipelines.finetune", "run_finetune"),
-    "draft": ("peftlab.pipelines.draft", "run_draft"),
-    "table": ("peftlab.pipelines.score_table", "run_table"),
+    "finetune": "peftlab.pipelines.finetune:run_finetune",
+    "draft": "peftlab.pipelines.draft:run_draft",
+    "table": "peftlab.pipelines.score_table:run_table",
 }
 
 
-def run_recipe(recipe: Any, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
     """Run a recipe of any kind and return its results."""
-    module, function = RUNNERS[recipe.kind]
+    module, _, function = RUNNERS[recipe.kind].partition(":")
     return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume)
+
+
+def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe, check it and return it with all its defaults; no model is loaded.
+
+    Args:
+        recipe: a file, or the short name of a shipped recipe.
+        overrides: ``"train.lr=1e-4"``, ``"~data.path"`` and so on, applied from left to right.
+
+    Raises:
+        PeftlabError: every mistake in it, with file, line and the nearest right spelling.
+    """
+    from peftlab.recipe.loading import load_recipe
+
+    return load_recipe(recipe, overrides)
+
+
+def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False) -> dict[str, Any]:
+    """Run a recipe from its file and return the contents of ``results.json`` (of a table: ``cells`` and ``table``).
+
+    Args:
+        recipe, overrides: as for ``validate``.
+        overwrite: replace an earlier run in the same directory.
+
+    Raises:
+        PeftlabError: anything the user can correct; an error found before training leaves no run directory.
+    """
+    return run_recipe(validate(recipe, overrides), overwrite=overwrite)
+
+
+def resume(directory: str | Path) -> dict[str, Any]:
+    """Continue the run in ``directory`` from its newest checkpoint and return its results.
+
+    Raises:
+        PeftlabError: there is no run in the directory, or it cannot be continued.
+    """
+    file = Path(directory) / "recipe.yaml"
+    if not file.exists():
+        raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
+    # Set as a value: a path in an override would be read as YAML.
+    return run_recipe(validate(file).model_copy(update={"output_dir": str(directory)}), resume=True)

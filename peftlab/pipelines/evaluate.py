@@ -1,4 +1,4 @@
-"""Scoring what is on disk: a run, an adapter or a merged directory, on its recipe's task."""
+"""Scores of what is stored on disk: a run, an adapter or a merged directory, on its recipe's task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.table import find_task
 
 
-def run_evaluate(
+def evaluate(
     directory: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by evaluation split of the model in ``directory``.

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_evaluation, sample_inputs
@@ -26,9 +25,6 @@ SAMPLES = (
     "In 1969 two people walked on the Moon while a third stayed in orbit.",
     "Prices rose by 3.5 % in March, less than most analysts had expected.",
 )
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_merge(
@@ -69,13 +65,6 @@ def combined(texts: Sequence[str], method: str, rank: int | None, density: float
             raise PeftlabError(f"--adapter {text!r}: write DIR:WEIGHT; {weight!r} is not a number") from None
         adapters.append(read_adapter(place if colon else text))
     return combine(adapters, weights, method, rank=rank, density=density)  # type: ignore[arg-type]
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype that ``fp32``, ``bf16`` or ``fp16`` names."""
-    if name is not None and name not in DTYPES:
-        raise PeftlabError(f"--dtype {name!r}{did_you_mean(name, DTYPES)}: one of {', '.join(DTYPES)}")
-    return DTYPES[name] if name else None
 
 
 def _recipe_near(adapter: Path) -> Path | None:

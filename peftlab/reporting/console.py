@@ -166,3 +166,14 @@ def error(message: str) -> None:
 
 def _table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def generation_line(
+    tokens: int, seconds: float, reason: str, block_efficiency: float | None, acceptance: float | None
+) -> str:
+    """Return what is said below a generated text: tokens, speed, and how the drafter did if there was one."""
+    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+    if block_efficiency:
+        share = "none drafted" if acceptance is None else f"{100 * acceptance:.0f} %"
+        line += f", acceptance {share}, {block_efficiency:.2f} tokens per target step"
+    return f"[{line}; ended by {reason}]"

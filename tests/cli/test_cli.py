@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from peftlab import PeftlabError
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.pipelines.evaluate import run_evaluate
+from peftlab.pipelines.evaluate import evaluate
 
 
 def peftlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -166,7 +166,7 @@ class TestRun:
         monkeypatch.chdir(run_directory.parent)
         score = json.loads((run_directory / "results.json").read_text())["metrics"]["validation"]
         for place in (run_directory, run_directory / "adapter", run_directory / "merged"):
-            assert run_evaluate(place)["validation"] == pytest.approx(score, abs=1e-5)
+            assert evaluate(place)["validation"] == pytest.approx(score, abs=1e-5)
 
     def test_merge_writes_the_same_weights(self, run_directory: Path, tmp_path: Path) -> None:
         done = peftlab("merge", str(run_directory), "-o", str(tmp_path / "merged"), cwd=run_directory.parent)
@@ -204,7 +204,7 @@ class TestRun:
 
     def test_eval_needs_a_recipe(self, run_directory: Path, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="no recipe"):
-            run_evaluate(tmp_path)
+            evaluate(tmp_path)
 
 
 @pytest.mark.model

@@ -199,7 +199,9 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--drafter", "draft"], "no draft model given"),
         (["--draft", "nowhere/else/is"], "no such file"),
         (["--draft", "x", "--drafter", "lookup"], "give one of them"),
-        (["--dtype", "int4"], "float32 or bfloat16"),
+        (["--dtype", "int4"], "one of fp32, bf16, fp16"),
+        (["--dtype", "float32"], "write fp32"),
+        (["--draft-dtype", "bfloat16"], "draft_dtype bfloat16: .* write bf16"),
         (["--chat"], "no chat template"),
     ],
 )
@@ -299,7 +301,7 @@ def heads_dir(stories, tmp_path_factory):
     return write_medusa(inject(model, make_config("medusa", heads=3)), tmp_path_factory.mktemp("heads") / "heads")
 
 
-@pytest.mark.parametrize(("width", "draft_dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(("width", "draft_dtype"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])
 def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path, width, draft_dtype):
     out = tmp_path / "bench.json"
     options = ["--gamma", 6, "--width", width, "--draft-dtype", draft_dtype, "--max-new-tokens", 12]

@@ -10,7 +10,7 @@ import tiny
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.evaluate import run_evaluate
+from peftlab.pipelines.evaluate import evaluate
 
 CLASSES = ("fine", "good", "poor")
 
@@ -57,10 +57,10 @@ def test_a_whole_file_that_lacks_classes_is_scored_by_name(finished: Path, tmp_p
         labels = [a if i < right else next(c for c in CLASSES if c != a) for i, a in enumerate(answers)]
         file = write(tmp_path / f"{right}.csv", *zip(texts, labels, strict=True))
         for place in places(finished):
-            scores = run_evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
+            scores = evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
             assert scores["validation"]["accuracy"] == pytest.approx(right / 5)
     last = write(tmp_path / "one.csv", ("good film", "poor"))
-    scores = run_evaluate(finished, None, [f"data.path={last}", "data.validation=all"])
+    scores = evaluate(finished, None, [f"data.path={last}", "data.validation=all"])
     assert scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
 
 
@@ -68,7 +68,7 @@ def test_other_class_names_are_refused_with_both_sets(finished: Path, tmp_path: 
     file = write(tmp_path / "other.csv", ("good film", "great"), ("dull plot", "awful"), ("a film", "soso"))
     for place in places(finished):
         with pytest.raises(PeftlabError) as caught:
-            run_evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
+            evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
         assert "this file's: 'awful', 'great', 'soso' (3)" in str(caught.value)
         assert "those of the model: 'fine', 'good', 'poor' (3)" in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_a_model_without_a_trained_head_is_not_scored(encoder: Path, finished: P
     file = write(tmp_path / "numbers.csv", ("good film", "0"), ("dull plot", "1"))
     overrides = [f"data.path={file}", "data.validation=all"]
     with pytest.raises(PeftlabError, match=r"no trained weights for .*classifier\.weight"):
-        run_evaluate(encoder, finished / "recipe.yaml", overrides)
+        evaluate(encoder, finished / "recipe.yaml", overrides)
 
 
 def test_an_adapter_without_class_names_takes_class_numbers_alone(finished: Path, tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_an_adapter_without_class_names_takes_class_numbers_alone(finished: Path
     save_file(load_file(finished / "adapter" / "adapter_model.safetensors"), foreign / "adapter_model.safetensors")
     rows = [("good film", "0"), ("dull plot", "1"), ("a film", "2")]
     overrides = [f"data.path={write(tmp_path / 'numbers.csv', *rows)}", "data.validation=all"]
-    accuracy = run_evaluate(foreign, finished / "recipe.yaml", overrides)["validation"]["accuracy"]
+    accuracy = evaluate(foreign, finished / "recipe.yaml", overrides)["validation"]["accuracy"]
     answers = predicted(finished, [text for text, _ in rows])
     assert accuracy == pytest.approx(sum(a == CLASSES[i] for i, a in enumerate(answers)) / 3)
     with pytest.raises(PeftlabError, match=r"does not say what its classes are called, .* fine, good, poor"):
-        run_evaluate(foreign, finished / "recipe.yaml")
+        evaluate(foreign, finished / "recipe.yaml")
 
 
 def test_a_run_needs_something_to_train_on(still: Path, rows: Path, tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""The dtypes that a user can name: ``fp32``, ``bf16`` and ``fp16``."""
+
+from __future__ import annotations
+
+import torch
+
+from peftlab.errors import PeftlabError, did_you_mean
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LONG_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+
+def torch_dtype(name: str, option: str = "dtype") -> torch.dtype:
+    """Return the dtype that ``fp32``, ``bf16`` or ``fp16`` names.
+
+    Args:
+        option: what the user set, for the error message.
+
+    Raises:
+        PeftlabError: any other name; torch's own names are answered with ours.
+    """
+    if name in DTYPES:
+        return DTYPES[name]
+    hint = f"; write {_LONG_NAMES[name]}" if name in _LONG_NAMES else did_you_mean(name, DTYPES)
+    raise PeftlabError(f"{option} {name}: one of {', '.join(DTYPES)}{hint}")

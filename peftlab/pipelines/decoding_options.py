@@ -1,0 +1,66 @@
+"""How to decode with a draft: the settings that ``benchmark`` and ``generate`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from peftlab.decoding.draft_length import Confidence, Fixed, Heuristic, Policy
+from peftlab.decoding.drafters.base import Sampling
+from peftlab.decoding.drafters.heads import is_medusa
+from peftlab.drafting.load import Pair, check_width, load_pair
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.models.dtypes import torch_dtype
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic}
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """Settings of speculative decoding.
+
+    Attributes:
+        max_new_tokens: length of the longest output.
+        gamma: tokens drafted for one target step; the most for ``confidence``, the first value for ``heuristic``.
+        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain.
+        policy: how the draft length is chosen: ``fixed``, ``confidence`` or ``heuristic``.
+        temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
+        dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
+        pack: store the weights in the layout of fast kernels (CPU).
+    """
+
+    max_new_tokens: int = 64
+    gamma: int = 4
+    width: int = 1
+    policy: str = "fixed"
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    dtype: str = "fp32"
+    draft_dtype: str | None = None
+    pack: bool = True
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are chosen."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def make_policy(self) -> Callable[[], Policy]:
+        """Return what makes a new policy of draft length for each output.
+
+        Raises:
+            PeftlabError: no such policy, or a ``gamma`` that drafts nothing.
+        """
+        if self.policy not in POLICIES:
+            known = f"one of {', '.join(POLICIES)}{did_you_mean(self.policy, POLICIES)}"
+            raise PeftlabError(f"policy {self.policy}: {known}")
+        POLICIES[self.policy](self.gamma)  # a wrong gamma is found before a model is loaded
+        return partial(POLICIES[self.policy], self.gamma)
+
+    def load(self, target: str, draft: str | None) -> Pair:
+        """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""
+        check_width(self.width, heads=draft is not None and is_medusa(draft))
+        dtype = torch_dtype(self.dtype)
+        draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
+        return load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, pack=self.pack)
