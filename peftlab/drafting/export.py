@@ -5,7 +5,7 @@ transformers  a plain directory, for ``generate(assistant_model=...)``
 vllm          a plain directory, for the speculative method ``draft_model``
 ============  ==========================================================
 
-Which base_leaf loads what is in ``docs/drafts/training_drafts.md``. Medusa heads have no consumer but this package.
+Which engine loads what is listed in ``docs/drafts/training_drafts.md``. Medusa heads have no consumer but this package.
 """
 
 from __future__ import annotations

@@ -14,12 +14,8 @@ from rich.table import Table
 from peftlab.decoding.analysis.planning import finite
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.errors import PeftlabError
+from peftlab.reporting.html import render
 
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
-table{border-collapse:collapse;margin:1rem 0}th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ccc}
-th:first-child,td:first-child{text-align:left}svg{max-width:100%;height:auto;background:#fff}
-"""
 Rows = Sequence[Sequence[str]]
 
 
@@ -125,14 +121,7 @@ def show(tables: list[tuple[str, list[str], Rows]], facts: list[str]) -> None:
 
 def page(title: str, tables: list[tuple[str, list[str], Rows]], facts: list[str], drawings: Sequence[str]) -> str:
     """Return one HTML page that needs nothing from outside."""
-    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(fact)}</p>" for fact in reversed(facts))]
-    parts += drawings
-    for name, header, rows in tables:
-        cells = "".join(f"<th>{html.escape(h)}</th>" for h in header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-        parts.append(f"<h2>{html.escape(name)}</h2><table><tr>{cells}</tr>{body}</table>")
-    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    return render("draft.html.j2", {"title": title, "tables": tables, "facts": facts, "drawings": drawings})
 
 
 def plan_drawings(plan: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from peftlab.reporting.classes import baseline_remark, class_rows, class_warning
 from peftlab.reporting.curves import History, read_history
 from peftlab.reporting.plots import Line, curve_svg
 
-TEMPLATES = Path(__file__).parent
+TEMPLATES = Path(__file__).parent / "templates"
 _CLASSES = 500  # rows of the table of classes
 
 
@@ -36,7 +36,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def render(template: str, context: Mapping[str, Any]) -> str:
-    """Return a page of this room: a template's name and what it shows.
+    """Return the page that a template of ``templates/`` makes of ``context``; the same input gives the same bytes.
 
     Raises:
         PeftlabError: jinja2 is not installed.
@@ -97,7 +97,7 @@ def page_context(run_dir: Path) -> dict[str, Any]:
 
 
 def _remarks(results: dict[str, Any]) -> list[str]:
-    """What the reader must know about score and classes."""
+    """Return remarks on the score and warnings about the classes."""
     warnings = [f"{text[:1].upper()}{text[1:]}." for text in class_warnings(results.get("classes") or {})]
     return [*filter(None, [baseline_remark(results)]), *warnings]
 
@@ -163,7 +163,7 @@ def _plot(
 
 
 def _notes(history: History) -> list[str]:
-    """What the reader must know about the curves."""
+    """Return remarks on the curves: damaged lines, values left out, averaging."""
     notes = []
     if history.damaged:
         notes.append(
