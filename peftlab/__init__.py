@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from peftlab.pipelines import resume as resume
     from peftlab.pipelines import run as run
     from peftlab.pipelines import validate as validate
-    from peftlab.pipelines.benchmark import benchmark as benchmark
-    from peftlab.pipelines.benchmark import plan_draft as plan_draft
-    from peftlab.pipelines.decoding_options import DecodingOptions as DecodingOptions
+    from peftlab.pipelines.drafts.decoding_options import DecodingOptions as DecodingOptions
+    from peftlab.pipelines.drafts.generate import generate as generate
+    from peftlab.pipelines.drafts.measure_draft import benchmark as benchmark
+    from peftlab.pipelines.drafts.measure_draft import plan_draft as plan_draft
     from peftlab.pipelines.evaluate import evaluate as evaluate
-    from peftlab.pipelines.generate import generate as generate
 
 
 def _public() -> dict[str, str]:

@@ -38,7 +38,6 @@ UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
 CIRCLES = {
-    frozenset(f"peftlab.training.{name}" for name in ("compile", "feed", "loop", "scoring")),
     frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"}),
 }
 LONG_FILES = {"peftlab.methods.injection"}
@@ -46,8 +45,6 @@ LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
-    "peftlab.cli.draft_app.bench",
-    "peftlab.cli.draft_app.generate",
     "peftlab.decoding.decode.decode",
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
@@ -61,7 +58,6 @@ UNDESCRIBED = {
     "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
     "peftlab.methods.lora.config",
-    "peftlab.section",
     "peftlab.tasks.config",
     "peftlab.training.config",
 }

@@ -51,8 +51,8 @@ def plan(
     html: Html = None,
 ) -> None:
     """Measure target and draft on this device: can drafting be faster, and from what acceptance on?"""
-    from peftlab.pipelines.benchmark import plan_draft
-    from peftlab.pipelines.decoding_options import DecodingOptions
+    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+    from peftlab.pipelines.drafts.measure_draft import plan_draft
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack)
@@ -88,8 +88,8 @@ def bench(
     html: Html = None,
 ) -> None:
     """Time plain and speculative decoding on the same prompts; drafters without a model run beside the draft."""
-    from peftlab.pipelines.benchmark import benchmark
-    from peftlab.pipelines.decoding_options import DecodingOptions
+    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+    from peftlab.pipelines.drafts.measure_draft import benchmark
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(
@@ -161,8 +161,8 @@ def generate(
     """Generate text to the terminal, with a draft if one is named; then say how fast it was."""
     import sys
 
-    from peftlab.pipelines.decoding_options import DecodingOptions
-    from peftlab.pipelines.generate import generate as generated
+    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+    from peftlab.pipelines.drafts.generate import generate as generated
     from peftlab.reporting.console import generation_line
 
     def show(piece: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RUNNERS = {
     "finetune": "peftlab.pipelines.finetune:run_finetune",
     "draft": "peftlab.pipelines.draft:run_draft",
-    "table": "peftlab.pipelines.score_table:run_table",
+    "table": "peftlab.pipelines.tables.score_table:run_table",
 }
 
 

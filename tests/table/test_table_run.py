@@ -19,9 +19,9 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_json
 from peftlab.outputs import claimed, write_mark
 from peftlab.pipelines import run_recipe
-from peftlab.pipelines.cell_processes import Stopped
 from peftlab.pipelines.directory import RUN, TABLE
-from peftlab.pipelines.score_table import CellsFailed, run_table
+from peftlab.pipelines.tables.cell_processes import Stopped
+from peftlab.pipelines.tables.score_table import CellsFailed, run_table
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 
@@ -160,7 +160,7 @@ def test_a_signal_stops_the_table_with_checkpoints(values: dict[str, Any]) -> No
     cells = Path(values["output_dir"], "cells")
     before = signal.getsignal(signal.SIGINT)
     soon(lambda: list(cells.glob("*/checkpoints/step-*.pt")), lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(Stopped, match=r"stopped by SIGINT; go on with `peftlab resume ") as caught:
+    with pytest.raises(Stopped, match=r"stopped by SIGINT; continue with `peftlab resume ") as caught:
         run_table(table(values))
     assert caught.value.status == 130
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,4 +1,4 @@
-"""A table recipe's whole way: its cells run where they are missing, their results gathered, the table shown."""
+"""A table recipe from start to end: missing cells are run, results gathered, the table written and printed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_text
 from peftlab.outputs import Claim, claimed, read_mark
-from peftlab.pipelines.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
 from peftlab.pipelines.directory import TABLE, recipe_inputs
+from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
@@ -33,17 +33,17 @@ def run_table(
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
     Written into ``output_dir``: ``recipe.yaml``, ``table.csv``, ``table.tex``, ``table.html``, and each cell's run
-    directory and output under ``cells/``. Running again, or resuming, goes on with what is missing.
+    directory and output under ``cells/``. Running again, or resuming, runs what is missing.
 
     Args:
-        overwrite: run cells anew whose recipe has changed since; others are kept.
+        overwrite: rerun cells whose recipe has changed; others are kept.
         slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
 
     Returns:
         ``cells``, the number of cells; ``table``, a ``peftlab.reporting.table_results.Table``.
 
     Raises:
-        PeftlabError: a cell was run by another recipe, or the directory holds something else.
+        PeftlabError: a cell was run by another recipe, or the directory contains something else.
         CellsFailed: cells failed; the table without them is written.
         Stopped: SIGINT or SIGTERM.
     """

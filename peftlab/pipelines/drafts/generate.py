@@ -12,7 +12,7 @@ from peftlab.decoding.prompts import Prompt, encode
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import BOTH, make_drafter
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.decoding_options import DecodingOptions
+from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from peftlab.drafting.load import BOTH, Pair, make_drafter
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.decoding_options import DecodingOptions
+from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 
 
 def benchmark(

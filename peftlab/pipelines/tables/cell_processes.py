@@ -1,7 +1,7 @@
 """Running a table's cells: each in a process of its own, as many at a time as there are GPUs.
 
-A process of its own keeps a cell's peak memory, its CUDA context and its death to itself. The processes are forked
-from a server that has imported the libraries once and computed nothing.
+A process of its own confines a cell's peak memory, its CUDA context and a crash. The processes are forked from a
+server that has imported the libraries once and computed nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peftlab.recipe.table_cells import Cell
 from peftlab.reporting.facts import flatten
 
 RESULTS = "results.json"
-# What every cell imports sooner or later: one that is not installed is left out.
+# What every cell imports; a package that is not installed is left out.
 _PRELOADED = [
     "peftlab.pipelines.finetune",
     "peftlab.tasks.evaluation",
@@ -46,7 +46,7 @@ class Stopped(PeftlabError):
 
     def __init__(self, number: int, table: Path) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name}; go on with `peftlab resume {shlex.quote(str(table))}`"
+            f"stopped by {signal.Signals(number).name}; continue with `peftlab resume {shlex.quote(str(table))}`"
         )
         self.status = 128 + number
 
@@ -74,7 +74,7 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
 
 
 def _difference(cell: Cell) -> str:
-    """What the recipe that a cell was run by says otherwise; empty where nothing does or it was not run."""
+    """Return the keys that differ from the recipe that a cell was run by; empty if none does or it was not run."""
     file = cell.directory / "recipe.yaml"
     if not file.exists():
         return ""
@@ -88,7 +88,7 @@ def _difference(cell: Cell) -> str:
 
 
 def _settings(recipe: Any) -> dict[str, Any]:
-    """A recipe's values without where it lies on the disk: a table may be moved."""
+    """Return a recipe's values without its place on disk: a table may be moved."""
     values = recipe.model_dump(mode="json")
     values.pop("output_dir")
     if values.get("init_from"):
@@ -117,7 +117,7 @@ def run_cells(
 ) -> dict[Cell, str]:
     """Run ``cells``, one for each slot at a time, and return the reasons of those that failed.
 
-    A cell with checkpoints goes on from the newest. What a cell prints goes into ``NAME.log`` beside its directory.
+    A cell with checkpoints continues from the newest. What a cell prints goes into ``NAME.log`` beside its directory.
 
     Args:
         table: the table's directory.
@@ -163,7 +163,7 @@ def _context() -> Any:
 
 
 def _startable(waiting: list[Cell], running: dict[int, tuple[Any, Connection, Cell, str]]) -> Cell | None:
-    """The first waiting cell that starts from no cell still to come."""
+    """Return the first waiting cell that does not start from an unfinished one."""
     to_come = {cell.directory for cell in (*waiting, *(entry[2] for entry in running.values()))}
     return next((cell for cell in waiting if Path(cell.recipe.init_from or "") not in to_come), None)
 
@@ -189,7 +189,7 @@ def _passing_on(running: dict[int, tuple[Any, Connection, Cell, str]]) -> Iterat
 
 
 def _reason(exitcode: int, listening: Connection, cell: Cell) -> str:
-    """Why a process ended without a result; empty if it did not."""
+    """Return why a process ended without a result; empty if it has one."""
     try:
         return listening.recv()
     except EOFError:
@@ -221,7 +221,7 @@ def _work(recipe: FinetuneRecipe, slot: str, answering: Connection) -> None:
     resume = any(checkpoints.glob("step-*.pt"))
     try:
         run_finetune(recipe, overwrite=not resume, resume=resume)
-        # The result is out, and the optimiser states of a table of whole models fill a disk.
+        # The results are written; the optimiser states of many full finetunings would fill a disk.
         shutil.rmtree(checkpoints, ignore_errors=True)
     except PeftlabError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Tables of many runs: their cells in processes of their own, their results gathered."""
