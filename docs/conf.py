@@ -4,7 +4,8 @@ from importlib.metadata import version as installed_version
 
 project = "peftlab"
 author = "the peftlab authors"
-version = base_leaf = installed_version("peftlab")
+copyright = f"2026, {author}"
+version = release = installed_version("peftlab")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
