@@ -54,7 +54,7 @@ def plan(
     """Measure target and draft on this device: can drafting pay, and from what acceptance on."""
     from peftlab.decoding.analysis.planning import check_plan
     from peftlab.decoding.analysis.planning import plan as measure
-    from peftlab.decoding.drafters.heads import is_medusa
+    from peftlab.decoding.drafters.head_drafter import is_medusa
     from peftlab.drafting.load import load_pair
     from peftlab.reporting import draft_pages as pages
 
@@ -100,10 +100,10 @@ def bench(
     from functools import partial
 
     from peftlab.decoding.analysis import benchmark as benches
-    from peftlab.decoding.drafters.base import Sampling
-    from peftlab.decoding.drafters.heads import is_medusa
+    from peftlab.decoding.drafters.head_drafter import is_medusa
     from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
     from peftlab.decoding.prompts import encode, read_prompts, spread
+    from peftlab.decoding.verification.sampling import Sampling
     from peftlab.drafting.load import BOTH, check_width, load_pair, make_drafter
     from peftlab.reporting import draft_pages as pages
 
@@ -208,10 +208,10 @@ def generate(
 
     from peftlab.decoding.analysis.statistics import acceptance_statistics
     from peftlab.decoding.decode import StoppingCriteria, decode
-    from peftlab.decoding.drafters.base import Sampling
-    from peftlab.decoding.drafters.heads import is_medusa
+    from peftlab.decoding.drafters.head_drafter import is_medusa
     from peftlab.decoding.prompts import Prompt, encode
     from peftlab.decoding.text_stream import TextStream, stop_at
+    from peftlab.decoding.verification.sampling import Sampling
     from peftlab.drafting.load import BOTH, check_width, load_pair, make_drafter
 
     if draft is not None and drafter not in (None, "draft", BOTH):

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter, is_medusa, read_medusa
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter, is_medusa, read_medusa
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_object

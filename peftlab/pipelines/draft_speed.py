@@ -11,8 +11,9 @@ import torch
 
 from peftlab.decoding.analysis.benchmark import Question, Settings, race
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter, read_medusa
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter, read_medusa
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.load import draft_engine
 from peftlab.drafting.truncation import truncate

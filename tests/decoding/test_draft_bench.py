@@ -15,10 +15,11 @@ from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.statistics import Overlap, acceptance_statistics
 from peftlab.decoding.decode import Generation, Step, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.head_files import write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError

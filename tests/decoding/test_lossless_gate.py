@@ -11,8 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.truncation import truncate

@@ -12,10 +12,11 @@ from scipy.stats import chi2
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 

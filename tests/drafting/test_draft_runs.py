@@ -20,8 +20,9 @@ from peftlab.cli.app import app
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.acceptance_head import load_foresight
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError

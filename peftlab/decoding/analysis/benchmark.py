@@ -23,9 +23,10 @@ from peftlab.decoding.analysis.statistics import (
 )
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.base import Drafter, Sampling
-from peftlab.decoding.engines.build import Engine, Output
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 

@@ -13,9 +13,10 @@ import torch
 
 from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.decode import Generation
-from peftlab.decoding.drafters.base import Row, Sampling, Verified
-from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.drafters.base import Row, Verified
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.sampling import Sampling
 
 Interval = tuple[float, float] | None
 """Of 95 %; None where the data cannot tell."""
