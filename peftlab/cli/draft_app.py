@@ -140,7 +140,7 @@ def bench(
         "dtype": dtype,
         "draft_dtype": draft_dtype or dtype,
     }
-    result |= benches.bench(watches[0], drafters, questions, settings, models=watches)
+    result |= benches.bench(watches[0], drafters, questions, settings, models=watches).as_json()
     tables, facts = pages.bench_tables(result), pages.bench_facts(result)
     pages.show(tables, [*(f"warning: {w}" for w in pair.warnings), *facts])
     _write(result, json, html, lambda: pages.page("Draft benchmark", tables, facts, pages.bench_drawings(result)))
@@ -245,9 +245,9 @@ def generate(
     print(stream.finish())
     of = acceptance_statistics([result])
     line = f"{len(result.tokens)} tokens in {seconds:.2f} s, {len(result.tokens) / seconds:.1f} tokens/s"
-    if name and of["tau"]:
-        share = f"{100 * of['acceptance']:.0f} %" if of["acceptance"] is not None else "none drafted"
-        line += f", acceptance {share}, {of['tau']:.2f} tokens a target step"
+    if name and of.tau:
+        share = f"{100 * of.acceptance:.0f} %" if of.acceptance is not None else "none drafted"
+        line += f", acceptance {share}, {of.tau:.2f} tokens a target step"
     print(f"[{line}; ended by {result.reason}]", file=sys.stderr)
 
 

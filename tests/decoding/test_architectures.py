@@ -125,7 +125,7 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
             assert output.tokens == want or parted_at_a_tie(model, prompt, want, output.tokens)
         statistics = acceptance_statistics(outputs)
         if drafter is not None:
-            assert 0 < statistics["accepted"] < statistics["drafted"]
+            assert 0 < statistics.accepted < statistics.drafted
 
 
 def test_outputs_are_not_all_alike(expected):

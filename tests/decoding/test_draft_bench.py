@@ -57,13 +57,13 @@ def invoke(*arguments):
 def test_statistics_by_hand():
     steps = [Step(3, 3, 4), Step(3, 0, 1), Step(3, 1, 2), Step(0, 0, 1), Step(2, 2, 2)]
     result = acceptance_statistics([Generation([0] * 6, "eos", steps[:3]), Generation([0] * 4, "eos", steps[3:])])
-    assert result["tau"] == 10 / 5
+    assert result.tau == 10 / 5
     # Tried: 4, then 3 of which 1 falls, then 1: position by position 3/4, 2/3, 1/1.
-    assert result["acceptance_by_position"] == [3 / 4, 2 / 3, 1.0]
-    assert result["acceptance"] == 6 / 8
-    assert (result["drafted"], result["accepted"], result["steps"]) == (11, 6, 5)
-    assert result["histogram"] == {"1": 2, "2": 2, "4": 1}
-    assert acceptance_statistics([Generation()])["tau"] is None
+    assert result.acceptance_by_position == [3 / 4, 2 / 3, 1.0]
+    assert result.acceptance == 6 / 8
+    assert (result.drafted, result.accepted, result.steps) == (11, 6, 5)
+    assert result.histogram == {"1": 2, "2": 2, "4": 1}
+    assert acceptance_statistics([Generation()]).tau is None
 
 
 def test_overlap_is_that_of_the_models(stories_model):
@@ -86,10 +86,10 @@ def test_overlap_is_that_of_the_models(stories_model):
     p, q = p[looked], q[looked]
     result = overlap.result()
     assert overlap.positions == len(looked)
-    assert result["overlap"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
-    assert result["argmax"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
-    assert result["p_of_argmax"] == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
-    assert result["argmax"] == acceptance_statistics([output])["acceptance"]  # greedy: the same thing
+    assert result.overlap == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
+    assert result.argmax == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    assert result.p_of_argmax == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
+    assert result.argmax == acceptance_statistics([output]).acceptance  # greedy: the same thing
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (1, 0.8)])

@@ -210,7 +210,7 @@ class TestModes:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
             steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
         after = results["decoding"]["after"]
-        assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
+        assert after["block_efficiency"] == acceptance_statistics(steps).tau > 2
 
     def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
         """The same engine, and the same number of steps for the same prompts."""
