@@ -100,6 +100,7 @@ def bench(
     from functools import partial
 
     from peftlab.decoding.analysis import benchmark as benches
+    from peftlab.decoding.analysis.stopwatch import Stopwatch
     from peftlab.decoding.drafters.head_drafter import is_medusa
     from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
     from peftlab.decoding.prompts import encode, read_prompts, spread
@@ -120,10 +121,10 @@ def bench(
         listed = spread(listed, max_prompts)
     pair = load_pair(target, draft, dtype=_dtype(dtype), draft_dtype=_dtype(draft_dtype or dtype), pack=pack)
     settings.eos = pair.eos
-    watches = [benches.Stopwatch(pair.target)]
+    watches = [Stopwatch(pair.target)]
     drafters: dict[str, Any] = {}
     if pair.draft is not None:
-        watches.append(benches.Stopwatch(pair.draft))
+        watches.append(Stopwatch(pair.draft))
         pair.draft = watches[1]
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)

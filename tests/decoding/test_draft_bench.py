@@ -152,6 +152,21 @@ def test_free_drafters_forget_between_passes(stories_model):
     assert len(made) == 1 + 3 + 1  # warm-up, passes, overlap
 
 
+def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, generate_greedy):
+    questions = [benches.Question(str(i), "all", [1, i]) for i in (5, 9)]
+
+    def library():
+        return lambda batch: [Generation(generate_greedy(stories_model, q.ids, 8)) for q in batch]
+
+    target = build_engine(stories_model, pack=False)
+    run = benches.compare(
+        target, {"r": Recycling}, questions, benches.Settings(8, repeats=2), others={"other": library}
+    )
+    found = run.result("other")
+    assert found.lossless and found.tokens_per_second > 0 and found.statistics.tau is None
+    assert [len(times) for times in run.records["other"].seconds] == [2, 2]
+
+
 def test_bench_refuses(stories_model):
     target, question = build_engine(stories_model), benches.Question("1", "all", [1])
     with pytest.raises(PeftlabError, match="batch_size: 0 is less than 1"):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.results import (
@@ -29,17 +28,15 @@ from peftlab.decoding.analysis.statistics import (
     divergence,
     rate_intervals,
 )
+from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.head_drafter import Heads
-from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 PLAIN = "plain"
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -56,49 +53,8 @@ class Question:
     ids: list[int]
 
 
-class Stopwatch:
-    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.seconds = 0.0
-        self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        return self.timed(self._engine.forward, cache, tokens, block, keep)
-
-    def including(self, heads: Heads) -> Heads:
-        """Return ``heads`` with their time counted as this engine's."""
-        return _TimedHeads(heads, self)
-
-    def timed(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Call ``work`` and add its time."""
-        began = time.perf_counter()
-        output = work(*arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds += time.perf_counter() - began
-        return output
-
-
-@dataclass(frozen=True)
-class _TimedHeads:
-    """Heads whose time a stopwatch adds up; to a drafter they are the heads."""
-
-    heads: Heads
-    stopwatch: Stopwatch
-
-    @property
-    def vocab_size(self) -> int:
-        return self.heads.vocab_size
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.heads.parameters()
-
-    def best(self, hidden: Tensor, width: int) -> Tensor:
-        return self.stopwatch.timed(self.heads.best, hidden, width)
+Decode = Callable[[Sequence[Question]], list[Generation]]
+"""Decodes a batch of prompts, one output each."""
 
 
 @dataclass
@@ -246,6 +202,7 @@ def compare(
     settings: Settings,
     *,
     models: Sequence[Stopwatch] = (),
+    others: Mapping[str, Callable[[], Decode]] = MappingProxyType({}),
 ) -> Comparison:
     """Time plain decoding and every drafter on every prompt, after one batch of each to warm up.
 
@@ -256,6 +213,7 @@ def compare(
         target: the model. drafters: name -> maker.
         questions: those that do not fit the context are left out.
         models: stopwatches, set to 0 when the timing begins.
+        others: name -> maker of another way to decode the same prompts, such as another library's.
 
     Raises:
         PeftlabError: no drafter, or no prompt that fits.
@@ -267,13 +225,16 @@ def compare(
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
     batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
-    contenders: dict[str, Callable[[], Drafter] | None] = {PLAIN: None, **drafters}
+    contenders: dict[str, Callable[[], Decode]] = {
+        name: partial(_decoder, target, settings, make) for name, make in {PLAIN: None, **drafters}.items()
+    }
+    contenders |= others
     for make in contenders.values():
-        _decode(target, batches[0], make and make(), settings)
+        make()(batches[0])
     for model in models:
         model.seconds = 0.0
     with Watch(target.device) as watch:
-        records = _timed(target, batches, contenders, settings)
+        records = _timed(batches, contenders, settings.repeats)
     return Comparison(target, settings, batches, records, watch.conditions(records[PLAIN].seconds))
 
 
@@ -281,11 +242,16 @@ def _fits(target: Engine, question: Question) -> bool:
     return target.limit is None or len(question.ids) < target.limit
 
 
+def _decoder(target: Engine, settings: Settings, make: Callable[[], Drafter] | None) -> Decode:
+    """Decode with a new drafter, or plainly."""
+    return partial(_decode, target, settings, make and make())
+
+
 def _decode(
     target: Engine,
-    batch: Sequence[Question],
-    drafter: Drafter | None,
     settings: Settings,
+    drafter: Drafter | None,
+    batch: Sequence[Question],
     observe: Overlap | None = None,
 ) -> list[Generation]:
     return decode(
@@ -300,23 +266,20 @@ def _decode(
 
 
 def _timed(
-    target: Engine,
-    batches: list[Sequence[Question]],
-    contenders: dict[str, Callable[[], Drafter] | None],
-    settings: Settings,
+    batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int
 ) -> dict[str, _Record]:
     """Decode every batch with every contender in turn, as often as asked."""
     records = {name: _Record([[] for _ in batches], []) for name in contenders}
     names = list(contenders)
-    for repeat in range(settings.repeats):
-        drafters = {name: make and make() for name, make in contenders.items()}
+    for repeat in range(repeats):
+        decoders = {name: make() for name, make in contenders.items()}
         for record in records.values():
             record.outputs = []
         for i, batch in enumerate(batches):
             turn = (i + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
                 began = time.perf_counter()
-                outputs = _decode(target, batch, drafters[name], settings)
+                outputs = decoders[name](batch)
                 records[name].seconds[i].append(time.perf_counter() - began)
                 records[name].outputs += outputs
     return records
@@ -347,7 +310,7 @@ def _overlap(
     overlap = Overlap(settings.sampling)
     if getattr(drafter, "engine", None) is not None:
         for batch in batches:
-            _decode(target, batch, drafter, settings, overlap)
+            _decode(target, settings, drafter, batch, overlap)
     return overlap.result()
 
 
