@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.decoding.drafters.heads import read_medusa
+from peftlab.decoding.drafters.head_drafter import read_medusa
 from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter, is_medusa, read_medusa
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import Heads, MedusaDrafter, is_medusa, read_medusa
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import read_object
-from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 
 BOTH = "lookup+draft"
@@ -37,7 +38,7 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
     draft: Engine | None = None
-    heads: MedusaHeads | ReducedHeads | None = None
+    heads: Heads | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()

@@ -26,9 +26,11 @@ import torch
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import Acceptance, bootstrap, measure, measure_heads
 from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.load import eos_ids

@@ -11,7 +11,7 @@ import torch
 from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
 from peftlab.decoding.analysis.planning import plan_from_repeats, step_seconds
-from peftlab.decoding.analysis.statistics import Timings, rate_intervals
+from peftlab.decoding.analysis.statistics import RateIntervals, Timings, rate_intervals
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)
@@ -95,20 +95,20 @@ class TestIntervals:
 
     def test_one_prompt_has_no_interval(self):
         one, other = Timings([10], [[1.0, 1.1, 0.9]]), Timings([10], [[2.0, 2.1, 1.9]])
-        assert rate_intervals(one, other) == {"rate": None, "baseline": None, "speedup": None}
+        assert rate_intervals(one, other) == RateIntervals(rate=None, baseline=None, speedup=None)
         said = benches.verdict(2.0, None)
         assert said == "2.00x plain decoding on a single batch, too few for an interval"
 
     def test_repeats_that_differ_widen_it(self):
         plain = Timings([10] * 4, [[2.0] * 5] * 4)
-        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain)["speedup"]
+        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain).speedup
         assert still == (2.0, 2.0)
-        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain)["speedup"]
+        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain).speedup
         assert low < 1.5 and high > 2.2
 
     def test_prompts_that_differ_widen_it(self):
         plain = Timings([10] * 20, [[1.0]] * 20)
-        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain)["speedup"]
+        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain).speedup
         assert low < 2 / 3.5 < high
 
     def test_slow_moments_that_hit_both_cancel(self):
@@ -116,8 +116,8 @@ class TestIntervals:
         noise = numpy.random.default_rng(1).uniform(1, 5, (6, 3))
         pair = [Timings([10] * 6, (scale * noise).tolist()) for scale in (1.0, 2.0)]
         found = rate_intervals(*pair)
-        assert found["speedup"] == pytest.approx((2.0, 2.0))
-        assert found["rate"][1] > 1.2 * found["rate"][0]
+        assert found.speedup == pytest.approx((2.0, 2.0))
+        assert found.rate[1] > 1.2 * found.rate[0]
 
     def test_the_interval_covers_the_truth_as_often_as_it_says(self):
         """Prompts with noisy repeats, 200 times over: 95 % intervals of 12 prompts contain the true ratio in most."""
@@ -127,7 +127,7 @@ class TestIntervals:
             seconds = dice.lognormal(0, 0.3, (12, 1)) * dice.lognormal(0, 0.1, (12, 3))
             plain = 2 * dice.lognormal(0, 0.1, (12, 3)) * seconds.mean(1, keepdims=True)
             found = rate_intervals(Timings([10] * 12, seconds.tolist()), Timings([10] * 12, plain.tolist()), draws=300)
-            low, high = found["speedup"]
+            low, high = found.speedup
             hits += low <= 2.0 <= high
         assert hits >= 170
 

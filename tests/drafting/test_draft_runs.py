@@ -20,8 +20,9 @@ from peftlab.cli.app import app
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.acceptance_head import load_foresight
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
@@ -209,7 +210,7 @@ class TestModes:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
             steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
         after = results["decoding"]["after"]
-        assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
+        assert after["block_efficiency"] == acceptance_statistics(steps).tau > 2
 
     def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
         """The same engine, and the same number of steps for the same prompts."""

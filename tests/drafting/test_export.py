@@ -18,7 +18,7 @@ import torch
 from draft_models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from peftlab.decoding.drafters.heads import read_medusa
+from peftlab.decoding.drafters.head_drafter import read_medusa
 from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
 from peftlab.drafting.head_files import write_medusa
 from peftlab.drafting.truncation import truncate

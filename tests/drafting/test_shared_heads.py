@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.heads import MedusaDrafter, read_medusa
+from peftlab.decoding.drafters.head_drafter import MedusaDrafter, read_medusa
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import measure_heads
 from peftlab.drafting.examples import Collate, make_dataset

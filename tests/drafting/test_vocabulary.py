@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peftlab.decoding.drafters.heads import read_medusa
+from peftlab.decoding.drafters.head_drafter import read_medusa
 from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.head_files import write_medusa
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens

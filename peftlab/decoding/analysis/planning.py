@@ -15,7 +15,7 @@ import torch
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import Interval, percentiles
 from peftlab.decoding.analysis.theory import goodput
-from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
 

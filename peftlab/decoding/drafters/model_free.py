@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified, right_padded
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.tree import best_tree, tree_shape
 
 

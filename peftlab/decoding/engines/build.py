@@ -7,14 +7,12 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.llama import LlamaEngine, flattens
 from peftlab.decoding.engines.proof import Trial
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
 from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
-
-__all__ = ["Engine", "Output", "build_engine"]
 
 
 def build_engine(

@@ -47,6 +47,13 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
+    def block(
+        self, slots: Sequence[int], starts: Sequence[int], n: int, tree: tuple[tuple[int, ...], Tensor] | None = None
+    ) -> Block:
+        """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
+        whole = tuple(slots) == tuple(range(self.batch))
+        return Block(tuple(starts), n, None if whole else tuple(slots), tree)
+
     def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
         """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
         copies = KVCache(len(self.states), len(rows), capacity)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.build import Engine, Output, build_engine
+from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peftlab.errors import PeftlabError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, by target and draft alike.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p: cuts, see ``probabilities``; an error at temperature 0, which ignores them.
+        seed: row i of the prompts has its own generator, seeded ``seed + i``.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_settings(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., V] -> [..., V]."""
+        return probabilities(logits, self.temperature, self.top_k, self.top_p)
 
 
 def probabilities(
@@ -76,7 +104,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RandomSource:
     """The randomness of a verification: yes-or-no decisions and draws, and nothing else.
 
@@ -99,3 +127,24 @@ class RandomSource:
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index a row: [..., V] -> [...]."""
         return sample(probs, self.generator)
+
+
+class RowRandomSource(RandomSource):
+    """A source with one generator per row, so that a row's output does not depend on its neighbours.
+
+    Attributes:
+        generators: of each row.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]):
+        super().__init__()
+        self.generators = generators
+
+    def bernoulli(self, probability: Tensor) -> Tensor:
+        """Return booleans [b, ...], row i's from generator i."""
+        rows = zip(self.generators, probability, strict=True)
+        return torch.stack([RandomSource(generator).bernoulli(row) for generator, row in rows])
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """Return one index a row: [b, ..., V] -> [b, ...], row i's from generator i."""
+        return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])

@@ -87,5 +87,5 @@ def generate(
     seconds = time.perf_counter() - began
     show(stream.finish())
     found = acceptance_statistics([result])
-    tau, acceptance = (found["tau"], found["acceptance"]) if name else (None, None)
+    tau, acceptance = (found.tau, found.acceptance) if name else (None, None)
     return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance)

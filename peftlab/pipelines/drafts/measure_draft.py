@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.decoding.analysis import planning
-from peftlab.decoding.analysis.benchmark import Question, Settings, Stopwatch, bench
+from peftlab.decoding.analysis.benchmark import Question, Settings, bench
+from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.heads import is_medusa
+from peftlab.decoding.drafters.head_drafter import is_medusa
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.prompts import encode, read_prompts, spread
 from peftlab.drafting.load import BOTH, Pair, make_drafter
@@ -71,7 +72,7 @@ def benchmark(
         "policy": options.policy,
         **_dtypes(options),
         "warnings": list(pair.warnings),
-        **bench(watches[0], drafters, questions, settings, models=watches),
+        **bench(watches[0], drafters, questions, settings, models=watches).as_json(),
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +18,39 @@ from peftlab.files import member, read_object
 from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 
+class Heads(Protocol):
+    """What a drafter needs of Medusa heads.
+
+    Attributes:
+        vocab_size: V.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the weights; their dtype and device are those of the computation."""
+        ...
+
+    def best(self, hidden: Tensor, width: int) -> Tensor:
+        """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
+        ...
+
+
 @dataclass
 class MedusaDrafter:
     """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
 
-    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most promising nodes over
-    the heads' best choices. Candidates are the heads' top tokens, so verification takes them as certain.
+    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most probable nodes over
+    the heads' best choices. Candidates are the heads' top tokens, so verification treats them as deterministic.
 
     Attributes:
-        heads: their ``best`` is asked; head i predicts i + 2 positions ahead.
+        heads: head i predicts i + 2 positions ahead.
         width: choices of a head that a tree may use; 1 is a chain.
         name: for reports.
     """
 
-    heads: MedusaHeads | ReducedHeads
+    heads: Heads
     width: int = 1
     name: str = "medusa"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
@@ -46,7 +67,7 @@ class MedusaDrafter:
         # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
         budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
-            return Draft(torch.full((len(rows), 0), -1, device=device))
+            return Draft.empty(len(rows), device)
         blank = torch.zeros_like(next(iter(self._hidden.values())))
         hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
         if self.heads.vocab_size != self._vocab:
