@@ -1,4 +1,4 @@
-"""Can a draft pay on this device? Measured step times, and the arithmetic of what they allow."""
+"""Whether a draft can make decoding faster on this device: measured step times, and the gains that they allow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peftlab.errors import PeftlabError
 
 @dataclass(frozen=True)
 class LengthGain:
-    """What a draft length allows.
+    """The gains of a draft length.
 
     Attributes:
         gamma: drafted tokens per step.
@@ -38,7 +38,7 @@ class LengthGain:
 
 @dataclass(frozen=True)
 class AcceptanceGain:
-    """What an acceptance allows.
+    """The gain at an acceptance.
 
     Attributes:
         alpha: acceptance.
@@ -53,7 +53,7 @@ class AcceptanceGain:
 
 @dataclass(frozen=True)
 class Gains:
-    """What step times allow: the gain over plain decoding by draft length and acceptance.
+    """The gain over plain decoding by draft length and acceptance.
 
     Attributes:
         c: d/t(1).
@@ -158,7 +158,7 @@ def check_repeats(repeats: int) -> None:
 
 
 def plan_from_times(target: list[float], draft: float) -> Gains:
-    """Return what step times allow.
+    """Return the gains that step times allow.
 
     With t(k) the time of a target step over k tokens and d that of a draft step, γ drafted tokens at
     acceptance α gain τ(α, γ)·t(1) / (t(γ+1) + γ·d) over plain decoding; where t is flat this is τ/(γc+1).
