@@ -45,12 +45,11 @@ LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
-    "peftlab.decoding.decode.decode",
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
-REPEATED_YET = {"examples", "heads", "prompts"}
+REPEATED_YET = {"examples"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",

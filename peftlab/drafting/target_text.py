@@ -20,9 +20,9 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.prompts import Request
 from peftlab.errors import PeftlabError
 from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
+from peftlab.tasks.prompts import Request
 
 _SAMPLED = 1024  # elements a tensor that tell one set of weights from another
 

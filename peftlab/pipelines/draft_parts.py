@@ -22,7 +22,6 @@ from peftlab.drafting.exits import Exit, find_exit
 from peftlab.drafting.load import eos_ids
 from peftlab.drafting.losses import EarlyExitLoss, HeadsLoss, Objective, PairLoss
 from peftlab.drafting.on_policy import OnPolicy
-from peftlab.drafting.prompts import Request, read_prompts, read_requests
 from peftlab.drafting.stored_top_k import stored_topk
 from peftlab.drafting.target_text import Writing, check_room, write_continuations
 from peftlab.drafting.truncation import truncate
@@ -30,6 +29,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.medusa_config import MedusaConfig
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.recipe.schema import DraftRecipe, Truncation
+from peftlab.tasks.prompts import Request, read_prompt_ids, read_requests
 
 Score = Callable[[nn.Module], dict[str, dict[str, float]]]
 
@@ -93,7 +93,7 @@ def read_text(recipe: DraftRecipe) -> Text:
             raise PeftlabError(f"early_exit: draft.truncate.layers names all {count} layers; leave out the last ones")
     prompts: list[list[int]] = []
     if data.prompts is not None:
-        prompts = read_prompts(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
+        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
         if len(prompts) <= data.held_out:
             raise PeftlabError(
                 f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "

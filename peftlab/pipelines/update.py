@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peftlab.drafting.prompts import Request, read_requests
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
 from peftlab.models.pretrained import load_tokenizer
@@ -16,6 +15,7 @@ from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
+from peftlab.tasks.prompts import Request, read_requests
 
 
 def run_update(

@@ -26,9 +26,9 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.prompts import encode, read_prompts, spread
 from peftlab.drafting.load import BOTH, eos_ids, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
 NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 3, 300

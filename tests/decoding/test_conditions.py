@@ -58,32 +58,32 @@ class TestPlan:
 
     def test_quiet_repeats_are_the_plan_of_their_medians(self):
         result = plan_of([[1.0, 1.01, 0.99], [1.02, 1.0, 1.01], [1.0, 1.0, 1.1]], [0.2, 0.2, 0.21])
-        assert result["c"] == pytest.approx(0.2) and result["target_seconds"] == [1.0, 1.01, 1.0]
-        low, high = result["c_interval"]
+        assert result.c == pytest.approx(0.2) and result.target_seconds == [1.0, 1.01, 1.0]
+        low, high = result.c_interval
         assert low <= 0.2 <= high < 0.22
-        assert result["target_range"][0] == (0.99, 1.01) and result["draft_range"] == (0.2, 0.21)
-        assert result["verdict"].startswith("pays from an acceptance of")
-        assert result["conditions"]["doubts"] == []
+        assert result.target_range[0] == (0.99, 1.01) and result.draft_range == (0.2, 0.21)
+        assert result.verdict.startswith("pays from an acceptance of")
+        assert result.conditions.doubts() == []
 
     def test_a_busy_machine_concludes_nothing(self):
         """Target and draft are the same model; the neighbour hit the draft's turns."""
         same = [1.0, 1.1, 0.9, 1.0, 21.0]
         hit = [22.0, 1.0, 21.9, 25.0, 1.1]
         result = plan_of([same] * 3, hit, BUSY)
-        low, high = result["c_interval"]
+        low, high = result.c_interval
         assert low <= 1.1 and high > 20, "the interval contains c = 1"
-        assert result["verdict"].startswith("uncertain, the machine was busy (load average 8.1 on 2 cores; ")
-        assert "by these times cannot pay here" in result["verdict"]
+        assert result.verdict.startswith("uncertain, the machine was busy (load average 8.1 on 2 cores; ")
+        assert "by these times cannot pay here" in result.verdict
 
     def test_repeats_that_disagree_are_uncertain_on_a_quiet_machine_too(self):
         result = plan_of([[1.0] * 6, [1.2, 2.8] * 3], [0.1] * 6)
-        low, high = result["cap_interval"]
+        low, high = result.cap_interval
         assert low <= 1 < high
-        assert result["verdict"].startswith("uncertain, as by some repeats a perfect draft reaches")
+        assert result.verdict.startswith("uncertain, as by some repeats a perfect draft reaches")
 
     def test_a_single_repeat_has_no_interval(self):
         result = plan_of([[1.0], [1.1]], [0.1], Conditions(0.1, 2, 0.99, None))
-        assert result["c_interval"] is None and result["cap_interval"] is None
+        assert result.c_interval is None and result.cap_interval is None
 
     def test_no_repeat_is_refused(self):
         with pytest.raises(PeftlabError, match="repeats: 0 measures nothing"):

@@ -18,13 +18,13 @@ from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.head_files import write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config
 from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 
 @pytest.fixture(scope="module")
@@ -270,11 +270,11 @@ def test_an_empty_prompt_begins_with_bos_or_not_at_all(stories_tokenizer):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "p.jsonl:2: not valid JSON"),
-        ("[" * 100_000, "p.jsonl:2: not valid JSON .nested too deeply"),
-        ("[]", "p.jsonl:2: no prompt; an object needs one of turns"),
+        ("{", "p.jsonl:2: not a JSON object"),
+        ("[" * 100_000, "p.jsonl:2: not a JSON object .nested too deeply"),
+        ("[]", "p.jsonl:2: not a JSON object but"),
         ('{"promt": "x"}', "p.jsonl:2: no prompt"),
-        ('{"turns": []}', "p.jsonl:2: turns is not what it should be"),
+        ('{"turns": []}', "p.jsonl:2: turns is not a text, chat messages or token ids"),
         ('{"messages": [{"role": "user"}]}', "p.jsonl:2: messages is not"),
         ('{"prompt": 3}', "p.jsonl:2: prompt is not"),
     ],

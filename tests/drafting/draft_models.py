@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.drafting.prompts import Request
+from peftlab.tasks.prompts import Request
 
 VOCAB = 40
 

@@ -273,7 +273,7 @@ class TestRefused:
             (["data.max_new_tokens=600"], "the target's context"),
             (["train.max_length=16"], "train.max_length; raise it"),
             (["data.held_out=10"], "leaves none of 10 prompts"),
-            (["data.prompts=[]"], "holds no prompt"),
+            (["data.prompts=[]"], "no prompt in it"),
             (["method={name: medusa}"], "puts heads on the target"),
             (["~draft"], "name a model, or truncate"),
             (["method={name: houlsby}", "merge=true"], "no linear fold"),
@@ -292,7 +292,7 @@ class TestRefused:
 
     def test_an_empty_prompt_file(self, stories: Path, tmp_path: Path) -> None:
         (tmp_path / "none.txt").write_text("\n")
-        assert "holds no prompt" in refused(stories, tmp_path / "out", f"data.prompts={tmp_path / 'none.txt'}")
+        assert "no prompt in it" in refused(stories, tmp_path / "out", f"data.prompts={tmp_path / 'none.txt'}")
 
     def test_a_draft_that_does_not_fit(self, stories: Path, tmp_path: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(stories)

@@ -18,11 +18,11 @@ from peftlab.drafting.hidden_states import forward_hidden, head_weight
 from peftlab.drafting.losses import EarlyExitLoss, HeadsLoss, Objective, PairLoss
 from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
 from peftlab.drafting.on_policy import OnPolicy
-from peftlab.drafting.prompts import Request
 from peftlab.drafting.stored_top_k import stored_topk
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
+from peftlab.tasks.prompts import Request
 
 
 def batch_of(rows: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Numbers about generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
+"""Statistics of generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.sampling import Sampling
 
 Interval = tuple[float, float] | None
-"""Of 95 %; None where the data cannot tell."""
+"""Of 95 %; None where there are too few data."""
 
 
 @dataclass(frozen=True)

@@ -56,15 +56,15 @@ class MedusaDrafter:
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        held = zip(rows, state.hidden, strict=True)
-        self._hidden = {row.index: hidden for row, hidden in held if hidden is not None}
+        states = zip(rows, state.hidden, strict=True)
+        self._hidden = {row.index: hidden for row, hidden in states if hidden is not None}
         self._vocab = state.vocab_size
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         weight = next(self.heads.parameters())
         device = weight.device
-        # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
+        # A prompt of one token has no hidden state yet: nothing is drafted for it in the first step.
         budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
             return Draft.empty(len(rows), device)
@@ -79,7 +79,7 @@ class MedusaDrafter:
         return Draft(torch.where(allowed, tokens, -1), shape=tree_shape(tree) if self.width > 1 else None)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
-        # The state that gave a row its newest token: that of the last accepted node, or of the root.
+        # The state from which a row's newest token was chosen: that of the last accepted node, or of the root.
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
             self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 
@@ -88,7 +88,7 @@ class MedusaDrafter:
 
 
 def is_medusa(directory: str | Path) -> bool:
-    """Whether a directory holds Medusa heads as ``drafting.headfiles.write_medusa`` writes them."""
+    """Whether a directory contains Medusa heads as ``drafting.head_files.write_medusa`` writes them."""
     config = Path(directory) / "config.json"
     return config.is_file() and read_object(config).get("model_type") == "medusa"
 

@@ -85,13 +85,13 @@ def _check_settings(temperature: float, top_k: int | None, top_p: float | None) 
     if top_k is not None and top_k < 1:
         raise PeftlabError(f"top_k: {top_k} keeps no token; give 1 or more, or None for all")
     if top_p is not None and not 0 < top_p <= 1:
-        raise PeftlabError(f"top_p: {top_p} lies outside (0, 1]")
+        raise PeftlabError(f"top_p: {top_p} is outside (0, 1]")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise PeftlabError("temperature: 0 is greedy and ignores top_k and top_p; leave them out")
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index a row, [..., V] -> [...], by a race of exponential clocks: argmax(p / E), E ~ Exp(1).
+    """Draw one index per row, [..., V] -> [...], as argmax(p / E) with E ~ Exp(1) (the exponential form of Gumbel-max).
 
     Rows need not sum to 1. An index of probability 0 is never drawn from a row that has any mass.
 
@@ -99,9 +99,9 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         probs: [..., V], not negative.
         generator: on the device of ``probs``.
     """
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    # A clock of exactly 0 would make 0 / 0 of an impossible index.
-    return (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
+    exponentials = torch.empty_like(probs).exponential_(generator=generator)
+    # An exponential of exactly 0 would make 0 / 0 of an impossible index.
+    return (probs / exponentials.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
 
 
 @dataclass
@@ -125,7 +125,7 @@ class RandomSource:
         return uniform < probability
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Return one index a row: [..., V] -> [...]."""
+        """Return one index per row: [..., V] -> [...]."""
         return sample(probs, self.generator)
 
 
@@ -146,5 +146,5 @@ class RowRandomSource(RandomSource):
         return torch.stack([RandomSource(generator).bernoulli(row) for generator, row in rows])
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Return one index a row: [b, ..., V] -> [b, ...], row i's from generator i."""
+        """Return one index per row: [b, ..., V] -> [b, ...], row i's from generator i."""
         return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])
