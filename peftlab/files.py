@@ -53,9 +53,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path`` atomically."""
+    """Write ``text`` (UTF-8) to ``path`` atomically.
+
+    Raises:
+        PeftlabError: the text names a file whose name is not UTF-8.
+    """
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = ascii(text[max(0, error.start - 40) : error.end + 20])
+        raise PeftlabError(f"{Path(path).name}: cannot hold the file name in {shown}, which is not UTF-8") from None
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def write_json(path: str | Path, value: Any) -> None:
