@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -37,9 +37,10 @@ def fsync_path(path: Path) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success sync it and rename it over ``path``.
 
-    On an exception the temporary file is removed and ``path`` is left as it was.
+    On an exception the temporary file and the directories made for it are removed, and ``path`` is left as it was.
     """
     path = Path(path)
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
@@ -49,6 +50,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         fsync_path(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        for parent in made:
+            with suppress(OSError):  # it is not empty: another process writes there as well
+                parent.rmdir()
         raise
 
 

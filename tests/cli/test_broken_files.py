@@ -208,6 +208,10 @@ def test_a_run_whose_recipe_is_no_text(content: bytes | None, world: worlds.Worl
         assert "recipe.yaml" in refused(tmp_path, *command)
 
 
+def test_directories_made_for_a_file_that_fails_are_removed(tmp_path: Path) -> None:
+    refused(tmp_path, "recipes", "copy", "quickstart", "--to", "new/deep/..")
+
+
 def test_a_file_name_that_is_not_utf_8(adapter: Path, base: Path) -> None:
     message = refused(base.parent, "merge", "adapter", "--base", "base", "-o", os.fsdecode(b"\xffout"))
     assert "\\udcffout" in message and "not UTF-8" in message
