@@ -50,14 +50,11 @@ LONG_FUNCTIONS = {
     "peftlab.training.loop.train",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
-REPEATED_YET = {"examples", "heads", "prompts"}
+REPEATED_YET = {"examples", "prompts"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
     "peftlab.tasks.config",
     "peftlab.training.config",
 }
