@@ -53,10 +53,7 @@ REPEATED_YET = {"examples"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
     "peftlab.tasks.config",
     "peftlab.training.config",
 }

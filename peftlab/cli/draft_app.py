@@ -112,7 +112,7 @@ def update(
         list[str] | None,
         typer.Argument(help="Overrides: train.max_steps=50.", metavar="[key=value]..."),
     ] = None,
-    size: Annotated[int, typer.Option("--size", help="Requests the replay buffer holds.", min=2)] = 1024,
+    size: Annotated[int, typer.Option("--size", help="Size of the replay buffer, in requests.", min=2)] = 1024,
 ) -> None:
     """Train the newest draft of a run further on the requests it has served since."""
     from peftlab.pipelines.update import run_update

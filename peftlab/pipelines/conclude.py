@@ -14,7 +14,7 @@ from peftlab.reporting.html import write_report
 def write_results(run_dir: Path, results: dict[str, Any]) -> None:
     """Write ``results.json`` and ``report.html``, or say why there is no report.
 
-    Called before whatever is only measured, so that a measurement that fails costs nothing else.
+    Called before whatever is only measured, so that a failing measurement loses nothing else.
     """
     write_json(run_dir / "results.json", results)
     try:

@@ -31,7 +31,7 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
 
     Returns:
         ``matches`` (module pattern to number of modules), ``trainable``, ``total``, ``linear_covered`` (share of
-        linear weights that lie in adapted modules), ``head`` (modules trained whole), ``targets`` ("table" or
+        linear weights in adapted modules), ``head`` (modules trained whole), ``targets`` ("table" or
         "fallback": where default targets came from) and ``architecture``.
 
     Raises:

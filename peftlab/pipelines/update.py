@@ -1,4 +1,4 @@
-"""Going on with a draft from the requests it has served since (Online Speculative Decoding)."""
+"""Training a draft further on the requests that it has served (Online Speculative Decoding)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def run_update(
     Liu et al. 2023 (arXiv 2310.07177). The update is a run of its own, ``RUN/updates/0001`` and so on, whose
     recipe is the run's with the newest draft as its start. ``updates/replay-0001.jsonl`` holds the newest
     ``size`` requests, this log's and earlier ones': the newest of them are held out, and acceptance on them, before and
-    after, is what the update is judged by. The text the target wrote for the run is learnt from along with it.
+    after, is what the update is judged by. The text that the target wrote for the run is training data too.
 
     Args:
         run: directory of a draft recipe's run.
         logs: served requests, a prompt and a response a row.
-        size: requests the buffer holds.
+        size: of the buffer, in requests.
         overrides: as for ``peftlab run``: fewer steps, another learning rate.
 
     Raises:
@@ -56,7 +56,7 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
     done = [place for place in places if (place / "recipe.yaml").exists()]  # not: killed before it began
     newest = done[-1] if done else run
     if not (newest / "merged" / "config.json").exists():
-        raise PeftlabError(f"{newest}: holds no merged draft to go on from; was it run to its end, with a fold?")
+        raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end, with merge: true?")
     tokenizer = load_tokenizer(first.target)
     before = run / "updates" / f"replay-{len(done):04d}.jsonl"
     buffer = read_requests(before, tokenizer) if before.exists() else []

@@ -17,22 +17,20 @@ Both cards are made of one dictionary:
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from peftlab.checkpoints.model_card import code, fence, hub_id, model_card, table
 from peftlab.reporting import facts
 from peftlab.reporting.classes import class_rows
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}
-# What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike take for a string without quotes.
-_PLAIN = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
-_NOT_A_STRING = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 _CLASSES = 50  # rows of the table of classes
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
@@ -50,12 +48,6 @@ def adapter_card(info: Mapping[str, Any]) -> str:
     else:
         importing, load = "from peftlab.checkpoints.adapter import load_adapter", "load_adapter"
         library = "peftlab"
-    head = {
-        "base_model": _hub_id(info["base_model"]),
-        "base_model_relation": "adapter",
-        "library_name": library,
-    }
-    options = _base_options(info)
     imports, base = _base_code(info["base_model"])
     lines = [
         importing,
@@ -64,11 +56,11 @@ def adapter_card(info: Mapping[str, Any]) -> str:
         "",
         f"base = {base}",
         f"tokenizer = AutoTokenizer.from_pretrained(base{_arguments(info, 'revision')})",
-        f"model = {_AUTO_CLASS}.from_pretrained(base{options})",
+        f"model = {_AUTO_CLASS}.from_pretrained(base{_base_options(info)})",
         f"model = {load}(model, {json.dumps(info['name'])})",
     ]
-    what = f"A {info['results']['method']} adapter of {_code(info['base_model'])}"
-    return _card(info, head, what, "\n".join(lines))
+    what = f"A {info['results']['method']} adapter of {code(info['base_model'])}"
+    return _card(info, "adapter", library, what, "\n".join(lines))
 
 
 def merged_card(info: Mapping[str, Any]) -> str:
@@ -77,11 +69,6 @@ def merged_card(info: Mapping[str, Any]) -> str:
     Args:
         info: the dictionary described at the top of this module.
     """
-    head = {
-        "base_model": _hub_id(info["base_model"]),
-        "base_model_relation": "finetune",
-        "library_name": "transformers",
-    }
     name = json.dumps(info["name"])
     lines = [
         f"from transformers import {_AUTO_CLASS}, AutoTokenizer",
@@ -89,94 +76,62 @@ def merged_card(info: Mapping[str, Any]) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({name})",
         f"model = {_AUTO_CLASS}.from_pretrained({name})",
     ]
-    what = f"{_code(info['base_model'])} with a {info['results']['method']} adapter merged into its weights"
-    return _card(info, head, what, "\n".join(lines))
+    what = f"{code(info['base_model'])} with a {info['results']['method']} adapter merged into its weights"
+    return _card(info, "finetune", "transformers", what, "\n".join(lines))
 
 
-def _card(info: Mapping[str, Any], head: dict[str, Any], what: str, code: str) -> str:
-    results = info["results"]
-    parts = [
-        f"---\n{front_matter(head | _about(info))}---",
-        f"# {_prose(str(info['name']))}",
-        f"{what}, finetuned on {_code(results['task'])} with peftlab.",
-        f"## Results\n\n{_results_table(results)}",
-        _table(("run", ""), facts.facts(results).items()),
-        *([_table(*_classes(results["classes"]))] if results.get("classes") else []),
-        f"## Use\n\n{_fence(code, 'python')}",
-        f"## Recipe\n\n{_fence(info['recipe'], 'yaml')}",
-    ]
+def _card(info: Mapping[str, Any], relation: str, library: str, what: str, use: str) -> str:
+    from huggingface_hub import ModelCardData
+
+    results, dataset, evaluated = info["results"], hub_id(info.get("dataset")), _eval_results(info)
+    data = ModelCardData(
+        base_model=hub_id(info["base_model"]),
+        base_model_relation=relation,
+        library_name=library,
+        pipeline_tag="text-classification",
+        tags=list(dict.fromkeys(["peftlab", results["method"], results["task"].partition("/")[0]])),
+        datasets=[dataset] if dataset else None,
+        metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
+        eval_results=evaluated or None,
+        model_name=Path(str(info["name"])).name,
+    )
     merge = dict(facts.flatten(results.get("merge") or {}))
-    if merge:
-        rows = ((facts.label(key), facts.number(value)) for key, value in merge.items())
-        parts.insert(5, "## Merge verification\n\n" + _table(("check", "value"), rows))
-    if info.get("base_license"):
-        parts.append(
-            f"## Licence\n\nThe base model is licensed under {_code(info['base_license'])}; "
-            "its terms apply to what is derived from it."
-        )
-    return "\n\n".join(parts) + "\n"
-
-
-def _classes(classes: Any) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    header, *rows = class_rows(classes, _CLASSES)
-    return header, rows
-
-
-def _about(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the front matter that adapter and merged model share."""
-    results = info["results"]
-    dataset = _hub_id(info.get("dataset"))
-    config = results["task"].partition("/")[2] if results["task"].startswith("glue/") else None
-    scores = _scores(results)
-    finite = {name: value for name, value in scores.items() if math.isfinite(value)}
-    data = {
-        "name": results["task"],
-        "type": dataset or "text",
-        "config": config,
-        "split": info.get("split", "validation"),
-    }
-    metrics = [
-        {
-            "type": _HUB_METRICS.get(metric := name.rpartition(".")[2], metric),
-            "value": value,
-            "name": facts.label(name),
-        }
-        for name, value in finite.items()
+    checks = ((facts.label(key), facts.number(value)) for key, value in merge.items())
+    parts = [
+        f"{what}, finetuned on {code(results['task'])} with peftlab.",
+        f"## Results\n\n{_results_table(results)}",
+        table(("run", ""), facts.facts(results).items()),
+        *([_classes(results["classes"])] if results.get("classes") else []),
+        *(["## Merge verification\n\n" + table(("check", "value"), checks)] if merge else []),
+        f"## Use\n\n{fence(use, 'python')}",
     ]
-    result = {"task": {"type": "text-classification"}, "dataset": data, "metrics": metrics}
-    return {
-        "pipeline_tag": "text-classification",
-        "tags": list(dict.fromkeys(["peftlab", results["method"], results["task"].partition("/")[0]])),
-        "datasets": [dataset] if dataset else None,
-        "metrics": list(dict.fromkeys(metric["type"] for metric in metrics)) or None,
-        "model-index": [{"name": Path(str(info["name"])).name, "results": [result]}] if metrics else None,
-    }
+    return model_card(data, str(info["name"]), parts, recipe=info["recipe"], license_=info.get("base_license"))
 
 
-def front_matter(values: Mapping[str, Any]) -> str:
-    """Return ``values`` as YAML that YAML 1.1 and 1.2 readers understand alike; nulls are left out."""
-    from ruamel.yaml import YAML
-
-    yaml = YAML()
-    yaml.width = 1 << 20
-    yaml.allow_unicode = False
-    buffer = io.StringIO()
-    yaml.dump(_quoted(values), buffer)
-    return buffer.getvalue()
+def _classes(classes: Mapping[str, Mapping[str, int]]) -> str:
+    header, *rows = class_rows(classes, _CLASSES)
+    return table(header, rows)
 
 
-def _quoted(value: Any) -> Any:
-    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+def _eval_results(info: Mapping[str, Any]) -> list[EvalResult]:
+    """Return the finite scores as the hub's client represents them."""
+    from huggingface_hub import EvalResult
 
-    if isinstance(value, Mapping):
-        return {key: _quoted(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_quoted(inner) for inner in value]
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _NOT_A_STRING):
-        return DoubleQuotedScalarString(value)
-    return value
+    task = info["results"]["task"]
+    return [
+        EvalResult(
+            task_type="text-classification",
+            dataset_type=hub_id(info.get("dataset")) or "text",
+            dataset_name=task,
+            dataset_config=task.partition("/")[2] if task.startswith("glue/") else None,
+            dataset_split=info.get("split", "validation"),
+            metric_type=_HUB_METRICS.get(metric := name.rpartition(".")[2], metric),
+            metric_value=value,
+            metric_name=facts.label(name),
+        )
+        for name, value in _scores(info["results"]).items()
+        if math.isfinite(value)
+    ]
 
 
 def _scores(results: Mapping[str, Any]) -> dict[str, float]:
@@ -191,18 +146,7 @@ def _results_table(results: Mapping[str, Any]) -> str:
         (facts.label(name), facts.number(value), facts.number(baseline) if name == results["metric"] else "")
         for name, value in _scores(results).items()
     ]
-    return _table(("metric", "score", facts.baseline_name(results["metric"])), rows)
-
-
-def _table(header: tuple[str, ...], rows: Any) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_prose(cell) for cell in line)} |" for line in lines)
-
-
-def _hub_id(reference: str | None) -> str | None:
-    """Return ``reference`` if the hub would take it for an id: it refuses cards that name local paths."""
-    named = reference and _HUB_ID.fullmatch(reference) and not Path(reference).exists()
-    return reference if named else None
+    return table(("metric", "score", facts.baseline_name(results["metric"])), rows)
 
 
 def _base_code(reference: str) -> tuple[list[str], str]:
@@ -220,25 +164,3 @@ def _base_options(info: Mapping[str, Any]) -> str:
 
 def _arguments(info: Mapping[str, Any], *names: str) -> str:
     return "".join(f", {name}={json.dumps(info[name])}" for name in names if info.get(name))
-
-
-def _prose(text: str) -> str:
-    """Return ``text`` with what Markdown or HTML would act on in a line or table cell made harmless."""
-    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
-    return escaped.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _code(text: str) -> str:
-    """Return ``text`` as inline code, whatever backticks are in it."""
-    ticks = "`" * (_longest_run(text) + 1)
-    return f"{ticks}{text}{ticks}" if len(ticks) == 1 else f"{ticks} {text} {ticks}"
-
-
-def _fence(text: str, language: str) -> str:
-    """Return ``text`` as a fenced block, whatever fences are in it."""
-    ticks = "`" * max(3, _longest_run(text) + 1)
-    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall("`+", text)), default=0)

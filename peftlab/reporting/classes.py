@@ -1,4 +1,4 @@
-"""The classes of a run: their counts, what is suspicious about them, and a score that learnt none of them."""
+"""The classes of a run: counts, warnings about them, and a remark where the score is only the baseline's."""
 
 from __future__ import annotations
 

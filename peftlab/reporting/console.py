@@ -1,4 +1,4 @@
-"""Tables and lines for the terminal: plain ASCII words, whole in 80 columns and in a log file."""
+"""Tables and lines for the terminal: ASCII text that fits into 80 columns and into a log file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INDENT = "  "
 
 
 class LongName:
-    """A tensor name, path or hub id that goes on in the next line after a separator where it must."""
+    """A tensor name, path or hub id that is broken after a separator where it does not fit into a line."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class LongName:
 def fold_name(name: str, width: int) -> list[str]:
     """Split ``name`` after ``.``, ``/``, ``:`` or ``-`` into lines of at most ``width``.
 
-    Lines after the first leave room for an indent of 2. A piece longer than a line stays whole. Joined, the
+    Lines after the first leave room for an indent of 2. A piece longer than a line is not broken. Joined, the
     lines are the name again.
     """
     lines = [""]
@@ -95,7 +95,7 @@ def trainable_line(trainable: int, total: int) -> str:
 
 
 def merge_table(report: Mapping[str, Any]) -> Table:
-    """Return what a merge did, one row for the tensors whose names differ by their layer alone.
+    """Return what a merge did, one row for all tensors whose names differ only in the layer.
 
     ``n`` tensors; the mean of the change's norm over the weight's; the mean share of elements whose stored
     value changed; and the worst share of the change that rounding to the stored dtype left.
@@ -159,7 +159,7 @@ def recipes_table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def error(message: str) -> None:
-    """Print ``error: message`` to stderr, unbroken, so that a path in it can be copied whole."""
+    """Print ``error: message`` to stderr, without line breaks, so that a path in it can be copied."""
     console = Console(stderr=True)
     console.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 

@@ -140,7 +140,7 @@ def plan_drawings(plan: dict[str, Any]) -> list[str]:
 
 
 def bench_drawings(result: dict[str, Any]) -> list[str]:
-    """Draw acceptance by position and the histogram of tokens a step."""
+    """Draw acceptance by position and the histogram of tokens per step."""
 
     def positions(axes: Any) -> None:
         alphas = result["acceptance_by_position"]
@@ -149,9 +149,9 @@ def bench_drawings(result: dict[str, Any]) -> list[str]:
 
     def histogram(axes: Any) -> None:
         axes.bar(list(result["histogram"]), list(result["histogram"].values()))
-        axes.set(xlabel="tokens a target step", ylabel="steps")
+        axes.set(xlabel="tokens per target step", ylabel="steps")
 
-    return [drawing(positions, "acceptance by position"), drawing(histogram, "tokens a target step")]
+    return [drawing(positions, "acceptance by position"), drawing(histogram, "tokens per target step")]
 
 
 def drawing(draw: Callable[[Any], None], summary: str) -> str:

@@ -12,7 +12,7 @@ from peftlab.reporting.curves import Curve
 
 INK, GRID = "#010101", "#020202"
 SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305")
-# matplotlib knows only fixed colours: each stands for a variable of the page and is replaced in the SVG.
+# matplotlib knows only fixed colours: each is replaced in the SVG by a variable of the page.
 _VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
 }

@@ -174,7 +174,7 @@ def short_count(n: int) -> str:
 
 
 def row_parameters(table: Table, row: str) -> str:
-    """Return a row's trainable parameters; of several tasks, whose heads differ a little, the most."""
+    """Return a row's trainable parameters; of several tasks, whose heads differ in size, the largest."""
     counts = [entry.trainable for (_, name), entry in table.entries.items() if name == row]
     return short_count(max(counts)) if counts else "-"
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from peftlab import PeftlabError
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.reporting.result_keys import COMMON, FINETUNE
 
 
 def peftlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -126,6 +127,7 @@ class TestRun:
             "total_parameters", "train_seconds", "examples_per_second", "tokens_per_second", "padding_share",
             "peak_rss_mb", "seed",
         }  # fmt: skip
+        assert set(results) <= COMMON.keys() | FINETUNE.keys()
         assert results["baseline_score"] == 0.5
         assert results["merge"]["max_logit_difference"] < 1e-5
         # 6 layers, r=4: q, k, v, o (384+384 each), both FFN maps (384+1536), the pooler, and the head

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from run_directory import RECIPE, results
 
-from peftlab.reporting.card import adapter_card, front_matter, merged_card
+from peftlab.checkpoints.model_card import front_matter
+from peftlab.reporting.card import adapter_card, merged_card
 
 CARDS = [adapter_card, merged_card]
 PRINTABLE = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=40)

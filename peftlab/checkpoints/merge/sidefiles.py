@@ -1,17 +1,19 @@
-"""What a model directory holds beside its weights."""
+"""The files of a model directory beside its weights."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.merge.report import MergeReport
+from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
 
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
@@ -45,37 +47,38 @@ def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
 
 def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
     """Return a README.md for a merged directory: what it was made of, how to load it, the recipe."""
-    head = {"library_name": "transformers", "base_model_relation": "finetune", **_base_front_matter(base)}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", report.base):
-        head["base_model"] = report.base
-    matter = "".join(f"{key}: {value}\n" for key, value in head.items())
+    licence = _base_licence(base)
+    data = ModelCardData(
+        base_model=hub_id(report.base),
+        base_model_relation="finetune",
+        library_name="transformers",
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
+    )
+    name = Path(report.out).name
     changed = [row for row in report.tensors if row.kind == "folded"]
     parts = [
-        f"---\n{matter}---",
-        f"# {Path(report.out).name}",
-        f"`{report.base}` with the {report.method} adapter `{report.adapter}` merged into its weights by peftlab: "
-        f"{len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} as they "
-        "were. `merge.json` has the figures of each.",
-        "```python\n"
-        f"from transformers import {report.architecture}\n\n"
-        f'model = {report.architecture}.from_pretrained("{Path(report.out).name}")\n'
-        "```",
+        f"{code(report.base)} with the {report.method} adapter {code(report.adapter)} merged into its weights by "
+        f"peftlab: {len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} "
+        "as they were. `merge.json` has the figures of each.",
+        "## Use\n\n"
+        + fence(
+            f"from transformers import {report.architecture}\n\n"
+            f"model = {report.architecture}.from_pretrained({json.dumps(name)})",
+            "python",
+        ),
     ]
-    if "license" in head:
-        parts.append(f"The base model's licence ({head['license']}) applies to what is derived from it.")
-    if recipe:
-        fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", recipe)), default=0))
-        parts.append(f"## Recipe\n\n{fence}yaml\n{recipe.rstrip()}\n{fence}")
-    return "\n\n".join(parts) + "\n"
+    return model_card(data, name, parts, recipe=recipe, license_=licence.get("license"))
 
 
-def _base_front_matter(base: Path) -> Mapping[str, str]:
-    """Return the licence lines of the base's own card."""
+def _base_licence(base: Path) -> dict[str, str]:
+    """Return the licence lines of the base's own card: ``license``, ``license_name``, ``license_link``."""
     card = base / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and _belongs(card, base) else ""
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    lines = re.findall(r"^(license\w*): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
-    return dict(lines)
+    lines = re.findall(r"^(license(?:_name|_link)?): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
+    return {key: value.strip().strip("'\"") for key, value in lines}
 
 
 def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:

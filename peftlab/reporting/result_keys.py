@@ -1,0 +1,109 @@
+"""The keys of ``results.json``, and the reference page made from them.
+
+``python -m peftlab.reporting.result_keys`` writes ``docs/reference/results.md`` into the repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peftlab.files import write_text
+from peftlab.recipe import library
+
+COMMON = {
+    "task": "the task, or `draft of TARGET`",
+    "method": "how parameters trained",
+    "model": "reference of the base model, or of the draft before training",
+    "metric": "name of the deciding metric",
+    "score": "its value at the best evaluation, on the first split",
+    "metrics": "all metrics at the best evaluation, by split",
+    "last_metrics": "all metrics at the last evaluation, by split",
+    "best_step": "optimiser step of the best evaluation",
+    "steps": "optimiser steps of the run",
+    "baseline_score": "the deciding metric of the baseline: the majority class, the mean, or the draft before training",
+    "baseline_metrics": "all metrics of the baseline",
+    "trainable_parameters": "parameters that required a gradient",
+    "total_parameters": "all parameters, the adapter's included",
+    "train_seconds": "wall time of training, evaluations included",
+    "examples_per_second": "training examples per second",
+    "tokens_per_second": "training tokens per second, without padding",
+    "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
+    "seed": "`train.seed`",
+    "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement`, `examples`, and "
+    "`latency_merged`, `latency_unmerged` relative to the base model; only where a merge was verified",
+}
+FINETUNE = {
+    "padding_share": "share of the tokens in training batches that were padding",
+    "peak_rss_mb": "largest main memory in MiB",
+    "classes": "class name to its number of examples by split; empty for regression",
+    "dropped_rows": "rows left out because a text or label was missing",
+    "left_out": "all rows left out, by reason",
+}
+DRAFT = {
+    "objective": "`objective.name`",
+    "train_examples": "training examples",
+    "learnt_tokens": "tokens of the target's text in them",
+    "kept_share": "share of those tokens that the loss counted (`objective.selective`)",
+    "merged_metrics": "acceptance of the merged draft, read from disk",
+    "vocabulary": "`tokens` of a reduced vocabulary, and the `ceiling` that it puts on acceptance",
+    "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
+    "decoding": "`before` and `after` training: `block_efficiency`, `accepted`, `tokens_per_second`, "
+    "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `kernel`, `conditions`; "
+    "and `gamma`, tokens drafted per target step",
+}
+
+_INTRODUCTION = """\
+# Results
+
+<!-- Written by `python -m peftlab.reporting.result_keys`; edit the descriptions there. -->
+
+`results.json` in a run directory is one JSON object. NaN and infinite values are written as `NaN` and `Infinity`.
+`report.html`, model cards and tables are made from it. A table's own results are the rows of `table.csv`: see
+[tables and sweeps](../guide/tables.md).
+"""
+_OTHERS = """\
+## `merge.json`
+
+`peftlab merge` writes one beside the merged weights: the fields of
+
+```{eval-rst}
+.. autoclass:: peftlab.checkpoints.merge.report.MergeReport
+.. autoclass:: peftlab.checkpoints.merge.report.TensorReport
+```
+
+## `draft bench --json` and `draft plan --json`
+
+```{eval-rst}
+.. autofunction:: peftlab.decoding.analysis.benchmark.bench
+   :no-index:
+.. autofunction:: peftlab.decoding.analysis.planning.plan
+   :no-index:
+```
+
+Before these keys come the settings: `target`, `draft`, `dtype`, `draft_dtype`, `warnings`, and for `bench` `gamma`,
+`width` and `policy`.
+"""
+
+
+def reference_markdown() -> str:
+    """Return the reference page."""
+    parts = [
+        _INTRODUCTION,
+        "## Every run\n",
+        _table(COMMON),
+        "## `kind: finetune`\n",
+        _table(FINETUNE),
+        "## `kind: draft`\n",
+        _table(DRAFT),
+        _OTHERS,
+    ]
+    return "\n".join(parts)
+
+
+def _table(keys: Mapping[str, str]) -> str:
+    rows = "".join(f"| `{key}` | {text} |\n" for key, text in keys.items())
+    return f"| key | meaning |\n| --- | --- |\n{rows}"
+
+
+if __name__ == "__main__":
+    write_text(library.recipes_root().parent / "docs" / "reference" / "results.md", reference_markdown())
