@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -58,9 +59,20 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def to_json(value: Any) -> Any:
+    """Return ``value`` in JSON's types: a dataclass is an object with its fields, a tuple a list, a path a string."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON to ``path`` atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write ``to_json(value)``, indented, to ``path`` atomically."""
+    write_text(path, json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def open_regular(path: str | Path) -> BinaryIO:

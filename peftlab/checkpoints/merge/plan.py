@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from peftlab.checkpoints.adapter import BASE_LAYER, Adapter, fill, fitted
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of, trainable_parameters
@@ -73,16 +74,14 @@ class MergePlan:
             shard.close()
 
 
-def plan_merge(
-    adapter: Adapter, directory: Path, *, source: str, stored: torch.dtype | None, trust_remote_code: bool
-) -> MergePlan:
+def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, source: str) -> MergePlan:
     """Decide where each tensor comes from; refuse whatever does not fit.
 
     Args:
-        source: the adapter's path, for messages. stored: dtype of the merged weights, or None.
+        directory: of the base. source: the adapter's path, for messages.
     """
-    shards = open_shards(directory)
-    model = task_model(adapter, directory, source=source, trust_remote_code=trust_remote_code)
+    shards, stored = open_shards(directory), options.dtype
+    model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
