@@ -248,7 +248,7 @@ def test_adapters_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> 
 def test_bases_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = parts
     other = save_base(build("gpt2"), tmp_path / "gpt2")
-    _refused(adapter, other, tmp_path / "out", "belongs to 'llama'")
+    _refused(adapter, other, tmp_path / "out", "was trained on 'llama'")
     config = json.loads((base / "config.json").read_text())
     for method in ("bitsandbytes", "gptq", "awq"):
         quantised = config | {"quantization_config": {"quant_method": method, "bits": 4}}

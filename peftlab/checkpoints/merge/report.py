@@ -1,4 +1,4 @@
-"""What a merge did to each tensor, as numbers."""
+"""What a merge changed, measured per tensor, and the report of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorReport:
         dtype: of the merged tensor. shape: of it.
         ratio: ‖ΔW‖ / ‖W0‖, before rounding; None for an added tensor.
         changed: share of the weights that differ from W0 after rounding.
-        survived: share of ΔW that is left after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
+        survived: share of ΔW that remains after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
             weights differ by.
         nonfinite: how many of the stored weights are NaN or infinite.
     """
@@ -145,8 +145,11 @@ class Tally:
 
 
 def replaced(name: str, before: Tensor | None, value: Tensor, stored: Tensor) -> TensorReport:
-    """Return the row of a tensor that is trained whole: W0 (None where the base has none), its value as trained
-    and as stored."""
+    """Return the row of a tensor that is trained whole.
+
+    Args:
+        before: W0; None where the base has none. value, stored: the tensor as trained and as stored.
+    """
     tally = Tally(before is not None and before.dtype != stored.dtype)
     kind = "replaced"
     if before is None or before.shape != stored.shape:
@@ -178,7 +181,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _square(block: Tensor) -> float:
-    """Return the sum of squares; in fp64 where fp32 cannot hold it."""
+    """Return the sum of squares; in fp64 where fp32 overflows."""
     flat = block.reshape(-1).float() if block.itemsize < 4 else block.reshape(-1)
     total = float(torch.dot(flat, flat))
     return total if math.isfinite(total) or flat.dtype == torch.float64 else _square(flat.double())

@@ -24,7 +24,7 @@ class Steps:
     """The steps of one merge.
 
     Args:
-        plan: what to write. outputs: the file of each merged key. figures: takes each tensor's.
+        plan: what to write. outputs: the file of each merged key. figures: collects each tensor's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Steps:
         return Job(reads, convert, self.outputs, entry.nbytes + output.entries[target.key].nbytes)
 
     def _changed(self, target: Target, name: str, base: Tensor | None) -> Tensor:
-        """Return a parameter's merged value and note its figures."""
+        """Return a parameter's merged value and record its figures."""
         stored = DTYPES[target.dtype]
         given = self.plan.given.get(name)
         if name in self.plan.folded:
@@ -94,7 +94,7 @@ class Steps:
         return value
 
     def _converted(self, target: Target, value: Tensor) -> Tensor:
-        """Return a base tensor in the dtype it is stored in; note what that dtype's range does not hold."""
+        """Return a base tensor in the dtype it is stored in; record what is out of that dtype's range."""
         stored = value.to(DTYPES[target.dtype])
         if stored.dtype == value.dtype:
             return value
@@ -111,16 +111,16 @@ class Steps:
         return stored
 
     def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
-        """Fold by the leaf's own function, on a copy of the empty leaf that holds weight and adapter."""
+        """Fold by the leaf's own function, on a copy of the empty leaf with weight and adapter put in."""
         leaf_name = self.plan.folded[name]
         empty = self.plan.model.get_submodule(leaf_name)
         leaf: Any = recast(type(empty), empty)
         own = name.removeprefix(f"{leaf_name}.")
-        lent = {own: weight}
+        values = {own: weight}
         for key in leaf._parameters:
-            if key not in lent and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
-                lent[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
-        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in lent.items()})
+            if key not in values and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
+                values[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
+        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
         leaf.settle()
         in_place = stored == weight.dtype and name not in self.plan.given
         with torch.no_grad():
@@ -135,7 +135,7 @@ class Steps:
         return groups
 
     def _group(self, group: list[Target]) -> Iterator[Job | Copy]:
-        """Yield the steps of base tensors that the model holds in another form: experts one by one, for instance."""
+        """Yield the steps of base tensors that the model has in another form, as experts stored one by one."""
         place = group[0].place
         assert place is not None
         if not any(name in self.plan.folded or name in self.plan.given for name in place.names):
