@@ -171,7 +171,7 @@ def json_kind(value: Any) -> str:
     return _KINDS.get(type(value), "a number")
 
 
-def told(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """Return the message of a system error, the file's name first."""
     names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     return f"{names}: {reason(error)}" if names else reason(error)

@@ -45,15 +45,12 @@ LONG_FUNCTIONS = {
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }
-LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/pipelines", "peftlab/tasks"}
-REPEATED_YET = {"benchmark", "examples", "heads", "prompts"}
+LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
+REPEATED_YET = {"examples", "prompts"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
     "peftlab.tasks.config",
     "peftlab.training.config",
 }

@@ -13,7 +13,7 @@ import typer
 from peftlab import __version__
 from peftlab.cli.draft_app import draft_app, generate
 from peftlab.errors import PeftlabError
-from peftlab.files import told
+from peftlab.files import os_error_text
 
 app = typer.Typer(
     name="peftlab",
@@ -272,7 +272,7 @@ def main() -> None:
         from peftlab.reporting.console import error as show
 
         status = error.status if isinstance(error, PeftlabError) else PeftlabError.status
-        show(str(error) if isinstance(error, PeftlabError) else told(error))
+        show(str(error) if isinstance(error, PeftlabError) else os_error_text(error))
         sys.stderr.flush()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             os._exit(status)  # the other processes may wait for this one in a collective: do not join them
