@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.formats.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.merge.options import MergeOptions as MergeOptions
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints

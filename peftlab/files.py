@@ -1,6 +1,6 @@
-"""Reading files that may be anything, and writing files that are either absent or complete.
+"""Reading files with clear errors, and writing files that are either absent or complete.
 
-What is written gets a temporary name, is synced and then renamed.
+A file is written under a temporary name, synced and then renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
+<<<<<<< HEAD
 from contextlib import contextmanager, suppress
+=======
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+>>>>>>> ckpt
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -71,20 +76,31 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_bytes(content)
 
 
+def to_json(value: Any) -> Any:
+    """Return ``value`` in JSON's types: a dataclass is an object with its fields, a tuple a list, a path a string."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON to ``path`` atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write ``to_json(value)``, indented, to ``path`` atomically."""
+    write_text(path, json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        PeftlabError: no such file, one that cannot be opened, or none at all: a directory, or a pipe or device,
-            which would block or never end.
+        PeftlabError: no such file, one that cannot be opened, or not a regular file: reading a pipe or a device
+            might block or never end.
     """
     try:
-        # Opening a pipe for reading waits for a writer, unless told not to.
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such file") from None
@@ -106,7 +122,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the content of a regular UTF-8 file; errors as in ``read_bytes``, and for other bytes than UTF-8."""
+    """Return the content of a regular UTF-8 file; errors as in ``read_bytes``, and for bytes that are not UTF-8."""
     content = read_bytes(path)
     try:
         return content.decode("utf-8")
@@ -116,7 +132,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
-    """Return the value of a JSON text; whatever is wrong with it is a ``ValueError`` that says so.
+    """Return the value of a JSON text; any mistake in it raises ``ValueError``.
 
     Args:
         pairs: makes an object of its keys and values; default: a dictionary.
@@ -125,7 +141,7 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any
         return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # Python's own limit on the digits of an integer, which advises to change Python's settings
+    except ValueError:  # Python's limit on an integer's digits, whose message is about Python's settings
         raise ValueError("an integer of more than 4,300 digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -135,8 +151,8 @@ def read_json(path: str | Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        PeftlabError: as ``read_text``; not JSON, or a string in it contains half a surrogate pair, which no file
-            can store.
+        PeftlabError: as ``read_text``; not JSON, or a string in it contains half a surrogate pair, which UTF-8
+            cannot encode.
     """
     text = read_text(path)
     try:
@@ -151,7 +167,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file; errors as in ``read_json``, and for a value that is no object."""
+    """Return the object in a JSON file; errors as in ``read_json``, and for a value that is not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise PeftlabError(f"{path}: must be a JSON object, not {json_kind(value)}")
@@ -172,16 +188,16 @@ def json_kind(value: Any) -> str:
     return _KINDS.get(type(value), "a number")
 
 
-def told(error: OSError) -> str:
-    """Return what the system says about a file, the file's name first."""
+def os_error_text(error: OSError) -> str:
+    """Return the message of a system error, the file's name first."""
     names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     return f"{names}: {reason(error)}" if names else reason(error)
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what an error says, without the number and the path in one of the system's."""
-    said = (getattr(error, "strerror", None) or str(error)).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    """Return the first line of an error's message; of a system error's, without number and path."""
+    text = (getattr(error, "strerror", None) or str(error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def real(path: str | Path) -> Path:

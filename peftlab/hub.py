@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it answers, snapshots of its repositories, uploads to it.
+"""The Hugging Face hub: whether it can be reached, downloads, uploads.
 
-Where it does not answer, its client tries again for half a minute, file by file; so the question is asked once,
-before, and then only the local cache is looked at.
+Where it does not answer, its client retries every file for half a minute; so one request is made first, and if it
+fails only the local cache is used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.references import similar_path
 
-PATIENCE = 5.0  # seconds for the hub to answer
-REMEMBERED = 60  # seconds for which its answer, or the lack of one, is believed
+TIMEOUT = 5.0  # seconds for the hub to answer
+REMEMBERED = 60  # seconds for which its answer, or the lack of one, is remembered
 
 
 def unreachable() -> str:
@@ -32,7 +32,7 @@ def _asked(endpoint: str, when: int) -> str:
     from huggingface_hub.utils import get_session
 
     try:
-        get_session().head(endpoint, timeout=PATIENCE)
+        get_session().head(endpoint, timeout=TIMEOUT)
     except Exception as error:  # the transport's own types, which differ with the client's version
         return f"{endpoint} does not answer ({reason(error)})"
     return ""
@@ -42,7 +42,7 @@ def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
     """Return the local directory of a model repository, downloaded if the hub answers and the cache lacks it.
 
     Args:
-        what: the word for the thing in error messages.
+        what: the name of the thing in error messages.
 
     Raises:
         PeftlabError: no such repository, or no hub and no copy in the cache.
@@ -64,19 +64,19 @@ def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
 
 
 def upload(directory: Path, repository: str) -> None:
-    """Upload a directory to a repository of the hub, which is made, private, if it is not there.
+    """Upload a directory to a repository of the hub, which is created, private, if it does not exist.
 
     Raises:
-        PeftlabError: the hub does not answer, or refuses.
+        PeftlabError: the hub does not answer, or refuses the upload.
     """
     from huggingface_hub import HfApi
 
-    said = unreachable()
-    if not said:
+    problem = unreachable()
+    if not problem:
         try:
             HfApi().create_repo(repository, private=True, exist_ok=True)
             HfApi().upload_folder(repo_id=repository, folder_path=directory)
         except Exception as error:  # the transport's own types too
-            said = reason(error)
-    if said:
-        raise PeftlabError(f"{directory} is complete, but was not uploaded to {repository!r}: {said}") from None
+            problem = reason(error)
+    if problem:
+        raise PeftlabError(f"{directory} is complete, but was not uploaded to {repository!r}: {problem}") from None

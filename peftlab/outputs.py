@@ -26,18 +26,18 @@ from peftlab.locks import LOCK, is_locked, locked, locks_work, same_file
 MARK = "peftlab.json"
 
 Inputs = Mapping[str, "str | Path | None"]
-"""What an output must not destroy: paths by the words that name them in a message ("the model"). A value that is no
-path, such as a hub id, is passed over."""
+"""What an output must not destroy: paths by their names in messages ("the model"). A value that is not a path, such
+as a hub id, is ignored."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What ``peftlab.json`` says.
+    """The content of ``peftlab.json``.
 
     Attributes:
         kind: "run", "table", "model" or "adapter".
-        files: patterns of our files, relative to the directory; ``*`` matches any characters. A directory inside
-            that has a mark of its own answers for itself.
+        files: patterns of the files that peftlab wrote, relative to the directory; ``*`` matches any characters. A
+            directory inside with its own mark is described by that.
     """
 
     kind: str
@@ -62,7 +62,7 @@ def write_mark(directory: Path, mark: Mark) -> None:
 
 
 def contains(outer: str | Path, inner: str | Path) -> bool:
-    """Say whether ``inner`` is ``outer`` or below it, by device and inode: links and bind mounts do not deceive it."""
+    """Return whether ``inner`` is ``outer`` or below it, by device and inode, so through links and bind mounts too."""
     above = {path for start in (Path(inner).absolute(), real(inner)) for path in (start, *start.parents)}
     return os.path.exists(outer) and any(os.path.exists(path) and os.path.samefile(path, outer) for path in above)
 
@@ -72,33 +72,33 @@ def refuse_loss(
 ) -> None:
     """Refuse an output at ``path`` that would destroy something.
 
-    An absent or empty directory is free. Any other is replaced with ``overwrite`` alone, and only if it is a
-    directory of ours of the same kind, contains no file that we did not write, and neither is nor contains an input,
+    An absent or empty directory may be written. Any other is replaced only with ``overwrite``, and only if it is a
+    directory that peftlab wrote, of the same kind, contains no other files, and neither is nor contains an input,
     the current directory or the home directory.
 
     Args:
-        kind: of the directory to write. advice: what to say where ``overwrite`` is missing.
+        kind: of the directory to write. advice: the advice of the message where ``overwrite`` is missing.
 
     Raises:
-        PeftlabError: what is in the way.
+        PeftlabError: the output would destroy something, which is named.
     """
     place = real(path)
     try:
-        reason = _in_the_way(place, kind, _kept(inputs or {}), overwrite, advice) if os.path.lexists(place) else ""
+        reason = _obstacle(place, kind, _kept(inputs or {}), overwrite, advice) if os.path.lexists(place) else ""
     except OSError as error:
-        reason = f"cannot be looked into: {error.filename}: {error.strerror}"
+        reason = f"cannot be read: {error.filename}: {error.strerror}"
     if reason:
         raise PeftlabError(f"{path} {reason}")
 
 
-def _in_the_way(place: Path, kind: str, kept: list[tuple[str, Path]], overwrite: bool, advice: str) -> str:
+def _obstacle(place: Path, kind: str, kept: list[tuple[str, Path]], overwrite: bool, advice: str) -> str:
     """Return why an existing ``place`` must not be replaced, or an empty text."""
     other = "choose another directory"
     for name, each in kept:
         if contains(place, each):
             return f"is or contains {name} ({each}); {other}"
     if not place.is_dir():
-        return f"exists already and is no directory; {other}"
+        return f"exists already and is not a directory; {other}"
     if _free(place):
         return ""
     mark = read_mark(place)
@@ -119,7 +119,7 @@ def _in_the_way(place: Path, kind: str, kept: list[tuple[str, Path]], overwrite:
 
 
 def _kept(inputs: Inputs) -> list[tuple[str, Path]]:
-    """Return what no output may destroy, as far as it exists, with its name."""
+    """Return what no output may destroy, if it exists, with its name."""
     found = []
     with suppress(OSError):
         found.append(("the current directory", Path.cwd()))
@@ -145,7 +145,7 @@ def _identities(kept: list[tuple[str, Path]]) -> dict[tuple[int, int], str]:
 
 
 def _free(place: Path) -> bool:
-    """Say whether a directory is absent or holds nothing but what a process killed at its very start leaves."""
+    """Return whether a directory is absent, or empty but for what a process killed at its very start leaves."""
     if not os.path.isdir(place):
         return not os.path.lexists(place)
     begun = (LOCK, f"{STAGING_PREFIX}*-{MARK}")
@@ -153,7 +153,7 @@ def _free(place: Path) -> bool:
 
 
 def _below(directory: Path, top: Path, files: Sequence[str]) -> Iterator[tuple[Path, bool]]:
-    """Yield what is below a directory of ours but half-written files, and whether the nearest mark says it is ours."""
+    """Yield what is below a directory but half-written files, and whether the nearest mark lists it."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith(STAGING_PREFIX):
             continue
@@ -168,7 +168,7 @@ def _below(directory: Path, top: Path, files: Sequence[str]) -> Iterator[tuple[P
 
 @dataclass
 class Claim:
-    """A directory that files are written into one after another, held by this process.
+    """A directory that this process alone writes files into, one after another.
 
     Attributes:
         path: the directory as the user named it.
@@ -180,16 +180,16 @@ class Claim:
     _overwrite: bool
 
     def begin(self) -> None:
-        """Make the directory ours; with ``overwrite``, what an earlier run left in it is removed first."""
+        """Write the directory's mark; with ``overwrite``, remove first what an earlier run left in it."""
         place = real(self.path)
         if self._overwrite:
             refuse_loss(self.path, self._mark.kind, overwrite=True, inputs=self._inputs)
             for path in place.iterdir():
-                if path.name not in (LOCK, MARK):  # the mark goes last: killed in between, the rest is still ours
+                if path.name not in (LOCK, MARK):  # kept: if this process is killed, the rest can still be removed
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         for path in place.glob(f"{STAGING_PREFIX}*"):
             if path.is_file() and not path.name.startswith(LOCK):
-                path.unlink()  # half a file of a process that was killed
+                path.unlink()  # a half-written file of a process that was killed
         write_mark(place, self._mark)
 
 
@@ -203,16 +203,16 @@ def claimed(
     inputs: Inputs | None = None,
     advice: str = "",
 ) -> Iterator[Claim]:
-    """Hold a run's directory for the block; nothing in it changes before ``begin``.
+    """Lock a run's directory for the block; nothing in it changes before ``begin``.
 
-    Of several processes that work on one run together, the main one alone looks and holds.
+    Of several processes of one run, only the main one checks and locks it.
 
     Args:
-        mark: what the directory is to be. overwrite, inputs, advice: as in ``refuse_loss``.
-        resume: the directory is there already and goes on as it is.
+        mark: the directory's future mark. overwrite, inputs, advice: as in ``refuse_loss``.
+        resume: the directory exists and its run is continued.
 
     Raises:
-        PeftlabError: another process holds it; it would be lost (``refuse_loss``); or, with ``resume``, it is not ours.
+        PeftlabError: another process writes it; ``refuse_loss`` refuses; or, with ``resume``, it is no run's.
     """
     claim = Claim(Path(path), mark, inputs or {}, overwrite and not resume)
     if not _main_process():
@@ -223,7 +223,9 @@ def claimed(
     if resume:
         there = read_mark(place)
         if there is None:
-            raise PeftlabError(f"{path}: not a {mark.kind} of peftlab's (it has no {MARK}); there is nothing to resume")
+            raise PeftlabError(
+                f"{path}: not a {mark.kind} that peftlab wrote (it has no {MARK}); there is nothing to resume"
+            )
         if there.kind != mark.kind:
             raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
     elif not _free(place) and not is_locked(place):
@@ -235,13 +237,13 @@ def claimed(
 
 
 def _main_process() -> bool:
-    """Say whether this is the first of the processes that a launcher started, by the variables accelerate reads."""
+    """Return whether this is the first of a launcher's processes, by the variables that accelerate reads."""
     names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") in ("0", "-1")
 
 
 def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
-    """Remove a directory of ours, if it is there, on the conditions of ``refuse_loss``."""
+    """Remove a directory that peftlab wrote, if it exists, on the conditions of ``refuse_loss``."""
     place = real(path)
     if place.exists():
         with locked(place / LOCK, path):
@@ -253,7 +255,7 @@ def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
 def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
     """Yield an empty directory beside ``place`` that is removed afterwards.
 
-    One process at a time has one for the same place and purpose; what others left that were killed is removed.
+    One process at a time has one for the same place and purpose; those of processes that were killed are removed.
     """
     with locked(place.with_name(f"{LOCK}-{purpose}-{place.name}"), place):
         if locks_work():  # whoever made them held this lock, and has ended
@@ -281,14 +283,14 @@ def staged_directory(
         kind, overwrite, inputs: as in ``refuse_loss``.
 
     Raises:
-        PeftlabError: ``path`` would be lost, another process writes it, or what was written has been removed.
+        PeftlabError: ``refuse_loss`` refuses, another process writes ``path``, or the staging directory was removed.
     """
     refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
     place = real(path)
     with scratch_directory(place, "out") as scratch:
         staging = scratch / "new"
         staging.mkdir()
-        descriptor = os.open(staging, os.O_RDONLY)  # as long as it is open no other directory gets its inode
+        descriptor = os.open(staging, os.O_RDONLY)  # while it is open no other directory gets its inode
         try:
             yield staging
             if not same_file(staging, descriptor):
@@ -318,7 +320,7 @@ def _exchange(new: Path, place: Path, old: Path) -> None:
 
 
 def record(directory: Path, name: str) -> None:
-    """Note in the mark of a directory of ours a file that is about to be added to it."""
+    """Add to a directory's mark a file that is about to be written into it."""
     mark = read_mark(directory)
     if mark is not None and glob.escape(name) not in mark.files:
         write_mark(directory, Mark(mark.kind, [*mark.files, glob.escape(name)]))

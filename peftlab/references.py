@@ -1,4 +1,4 @@
-"""What a model or data reference in a recipe means.
+"""References to models and data: hub id, path, or file of an installed package.
 
 A reference is a hub id (``FacebookAI/roberta-base``), a local path, or ``package:NAME/path``: files of an
 installed Python package, found through its metadata and read as files. The package is never imported.
@@ -21,7 +21,7 @@ def locate(reference: str, what: str = "model") -> Path | str:
 
     Args:
         reference: hub id, local path, or ``package:NAME/path`` (NAME is the distribution or the import name).
-        what: the word for the thing in error messages.
+        what: the name of the thing in error messages.
 
     Raises:
         PeftlabError: a package that is not installed, a file that is not there, or a malformed id. ``org/name`` is
@@ -30,7 +30,7 @@ def locate(reference: str, what: str = "model") -> Path | str:
     if reference.startswith("package:"):
         return _in_package(reference, what)
     path = Path(os.path.expanduser(reference))
-    if os.path.exists(path):  # pathlib's own raises for names that are too long or may not be read
+    if os.path.exists(path):  # Path.exists raises for names that are too long or unreadable
         return path
     looks_local = reference.startswith((".", "/", "~")) or reference.count("/") > 1 or path.suffix == ".gguf"
     if looks_local or not _HUB_ID.fullmatch(reference):
@@ -39,7 +39,7 @@ def locate(reference: str, what: str = "model") -> Path | str:
     if owner and os.path.isdir(owner) and not _cached(reference):
         raise PeftlabError(
             f"{what} {reference!r}: no such file or directory: {owner!r} is a directory here, and this is not in "
-            f"it{similar_path(reference)}; a hub id that begins like it is taken from another working directory"
+            f"it{similar_path(reference)}; to use a hub id of that name, run in another working directory"
         )
     return reference
 
@@ -60,7 +60,7 @@ def _cached(hub_id: str) -> bool:
 def _in_package(reference: str, what: str) -> Path:
     name, _, inner = reference.removeprefix("package:").partition("/")
     if not name:
-        raise PeftlabError(f"{what} {reference!r}: names no package; write package:NAME/path")
+        raise PeftlabError(f"{what} {reference!r} names no package; write package:NAME/path")
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:

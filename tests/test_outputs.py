@@ -118,7 +118,7 @@ class TestWhatIsReplaced:
     def test_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine")
         for overwrite in (False, True):
-            with pytest.raises(PeftlabError, match="file exists already and is no directory"):
+            with pytest.raises(PeftlabError, match="file exists already and is not a directory"):
                 refuse_loss(tmp_path / "file", "run", overwrite=overwrite)
 
     def test_what_is_added_later_is_recorded(self, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ class TestLock:
 
     def test_only_our_runs_are_resumed(self, tmp_path: Path) -> None:
         (tmp_path / "recipe.yaml").write_text("model: m\n")
-        for path, words in ((tmp_path, "not a run of peftlab's"), (model(tmp_path / "m"), "a model, not a run")):
+        for path, words in ((tmp_path, "not a run that peftlab wrote"), (model(tmp_path / "m"), "a model, not a run")):
             before = tree(path)
             with pytest.raises(PeftlabError, match=words), claimed(path, RUN, resume=True):
                 pytest.fail("claimed")

@@ -37,13 +37,9 @@ LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
-CIRCLES = {
-    frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"}),
-}
+CIRCLES = {frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"})}
 LONG_FILES = {"peftlab.methods.injection"}
 LONG_FUNCTIONS = {
-    "peftlab.checkpoints.combine.combine",
-    "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",

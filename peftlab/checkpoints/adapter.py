@@ -1,8 +1,8 @@
-"""Adapter directories: the trained part of a model, and nothing else.
+"""Adapter directories: the trained part of a model.
 
-A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``. LoRA's is peft's own format, so
-that peft and its consumers read it; the other methods name the parameters as the model does. The header of
-the safetensors file says, under ``peftlab``, which method and which base model it belongs to.
+A directory contains ``adapter_config.json`` and ``adapter_model.safetensors``. LoRA is written in peft's format, so
+that peft and its consumers read it; the other methods use the model's parameter names. The header of the safetensors
+file has, under ``peftlab``, the method and a description of the base model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Adapter:
         tensors: the trained tensors, named as the injected model's parameters.
         base: what identifies the base model (``describe``); empty for a foreign adapter.
         base_reference: the base model's reference, if the adapter names one.
-        task_type: peft's name of the task, if the adapter says it.
+        task_type: peft's name of the task, if the adapter has one.
         notes: what its user should know.
     """
 
@@ -88,23 +88,23 @@ def save_adapter(
         PeftlabError: nothing is injected, the model is on the meta device, or ``state_dict`` lacks a parameter.
     """
     if state_dict is not None:
-        with _holding(model, state_dict):
+        with _with_values(model, state_dict):
             return save_adapter(model, directory, base=base)
     directory = Path(directory)
-    held = injection_of(model)
+    injection = injection_of(model)
     tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:
         raise PeftlabError(f"{on_meta} is on the meta device and has no values to save")
     reference = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     header = {
-        "method": held.config.model_dump(),
+        "method": injection.config.model_dump(),
         "base": describe(model),
         "base_model_name_or_path": reference,
     }
-    if isinstance(held.config, LoraConfig):
-        config = to_peft_config(model, held, reference)
-        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, held).items()}
+    if isinstance(injection.config, LoraConfig):
+        config = to_peft_config(model, injection, reference)
+        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection).items()}
     else:
         config = {"library": "peftlab", **header}
     with replacing(directory / WEIGHTS_FILE) as temporary:
@@ -114,22 +114,22 @@ def save_adapter(
 
 
 def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False) -> Adapter:
-    """Read an adapter: a directory of ours, of peft's or of AdapterHub's, or a loralib state dict.
+    """Read an adapter: a directory that peftlab, peft or AdapterHub wrote, or a loralib state dict.
 
     Args:
-        source: the directory (or a run's, whose adapter is meant), or loralib's file.
-        lora_alpha: α of a loralib file, which does not say it.
+        source: the directory, a run directory, or loralib's file.
+        lora_alpha: α of a loralib file, which does not contain it.
         allow_nonfinite: accept NaN and infinity.
 
     Raises:
-        PeftlabError: a file is missing or damaged, a key is unknown, a value is of a wrong type, or a tensor is
-            not of floating point or not finite.
+        PeftlabError: a file is missing or damaged, a key is unknown, a value has a wrong type, or a tensor is
+            not floating-point or not finite.
     """
     adapter = _read(Path(source), lora_alpha)
     for name, tensor in adapter.tensors.items():
         if tensor.dtype not in _TRAINED:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise PeftlabError(f"{source}: {name} holds {kind} values; trained weights are of floating point")
+            raise PeftlabError(f"{source}: {name} has {kind} values; trained weights are floating-point")
     if not allow_nonfinite:
         _refuse_nonfinite(adapter.tensors, Path(source))
     return adapter
@@ -142,7 +142,7 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     if (path / "adapter" / CONFIG_FILE).exists():
         path = path / "adapter"
     if not (path / CONFIG_FILE).exists():
-        raise PeftlabError(f"{path}: no adapter here (there is no {CONFIG_FILE})")
+        raise PeftlabError(f"{path}: not an adapter (it has no {CONFIG_FILE})")
     raw = read_config(path / CONFIG_FILE)
     if is_adapterhub(raw):
         config, tensors = read_adapterhub(path, raw)
@@ -155,27 +155,27 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
         config = _our_config(raw, path / CONFIG_FILE)
-    if said := config.misfit({name: tensor.shape for name, tensor in tensors.items()}):
-        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {said}")
+    if misfit := config.misfit({name: tensor.shape for name, tensor in tensors.items()}):
+        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {misfit}")
     return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return an ``adapter_config.json``: an object whose texts about the base model are texts."""
+    """Return an ``adapter_config.json``: an object whose base model and task type are strings."""
     raw = read_object(path)
     for key in ("base_model_name_or_path", "task_type"):
         if not isinstance(raw.get(key), str | None):
-            raise PeftlabError(f"{path}: {key}: {raw[key]!r} is not a text")
+            raise PeftlabError(f"{path}: {key}: {raw[key]!r} is not a string")
     return raw
 
 
 def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Return what the header of an adapter of ours says about its base model; nothing for a foreign one."""
+    """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
     try:
-        ours = parse_json(header.get("peftlab", "{}"))
+        entry = parse_json(header.get("peftlab", "{}"))
     except ValueError as error:
         raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
-    base: Any = ours.get("base", {}) if isinstance(ours, dict) else None
+    base: Any = entry.get("base", {}) if isinstance(entry, dict) else None
     described = isinstance(base, dict) and (
         not base or (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
     )
@@ -185,13 +185,13 @@ def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
 
 
 def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: float | None = None) -> ModelT:
-    """Inject the adapter at ``source`` into a base model, or swap it into a model injected alike.
+    """Inject the adapter at ``source`` into a base model, or load it into a model with an adapter of the same shape.
 
-    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once. A model that is
-    injected already keeps its parameters, with the file's values, and takes the file's configuration.
+    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once. A model with an
+    adapter keeps its parameter objects and gets the file's values and configuration.
 
     Args:
-        source, lora_alpha: as for ``read_adapter``; or an adapter that was read or combined already.
+        source, lora_alpha: as for ``read_adapter``; or an adapter that was read or combined before.
 
     Raises:
         PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one; the
@@ -219,10 +219,10 @@ def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: flo
 
 
 def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Return an adapter's tensors by the names that the parameters of the injected ``model`` have.
+    """Return an adapter's tensors by the parameter names of the injected ``model``.
 
-    A module trained whole may train a copy of its own of weights that are tied, and a file may hold a tied tensor
-    under both its names.
+    A module trained whole may train its own copy of tied weights, and a file may contain a tied tensor under both
+    names.
     """
     trained, twins = trainable_parameters(model), tied_twins(model)
     keys: dict[str, str] = {}
@@ -237,7 +237,7 @@ def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> d
 
 
 def _of_the_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` without those that only repeat a weight of the base: peft saves embeddings along."""
+    """Return ``tensors`` without copies of the base's weights: peft saves embeddings with an adapter."""
     trained, every = trainable_parameters(model), dict(model.named_parameters(remove_duplicate=False))
     return {
         key: tensor
@@ -279,12 +279,12 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) 
 
 
 @contextmanager
-def _holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the adapter's parameters be ``values`` for the while."""
+def _with_values(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the adapter's parameters by ``values`` for the block."""
     own = trainable_parameters(model)
     missing = next((name for name in own if name not in values), None)
     if missing:
-        raise PeftlabError(f"state_dict: there is no {missing}")
+        raise PeftlabError(f"state_dict has no {missing}")
     given = {name: nn.Parameter(values[name].detach()) for name in own}
     _put(model, given)
     try:
@@ -311,7 +311,7 @@ def _some(names: list[str], others: list[str], n: int = 5) -> str:
 
 def _whole(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
-    if hasattr(tensor, "full_tensor"):  # sharded (DTensor)
+    if hasattr(tensor, "full_tensor"):  # sharded: a DTensor
         tensor = tensor.full_tensor()
     return tensor.cpu().contiguous() if not tensor.is_meta else tensor
 
@@ -319,15 +319,15 @@ def _whole(parameter: Tensor) -> Tensor:
 def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
     with one_thread():
         for name, tensor in tensors.items():
-            # A finite sum has finite terms, and is found faster.
+            # A finite sum has finite terms, and is computed faster than isfinite().all().
             if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise PeftlabError(f"{source}: {name} holds NaN or infinity")
+                raise PeftlabError(f"{source}: {name} contains NaN or infinity")
 
 
 def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
     method = raw.get("method")
     if not isinstance(method, dict) or method.get("name") not in list(METHODS):
-        raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab's (no known method)")
+        raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
     with about(path):
         return make_config(method["name"], **method)
 

@@ -1,4 +1,4 @@
-"""Several LoRA adapters made into one, by weights: what peft's ``add_weighted_adapter`` computes, on files."""
+"""Combining several LoRA adapters into one by weights: what peft's ``add_weighted_adapter`` computes, on files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from peftlab.checkpoints.adapter import Adapter
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
+
+Items = list[tuple[Tensor, Tensor, float]]
+"""The factors of one module in several adapters: A (experts, r, in), B (experts, out, r) and the weight."""
 
 Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"]
 _A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")
@@ -34,40 +37,29 @@ def combine(
     With wᵢ the weight times adapter i's own scale, and ΔWᵢ = BᵢAᵢ:
 
     - ``cat``: ΔW = Σ wᵢ ΔWᵢ exactly; the ranks add up.
-    - ``svd``: the best approximation of that of the given rank.
-    - ``linear``: A = Σ ±√|wᵢ| Aᵢ and B = Σ √|wᵢ| Bᵢ, which keeps the rank but also brings in the products
+    - ``svd``: the best approximation of that sum with the given rank.
+    - ``linear``: A = Σ ±√|wᵢ| Aᵢ and B = Σ √|wᵢ| Bᵢ, which keeps the rank but also adds the products
       of one adapter's A with another's B.
     - ``ties`` (arXiv 2306.01708): ``linear``, with only the largest ``density`` of each factor kept, and where
       the adapters' signs disagree only the majority's.
     - ``dare_linear``, ``dare_ties`` (arXiv 2311.03099): instead of the largest a random ``density`` is kept, and
       divided by it.
 
-    The result has α = r, so its scale is 1. A module that only some adapters act on takes those. Tensors trained
-    whole (a task head) must be equal wherever they occur.
+    The result has α = r, so its scale is 1. A module that only some of the adapters change combines those. Tensors
+    trained whole (a task head) must be equal wherever they occur.
 
     Args:
-        weights: one an adapter. rank: of the result of ``svd``; default: the largest of the adapters'.
+        weights: one per adapter. rank: of the result of ``svd``; default: the largest of the adapters'.
         density: in (0, 1]. seed: of the random choice.
 
     Raises:
         PeftlabError: another method than LoRA, DoRA, ranks that differ, whole tensors that differ.
     """
-    if method not in get_args(Combination):
-        raise PeftlabError(f"no way {method!r} to combine adapters{did_you_mean(method, get_args(Combination))}")
-    if not adapters or len(adapters) != len(weights):
-        raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
-    if not 0 < density <= 1:
-        raise PeftlabError(f"density is {density}, not in (0, 1]")
+    _check(adapters, weights, method, density)
     configs = [_lora(adapter) for adapter in adapters]
     generator = torch.Generator().manual_seed(seed)
     tensors = _whole(adapters)
-    pairs: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
-    for adapter, config, weight in zip(adapters, configs, weights, strict=True):
-        for name in adapter.tensors:
-            if found := _A.fullmatch(name):
-                a, b = adapter.tensors[name], adapter.tensors[_b(name)]
-                r = config.rank(found[1])
-                pairs.setdefault(name, []).append((*_batched(a, b, r), weight * config.scale(found[1], r)))
+    pairs = _pairs(adapters, configs, weights)
     ranks = {a.shape[1] for items in pairs.values() for a, _, _ in items}
     new = {"cat": sum(max(_ranks(a)) for a in adapters), "svd": rank or max(ranks)}.get(method, max(ranks))
     for name, items in pairs.items():
@@ -83,6 +75,30 @@ def combine(
         shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
         tensors[name], tensors[_b(name)] = (t.to(like.dtype) for t in _flat(a, b, shape))
     return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors)
+
+
+def _check(adapters: Sequence[Adapter], weights: Sequence[float], method: str, density: float) -> None:
+    if method not in get_args(Combination):
+        hint = did_you_mean(method, get_args(Combination))
+        raise PeftlabError(
+            f"adapters cannot be combined by {method!r}{hint}: one of {', '.join(get_args(Combination))}"
+        )
+    if not adapters or len(adapters) != len(weights):
+        raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
+    if not 0 < density <= 1:
+        raise PeftlabError(f"density is {density}, not in (0, 1]")
+
+
+def _pairs(adapters: Sequence[Adapter], configs: Sequence[LoraConfig], weights: Sequence[float]) -> dict[str, Items]:
+    """Return the factors of each A's name, one item per adapter that has them; the weight includes the scale."""
+    pairs: dict[str, Items] = {}
+    for adapter, config, weight in zip(adapters, configs, weights, strict=True):
+        for name in adapter.tensors:
+            if found := _A.fullmatch(name):
+                a, b = adapter.tensors[name], adapter.tensors[_b(name)]
+                r = config.rank(found[1])
+                pairs.setdefault(name, []).append((*_batched(a, b, r), weight * config.scale(found[1], r)))
+    return pairs
 
 
 def _lora(adapter: Adapter) -> LoraConfig:
@@ -106,7 +122,7 @@ def _b(name: str) -> str:
 
 
 def _whole(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
-    """Return the tensors that are no factors: equal in all adapters that have them."""
+    """Return the tensors that are not factors: equal in all adapters that have them."""
     found: dict[str, Tensor] = {}
     for adapter in adapters:
         for name, tensor in adapter.tensors.items():
@@ -121,7 +137,7 @@ def _whole(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
 
 
 def _batched(a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return A as (experts, r, in) and B as (experts, out, r), in fp32; 1 expert for all that is none."""
+    """Return A as (experts, r, in) and B as (experts, out, r), in fp32; a module that is not one of experts has 1."""
     experts = a.shape[0] // r
     a, b = a.float().flatten(1), b.float().flatten(1)
     return a.reshape(experts, r, -1), b.reshape(b.shape[0], r, experts).permute(2, 0, 1)
@@ -134,14 +150,14 @@ def _flat(a: Tensor, b: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return a.reshape(experts * r, *shape).contiguous(), b.contiguous()
 
 
-def _cat(items: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:
+def _cat(items: Items, rank: int) -> tuple[Tensor, Tensor]:
     a = torch.cat([weight * a for a, _, weight in items], dim=1)
     b = torch.cat([b for _, b, _ in items], dim=2)
     missing = rank - a.shape[1]  # of adapters that do not act on this module
     return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
 
 
-def _svd(items: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:
+def _svd(items: Items, rank: int) -> tuple[Tensor, Tensor]:
     delta = torch.stack([(b @ a) * weight for a, b, weight in items]).sum(0)
     if rank > min(delta.shape[1:]):
         raise PeftlabError(f"svd: rank {rank} is larger than the smaller side of a weight, {min(delta.shape[1:])}")
@@ -149,9 +165,7 @@ def _svd(items: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, 
     return vh[:, :rank], u[:, :, :rank] * s[:, None, :rank]
 
 
-def _elementwise(
-    items: list[tuple[Tensor, Tensor, float]], method: str, density: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _elementwise(items: Items, method: str, density: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     roots = [math.sqrt(abs(weight)) for _, _, weight in items]
     signed = [math.copysign(root, weight) for root, (_, _, weight) in zip(roots, items, strict=True)]
     prune: Callable[[Tensor], Tensor] = {
@@ -187,7 +201,7 @@ def _random(tensor: Tensor, density: float, generator: torch.Generator) -> Tenso
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density
 
 
-def _config(first: LoraConfig, pairs: dict[str, list[tuple[Tensor, Tensor, float]]], rank: int) -> LoraConfig:
+def _config(first: LoraConfig, pairs: dict[str, Items], rank: int) -> LoraConfig:
     matches = [found for name in pairs if (found := _A.fullmatch(name))]
     modules = [found[1] for found in matches if found[2] == "."]
     experts = [found[1] for found in matches if found[2] == "_"]

@@ -1,4 +1,4 @@
-"""transformers' Trainer and its descendants: reading back the adapter directories that are their checkpoints."""
+"""transformers' Trainer and its subclasses: loading the adapter directories that their checkpoints are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from peftlab.methods.injection import is_injected
 
 
 class AdapterCheckpoints:
-    """Mixed into a ``transformers.Trainer``: its checkpoints of an injected model are read as what they are.
+    """A mixin for ``transformers.Trainer`` that loads the checkpoints of an injected model.
 
-    A Trainer writes them through ``model.save_pretrained``, which writes an adapter directory; its own reading knows
-    whole models and peft's wrappers alone. With this class first among the bases, ``resume_from_checkpoint`` and
-    ``load_best_model_at_end`` work too. Other models and checkpoints are read as the Trainer does.
+    A Trainer writes them by ``model.save_pretrained``, which writes an adapter directory, but loads only whole models
+    and peft's wrappers. With this class first among the bases, ``resume_from_checkpoint`` and
+    ``load_best_model_at_end`` work too. Other models and checkpoints are loaded as by the Trainer itself.
     """
 
     model: Any

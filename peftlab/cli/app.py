@@ -13,7 +13,7 @@ import typer
 from peftlab import __version__
 from peftlab.cli.draft_app import draft_app, generate
 from peftlab.errors import PeftlabError
-from peftlab.files import told
+from peftlab.files import os_error_text
 
 app = typer.Typer(
     name="peftlab",
@@ -177,17 +177,15 @@ def merge(
     """Fold an adapter into its base model: a plain checkpoint, streamed."""
     from rich.console import Console
 
+    from peftlab.checkpoints.merge.options import MergeOptions
+    from peftlab.files import to_json
     from peftlab.models.dtypes import torch_dtype
     from peftlab.pipelines.merge import combined, run_merge
     from peftlab.reporting.console import merge_table
 
     if (source is None) == (not adapter):
         raise PeftlabError("merge: name one source, or several with --adapter DIR:WEIGHT")
-    report, checked = run_merge(
-        source or combined(adapter or [], method, rank, density),
-        base,
-        out,
-        verify=verify,
+    options = MergeOptions(
         dtype=None if dtype is None else torch_dtype(dtype),
         fp64=fp64,
         allow_nonfinite=allow_nonfinite,
@@ -196,10 +194,12 @@ def merge(
         push_to_hub=push_to_hub,
         overwrite=overwrite,
     )
-    Console().print(merge_table(report))
-    for line in (*report["notes"], *(f"warning: {text}" for text in report["warnings"])):
+    adapted = source or combined(adapter or [], method, rank, density)
+    report, check = run_merge(adapted, base, out, options, verify=verify)
+    Console().print(merge_table(to_json(report)))
+    for line in (*report.notes, *(f"warning: {text}" for text in report.warnings)):
         print(line)
-    for name, value in checked.items():
+    for name, value in to_json(check).items() if check else ():
         print(f"{name.replace('_', ' ')}: {value:.3g}")
     print(f"merged: {out}")
 
@@ -272,7 +272,7 @@ def main() -> None:
         from peftlab.reporting.console import error as show
 
         status = error.status if isinstance(error, PeftlabError) else PeftlabError.status
-        show(str(error) if isinstance(error, PeftlabError) else told(error))
+        show(str(error) if isinstance(error, PeftlabError) else os_error_text(error))
         sys.stderr.flush()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             os._exit(status)  # the other processes may wait for this one in a collective: do not join them

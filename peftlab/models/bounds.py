@@ -1,7 +1,7 @@
-"""Bounds on the sizes that a model's configuration names: a typing error in it must not take all memory.
+"""Bounds on the sizes in a model's configuration: a typing error in it must not use up all memory.
 
-A configuration is looked at before a library builds lists of its lengths. Models are then built on the meta device,
-where tensors have no values, and counted while they are: against the weight files, if there are any.
+A configuration is checked before a library builds lists of its lengths. Models are then built on the meta device,
+where tensors have no values, and their elements are counted against the size of the weight files, if there are any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _ID_RANGE = 10  # ids may leave gaps
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|layers|labels|embeddings)$")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-# A byte of a weight file holds at most some eight parameters (one-bit weights). Heads and buffers may come new.
+# A byte of a weight file stores at most eight parameters (one-bit weights). Heads and buffers may be new.
 _ELEMENTS_PER_BYTE, _FRESH_ELEMENTS = 8, 200_000_000
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn, torch.tensor}
 
@@ -45,14 +45,14 @@ def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Look at a local model before a library reads it.
+    """Check a local model before a library reads it.
 
     Raises:
-        PeftlabError: ``config.json`` is no JSON object or names sizes that no model has; or a pipe or a device goes
-            by the name of a file, reading which might never end.
+        PeftlabError: ``config.json`` is not a JSON object or has sizes that no model has; or a file is a pipe or a
+            device, which might never end.
     """
     for path in directory.iterdir():
-        with suppress(OSError):  # a link that leads nowhere is as good as no file
+        with suppress(OSError):  # a dangling link counts as no file
             if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
                 raise PeftlabError(f"{path}: not a regular file")
     check_sizes(read_object(directory / "config.json"), directory / "config.json")
@@ -77,10 +77,10 @@ def _integers(value: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 class Bounded(TorchFunctionMode):
-    """Within it, building a model on the meta device fails where its tensors are too many or too large.
+    """A context in which building a model on the meta device fails if its tensors are too many or too large.
 
     Args:
-        directory: of the model; its weight files say what is too large. None: only the number of tensors counts.
+        directory: of the model, whose weight files bound the size. None: only the number of tensors is bounded.
     """
 
     def __init__(self, directory: Path | None) -> None:

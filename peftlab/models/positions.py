@@ -19,20 +19,20 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """Return how many tokens ``model`` has positions for; None where nothing limits them.
 
     The configuration's ``max_position_embeddings`` is not that number everywhere: RoBERTa and its relatives count
-    positions from the padding token's id + 1, BART has two rows more than it says. So a few tokens are sent through
-    the embeddings and the tables that are read at consecutive rows are looked at: one of n rows whose first token
-    reads row k has positions for n - k tokens. Without such a table the configuration's number holds.
+    positions from the padding token's id + 1, BART's table has two more rows. So a few tokens are embedded and the
+    tables that are read at consecutive rows are recorded: one of n rows whose first token reads row k has positions
+    for n - k tokens. Without such a table the configuration's number is used.
 
     Args:
-        model: on the CPU, in eval mode; nothing of it changes.
+        model: on the CPU, in eval mode; it is not changed.
     """
-    declared = getattr(model.config, "max_position_embeddings", None) or 0  # XLNet, which has no limit, says -1
+    declared = getattr(model.config, "max_position_embeddings", None) or 0  # XLNet, which has no limit, has -1
     limits = [declared] * (declared > 0) + [rows - first for rows, first in _tables(model)]
     return min(limits, default=None)
 
 
-class _Enough(Exception):
-    """The embeddings are through: the first matrix product begins."""
+class _EmbeddingsDone(Exception):
+    """Raised at the first matrix product: the embeddings are complete."""
 
 
 class _Lookups(TorchFunctionMode):
@@ -44,7 +44,7 @@ class _Lookups(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS:
-            raise _Enough
+            raise _EmbeddingsDone
         if func is F.embedding:
             ids, table = args[:2]
             self._note(ids, table)
@@ -67,9 +67,9 @@ def _tables(model: PreTrainedModel) -> Iterable[tuple[int, int]]:
         return []
     with torch.no_grad(), _Lookups() as lookups:
         try:
-            model(input_ids=torch.tensor([ids[::-1]]))  # falling, so that no look-up of tokens is taken for one
-        except _Enough:
+            model(input_ids=torch.tensor([ids[::-1]]))  # decreasing: not mistaken for positions
+        except _EmbeddingsDone:
             pass
-        except Exception:  # a model that four tokens alone are no input for: its configuration must do
+        except Exception:  # four tokens alone are no valid input for this model: its configuration is used
             return []
     return lookups.found

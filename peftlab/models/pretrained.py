@@ -27,7 +27,7 @@ def load_base(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a pretrained model and say which of its modules the checkpoint did not hold.
+    """Load a pretrained model and list the parameters that are not in its checkpoint.
 
     Args:
         reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
@@ -38,12 +38,12 @@ def load_base(
         The model in eval mode, and the names of its freshly initialised parameters.
 
     Raises:
-        PeftlabError: nothing can be loaded from ``reference``; the library's reason is given.
+        PeftlabError: the model cannot be loaded; the library's reason is given.
     """
     loader = getattr(transformers, auto_class).from_pretrained
     model, info = _load(reference, loader, dtype=dtype, output_loading_info=True, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
-        # The tensors are plain ones now; left in place, the note would make saved copies load as quantised.
+        # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
         model.hf_quantizer = None
     model.config._name_or_path = reference
@@ -100,7 +100,7 @@ def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
         raise
     except ImportError as error:
         raise PeftlabError(f"model {reference!r}: {error}") from error
-    except Exception as error:  # whatever the libraries make of files that are not as they expect
+    except Exception as error:  # the libraries raise anything for files they do not expect
         why = reason(error)
         if isinstance(place, str):
             why = f"no such directory{similar_path(reference)}, and as a hub id: {why}"

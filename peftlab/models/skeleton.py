@@ -59,18 +59,18 @@ def empty_model(
         return model.eval()
     except PeftlabError:
         raise
-    except Exception as error:  # whatever the library makes of a configuration that is not as it expects
+    except Exception as error:  # the library raises anything for a configuration it does not expect
         raise PeftlabError(f"{base or 'model'}: a {name} cannot be made of its config.json: {reason(error)}") from error
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a base key goes.
+    """The place of a base key in the model.
 
     Attributes:
         name: its name in the model. key: its key in the merged checkpoint.
-        converter: what makes model tensors of it and its like, where it is not one by itself; ``pattern`` is the
-            part that it plays there and ``bare`` the key as the converter sees it.
+        converter: transformers' converter that computes model tensors from it and others, where it is not a model
+            tensor itself; ``pattern`` is its role there and ``bare`` the key as the converter sees it.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Place:
 
     @property
     def names(self) -> list[str]:
-        """All model tensors that the base key has a part in."""
+        """All model tensors that are computed from the base key."""
         if self.converter is None:
             return [self.name]
         first, *others = self.converter.target_patterns
@@ -89,7 +89,7 @@ class Place:
 
 
 def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | None]:
-    """Return where each base key goes; None for one the model has no place for.
+    """Return the place of each base key in the model; None for a key it has no parameter for.
 
     Renaming is transformers' own, so that what is found here is what ``from_pretrained`` would find. The
     merged key is the base's, with the name of the body put before it or taken off.
@@ -125,5 +125,5 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return each parameter that is another one's twin, and that other one: ``{"lm_head.weight": "model.embed…"}``."""
+    """Return each tied parameter and the one it is tied to: ``{"lm_head.weight": "model.embed…"}``."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})

@@ -10,7 +10,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
-from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.decoding.engines.reduced_vocabulary import write_tokens
 from peftlab.drafting.acceptance_head import save_foresight, train_foresight
 from peftlab.drafting.examples import Collate
@@ -19,7 +21,7 @@ from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.truncation import truncate
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json, write_text
+from peftlab.files import to_json, write_json, write_text
 from peftlab.methods.injection import count_parameters, inject, remove
 from peftlab.methods.medusa_config import MedusaConfig
 from peftlab.methods.table import METHODS, lr_ratio
@@ -197,8 +199,8 @@ def _write_out(
         save_adapter(models.student, staging, base=models.base)
     folded = METHODS[recipe.method.name].folds and recipe.merge is not False
     if folded:
-        text = dump_recipe(recipe)
-        merge_checkpoint(run_dir / "adapter", models.base, run_dir / "merged", recipe=text, overwrite=True)
+        options = MergeOptions(recipe=dump_recipe(recipe), overwrite=True)
+        merge_checkpoint(run_dir / "adapter", models.base, run_dir / "merged", options)
     tokens = _vocabulary(recipe, models, sets)
     if tokens is not None and folded:
         write_tokens(run_dir / "merged", tokens)
@@ -208,7 +210,8 @@ def _write_out(
     write_results(run_dir, results)
     merged: Any = None
     if folded:
-        results["merge"] = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", _samples(sets))
+        check = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", _samples(sets))
+        results["merge"] = to_json(check)
         merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
         merged.to(models.target.device)
         if not recipe.early_exit:
@@ -244,7 +247,8 @@ def _merge_trunk(recipe: DraftRecipe, models: Models, run_dir: Path) -> None:
     whole = read_adapter(run_dir / "adapter")
     tensors = {name: tensor for name, tensor in whole.tensors.items() if ".medusa_heads." not in name}
     trunk = Adapter(recipe.method.trunk, tensors, whole.base, whole.base_reference)
-    merge_checkpoint(trunk, models.base, run_dir / "merged", recipe=dump_recipe(recipe), overwrite=True)
+    options = MergeOptions(recipe=dump_recipe(recipe), overwrite=True)
+    merge_checkpoint(trunk, models.base, run_dir / "merged", options)
 
 
 def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:

@@ -19,9 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json, write_text
+from peftlab.files import to_json, write_json, write_text
 from peftlab.methods.injection import count_parameters, inject
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
@@ -298,11 +300,11 @@ def _write_out(
         write_text(staging / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
     if folds and recipe.merge is not False:
-        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", card=merged_card(card), overwrite=True)
+        options = MergeOptions(card=merged_card(card), overwrite=True)
+        merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results)
-        results["merge"] = verify_merge(
-            run_dir / "adapter", recipe.model, run_dir / "merged", sample_inputs(evaluation, VERIFY_EXAMPLES)
-        )
+        inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)
+        results["merge"] = to_json(verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs))
     conclude(run_dir, results)
 
 

@@ -1,16 +1,19 @@
-"""Merging what lies on disk, and checking the result on real inputs."""
+"""Merging an adapter on disk, and checking the result on real inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.report import MergeReport
+from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.models.pretrained import load_tokenizer
@@ -18,7 +21,7 @@ from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_evaluati
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 
-# What merged and unmerged are compared on where no recipe names data.
+# The inputs of the comparison where no recipe names data.
 SAMPLES = (
     "The quick brown fox jumps over the lazy dog.",
     "A model that has been merged must answer exactly as it did before.",
@@ -28,34 +31,27 @@ SAMPLES = (
 
 
 def run_merge(
-    adapter: Path | Adapter,
-    base: str | None,
-    out: Path,
-    *,
-    verify: bool | None = None,
-    lora_alpha: float | None = None,
-    **options: Any,
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Merge ``adapter`` into ``base`` and compare; return the merge's report and the comparison.
+    adapter: Path | Adapter, base: str | None, out: Path, options: MergeOptions, *, verify: bool | None = None
+) -> tuple[MergeReport, MergeCheck | None]:
+    """Merge ``adapter`` into ``base`` and compare; return the merge's report and the comparison, if there was one.
 
-    The inputs compared on are the run's own evaluation examples where a recipe lies beside the adapter, else
-    four sentences.
+    The inputs compared on are the run's own evaluation examples where a recipe is beside the adapter, else four
+    sentences.
 
     Args:
-        verify: compare, for which both models are loaded; None: where a recipe lies beside the adapter.
-        lora_alpha, options: passed to ``merge_checkpoint``.
+        verify: compare, for which three models are loaded; None: where a recipe is beside the adapter.
     """
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
-    text = read_text(recipe) if recipe else None
-    report = merge_checkpoint(adapter, base, out, recipe=text, lora_alpha=lora_alpha, **options)
+    if recipe is not None and options.recipe is None:
+        options = replace(options, recipe=read_text(recipe))
+    report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None):
-        return report.to_dict(), {}
-    checked = verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=lora_alpha)
-    return report.to_dict(), checked
+        return report, None
+    return report, verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
 
 
 def combined(texts: Sequence[str], method: str, rank: int | None, density: float) -> Adapter:
-    """Return the adapter that ``DIR:WEIGHT`` texts name, combined by ``method``; a weight left out is 1."""
+    """Return the adapter that ``DIR:WEIGHT`` texts name, combined by ``method``; the default weight is 1."""
     adapters, weights = [], []
     for text in texts:
         place, colon, weight = text.rpartition(":")

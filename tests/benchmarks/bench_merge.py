@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def latency(base: Path, adapter: Path, merged: Path) -> dict[str, float]:
 
     torch.manual_seed(0)
     batches = [{"input_ids": torch.randint(0, 32000, (1, 64))}]
-    return verify_merge(adapter, str(base), merged, batches)
+    return asdict(verify_merge(adapter, str(base), merged, batches))
 
 
 def report(title: str, base: Path, work: Path, rounds: int) -> None:

@@ -83,8 +83,8 @@ def refused(directory: Path, message: str, family: str = "llama") -> None:
         ("bias", ["all"], r"bias: "),
         ("peft_type", ["LORA"], r"peft_type \['LORA'\] is not supported"),
         ("peft_type", "ADALORA", r"peft_type 'ADALORA' is not supported"),
-        ("task_type", ["CAUSAL_LM"], r"task_type: \['CAUSAL_LM'\] is not a text"),
-        ("base_model_name_or_path", 7, r"base_model_name_or_path: 7 is not a text"),
+        ("task_type", ["CAUSAL_LM"], r"task_type: \['CAUSAL_LM'\] is not a string"),
+        ("base_model_name_or_path", 7, r"base_model_name_or_path: 7 is not a string"),
         ("arrow_config", {"top_k": 1}, r"arrow_config"),
         ("layer_replication", [[0, 1]], r"layer_replication"),
         ("trainable_token_indices", [1], r"trainable_token_indices"),
@@ -147,7 +147,7 @@ def test_factors_that_are_no_floating_point_numbers(tmp_path: Path, dtype: torch
     key = next(iter(tensors))
     tensors[key] = tensors[key].to(dtype)
     save_file(tensors, file, metadata={"format": "pt"})
-    refused(tmp_path, f"holds {str(dtype)[6:]} values")
+    refused(tmp_path, f"has {str(dtype)[6:]} values")
 
 
 def _header(file: Path, change: Any) -> None:
@@ -177,7 +177,7 @@ def _negative(header: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(_overlap, "overlaps|hole|belong to none"), (_huge, "truncated or out of range"), (_negative, "list of sizes")],
+    [(_overlap, "overlaps|hole|extra bytes"), (_huge, "truncated or out of range"), (_negative, "list of sizes")],
 )
 def test_headers_that_claim_what_the_file_does_not_hold(tmp_path: Path, change: Any, message: str) -> None:
     _header(an_adapter(tmp_path) / WEIGHTS, change)

@@ -17,6 +17,7 @@ import torch
 from models import adapt, build, load, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX
@@ -38,7 +39,7 @@ def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path, overwrit
     expected = tmp_path / "expected"
     merge_checkpoint(adapter, base, expected)
     began = time.perf_counter()
-    merge_checkpoint(adapter, base, expected, overwrite=True)
+    merge_checkpoint(adapter, base, expected, MergeOptions(overwrite=True))
     seconds = time.perf_counter() - began
     before = weight_files(base)
     seed = random.SystemRandom().randrange(10**6)
@@ -56,7 +57,7 @@ def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path, overwrit
         if child == 0:
             try:
                 torch.set_num_threads(1)
-                merge_checkpoint(adapter, base, out, overwrite=overwrite)
+                merge_checkpoint(adapter, base, out, MergeOptions(overwrite=overwrite))
             finally:
                 os._exit(0 if out.exists() else 1)
         if chance.random() < 0.5:
@@ -78,7 +79,7 @@ def test_killed_at_any_moment(parts: tuple[Path, Path], tmp_path: Path, overwrit
             assert complete() and [p.name for p in out.parent.iterdir()] == ["out"]
         remove(out, "model")
     assert weight_files(base) == before
-    merge_checkpoint(adapter, base, out, overwrite=True)
+    merge_checkpoint(adapter, base, out, MergeOptions(overwrite=True))
     assert complete() and [p.name for p in out.parent.iterdir()] == ["out"]
 
 
@@ -90,7 +91,7 @@ def test_of_two_merges_at_once_one_is_refused(parts: tuple[Path, Path], tmp_path
         try:
             torch.set_num_threads(1)
             while True:
-                merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+                merge_checkpoint(adapter, base, tmp_path / "out", MergeOptions(overwrite=True))
         finally:
             os._exit(1)
 
@@ -105,13 +106,13 @@ def test_of_two_merges_at_once_one_is_refused(parts: tuple[Path, Path], tmp_path
             os.kill(child, signal.SIGSTOP)
             os.waitpid(child, os.WUNTRACED)
         with pytest.raises(PeftlabError, match="out: another process is writing it"):
-            merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+            merge_checkpoint(adapter, base, tmp_path / "out", MergeOptions(overwrite=True))
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     expected = tmp_path / "expected"
     merge_checkpoint(adapter, base, expected)
-    merge_checkpoint(adapter, base, tmp_path / "out", overwrite=True)
+    merge_checkpoint(adapter, base, tmp_path / "out", MergeOptions(overwrite=True))
     assert weight_files(tmp_path / "out") == weight_files(expected)
     assert not list(tmp_path.glob(f"{STAGING_PREFIX}*"))
 
@@ -130,12 +131,12 @@ def test_overwriting_spares_what_is_no_merge(
     ):
         before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(PeftlabError, match=words):
-            merge_checkpoint(adapter, base, out, overwrite=True)
+            merge_checkpoint(adapter, base, out, MergeOptions(overwrite=True))
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(PeftlabError, match=r"out contains notes\.txt, which peftlab did not write"):
-        merge_checkpoint(adapter, base, "out", overwrite=True)
+        merge_checkpoint(adapter, base, "out", MergeOptions(overwrite=True))
 
 
 def test_a_mounted_base_is_the_base(parts: tuple[Path, Path], tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_mounted_base_is_the_base(parts: tuple[Path, Path], tmp_path: Path) ->
     try:
         for out in (base, base / "inside"):
             with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
-                merge_checkpoint(adapter, tmp_path / "mounted", out, overwrite=True)
+                merge_checkpoint(adapter, tmp_path / "mounted", out, MergeOptions(overwrite=True))
     finally:
         subprocess.run(["umount", tmp_path / "mounted"], check=True)
 
@@ -215,7 +216,7 @@ def test_outputs_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> N
     _refused(adapter, base, tmp_path / "there", "exists already")
     for out in (base, base / "inside", tmp_path):
         with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
-            merge_checkpoint(adapter, base, out, overwrite=True)
+            merge_checkpoint(adapter, base, out, MergeOptions(overwrite=True))
     (tmp_path / "link").symlink_to(base)
     with pytest.raises(PeftlabError, match="is, is inside or contains the base"):
         merge_checkpoint(adapter, base, tmp_path / "link" / "x")
@@ -247,7 +248,7 @@ def test_adapters_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> 
 def test_bases_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = parts
     other = save_base(build("gpt2"), tmp_path / "gpt2")
-    _refused(adapter, other, tmp_path / "out", "belongs to 'llama'")
+    _refused(adapter, other, tmp_path / "out", "was trained on 'llama'")
     config = json.loads((base / "config.json").read_text())
     for method in ("bitsandbytes", "gptq", "awq"):
         quantised = config | {"quantization_config": {"quant_method": method, "bits": 4}}
@@ -276,7 +277,7 @@ def test_nonfinite_base(tmp_path: Path) -> None:
     base = save_base(model, tmp_path / "base")
     adapter = adapt(load(type(model), base), tmp_path / "adapter")
     _refused(adapter, base, tmp_path / "out", "q_proj.weight: 1 merged weights are NaN or infinite")
-    report = merge_checkpoint(adapter, base, tmp_path / "out", allow_nonfinite=True)
+    report = merge_checkpoint(adapter, base, tmp_path / "out", MergeOptions(allow_nonfinite=True))
     assert sum(row.nonfinite for row in report.tensors) == 1
 
 
@@ -287,7 +288,7 @@ def test_overflow_in_the_stored_dtype(tmp_path: Path) -> None:
     base = save_base(model, tmp_path / "base")
     adapter = adapt(load(type(model), base), tmp_path / "adapter")
     with pytest.raises(PeftlabError, match="1 merged weights are NaN or infinite"):
-        merge_checkpoint(adapter, base, tmp_path / "out", dtype=torch.float16)
+        merge_checkpoint(adapter, base, tmp_path / "out", MergeOptions(dtype=torch.float16))
 
 
 def test_houlsby_has_no_fold(tmp_path: Path) -> None:

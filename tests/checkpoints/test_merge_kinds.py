@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
+from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
 
@@ -199,7 +201,7 @@ def test_other_dtypes_round_once(tmp_path: Path, target: torch.dtype) -> None:
         weights, factors = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
         for fp64 in (False, True):
             out = tmp_path / str(source) / f"merged{fp64}"
-            merge_checkpoint(adapter, base, out, dtype=target, fp64=fp64)
+            merge_checkpoint(adapter, base, out, MergeOptions(dtype=target, fp64=fp64))
             merged = load_file(out / "model.safetensors")
             assert {tensor.dtype for tensor in merged.values()} == {target}
             assert json.loads((out / "config.json").read_text())["dtype"] == str(target)[6:]
@@ -246,7 +248,7 @@ def test_rounding_that_eats_the_update_is_warned_of(tmp_path: Path) -> None:
     assert "--dtype fp32" in report.warnings[0]
     folded = [row for row in report.tensors if row.kind == "folded"]
     assert max(row.changed for row in folded) < 0.9 and min(row.survived for row in folded) < 0.9
-    exact = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "exact", dtype=torch.float32)
+    exact = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "exact", MergeOptions(dtype=torch.float32))
     assert not exact.warnings and min(row.survived for row in exact.tensors) > 0.999
 
 
@@ -263,7 +265,7 @@ def test_complete_directory(tmp_path: Path) -> None:
     (base / "additional_chat_templates" / "tool.jinja").write_text("{{ y }}")
     (base / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     adapter = adapt(load(transformers.LlamaForCausalLM, base), tmp_path / "adapter")
-    merge_checkpoint(adapter, base, tmp_path / "merged", recipe="kind: finetune\n")
+    merge_checkpoint(adapter, base, tmp_path / "merged", MergeOptions(recipe="kind: finetune\n"))
     there = {str(p.relative_to(tmp_path / "merged")) for p in (tmp_path / "merged").rglob("*") if p.is_file()}
     assert there == {
         "model.safetensors", "config.json", "merge.json", "peftlab.json", "README.md", "generation_config.json", "tokenizer.json",
@@ -273,7 +275,7 @@ def test_complete_directory(tmp_path: Path) -> None:
     assert "license: mit" in card and "```yaml\nkind: finetune\n```" in card
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {"temperature": 0.5}
     (adapter / "tokenizer_config.json").write_text('{"grown": true}')
-    merge_checkpoint(adapter, base, tmp_path / "grown", card="# Mine\n")
+    merge_checkpoint(adapter, base, tmp_path / "grown", MergeOptions(card="# Mine\n"))
     assert "grown" in (tmp_path / "grown" / "tokenizer_config.json").read_text()
     assert (tmp_path / "grown" / "README.md").read_text() == "# Mine\n"
 
@@ -294,11 +296,11 @@ def test_verify(tmp_path: Path) -> None:
     merge_checkpoint(adapter, base, tmp_path / "merged")
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     figures = verify_merge(adapter, str(base), tmp_path / "merged", [batch])
-    assert figures["max_logit_difference"] < 1e-5 and figures["argmax_agreement"] == 1 and figures["examples"] == 2
-    assert figures["latency_merged"] > 0 and figures["latency_unmerged"] > 0
+    assert figures.max_logit_difference < 1e-5 and figures.argmax_agreement == 1 and figures.examples == 2
+    assert figures.latency_merged > 0 and figures.latency_unmerged > 0
     plain = load(transformers.LlamaForCausalLM, base)
     plain.save_pretrained(tmp_path / "plain")
-    assert verify_merge(adapter, str(base), tmp_path / "plain", [batch])["max_logit_difference"] > 1e-4
+    assert verify_merge(adapter, str(base), tmp_path / "plain", [batch]).max_logit_difference > 1e-4
 
 
 @pytest.mark.model
@@ -319,7 +321,7 @@ def test_gguf_is_dequantised_and_said_to_be(tmp_path: Path, smollm2: str) -> Non
     }
     target = {"target_modules": ["layers.0.mlp.down_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(config | target))
-    report = merge_checkpoint(adapter, None, tmp_path / "merged", dtype=torch.bfloat16)
+    report = merge_checkpoint(adapter, None, tmp_path / "merged", MergeOptions(dtype=torch.bfloat16))
     assert "GGUF" in report.notes[0] and sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     (stored,) = (t for t in gguf.GGUFReader(locate(smollm2)).tensors if t.name == "blk.0.ffn_down.weight")
@@ -343,7 +345,7 @@ def test_bitsandbytes_is_dequantised_when_asked(tmp_path: Path, bits: int) -> No
     quantised.save_pretrained(tmp_path / "quantised")
     with pytest.raises(PeftlabError, match=r"quantised \(bitsandbytes\).*--dequantize"):
         merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged")
-    report = merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged", dequantize=True)
+    report = merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged", MergeOptions(dequantize=True))
     assert "dequantised to float32 first" in report.notes[0] and not list(tmp_path.glob("*base-merged*"))
 
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)

@@ -11,6 +11,7 @@ from models import adapt, build, load, reference, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import TensorReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
@@ -35,7 +36,7 @@ def merged_row(
         up.lora_B.normal_(std=0.05)  # type: ignore[union-attr]
         update(up.lora_B)  # type: ignore[operator]
     peftlab.save_adapter(model, tmp_path / "adapter")
-    report = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "merged", dtype=stored)
+    report = merge_checkpoint(tmp_path / "adapter", base, tmp_path / "merged", MergeOptions(dtype=stored))
     (row,) = report.tensors
     before, after = (load_file(tmp_path / d / "model.safetensors")[UP] for d in ("base", "merged"))
     delta = up.lora_B.double() @ up.lora_A.double()  # type: ignore[union-attr, operator]
@@ -99,9 +100,11 @@ def spoilt(tmp_path: Path, dtype: torch.dtype) -> tuple[Path, Path]:
 def test_what_fp16_has_no_room_for(tmp_path: Path, dtype: torch.dtype) -> None:
     base, adapter = spoilt(tmp_path, dtype)
     with pytest.raises(PeftlabError, match=r"model\.embed_tokens\.weight: 3 weights are too large for F16.*--allow"):
-        merge_checkpoint(adapter, base, tmp_path / "merged", dtype=torch.float16)
+        merge_checkpoint(adapter, base, tmp_path / "merged", MergeOptions(dtype=torch.float16))
     assert not (tmp_path / "merged").exists()
-    report = merge_checkpoint(adapter, base, tmp_path / "merged", dtype=torch.float16, allow_nonfinite=True)
+    report = merge_checkpoint(
+        adapter, base, tmp_path / "merged", MergeOptions(dtype=torch.float16, allow_nonfinite=True)
+    )
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.isinf(tensors[EMBEDDING]).sum() == 3 and not tensors[EMBEDDING][1, :2].any()
     lost = {EMBEDDING: 2, "model.layers.0.self_attn.q_proj.weight": 32}
@@ -119,7 +122,7 @@ def test_infinity_in_the_base_is_no_overflow(tmp_path: Path) -> None:
         model.get_parameter(EMBEDDING)[0, 0] = float("inf")
     base = save_base(model, tmp_path / "base")
     adapter = adapt(load(type(model), base), tmp_path / "adapter", target_modules=["q_proj"])
-    report = merge_checkpoint(adapter, base, tmp_path / "merged", dtype=torch.bfloat16)
+    report = merge_checkpoint(adapter, base, tmp_path / "merged", MergeOptions(dtype=torch.bfloat16))
     assert not report.overflow and not report.warnings
 
 
@@ -134,7 +137,7 @@ def test_fp64_base(tmp_path: Path) -> None:
         held = peftlab.load_adapter(load(type(model), base, torch.float64), adapter)
         assert weight_files(out / "merged") == weight_files(reference(held, out / "expected"))
         assert {row.dtype for row in report.tensors} == {"float64"}
-    merge_checkpoint(adapter, base, tmp_path / "half", dtype=torch.bfloat16)
+    merge_checkpoint(adapter, base, tmp_path / "half", MergeOptions(dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=lambda d: str(d)[6:])

@@ -49,5 +49,5 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match=reason):
             start_from(other, str(tmp_path))
         assert all(torch.equal(value, before[key]) for key, value in trainable_parameters(other).items())
-    with pytest.raises(PeftlabError, match="no adapter here"):
+    with pytest.raises(PeftlabError, match="not an adapter"):
         start_from(other, str(tmp_path / "nothing"))

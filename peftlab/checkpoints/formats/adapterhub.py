@@ -1,4 +1,4 @@
-"""AdapterHub's adapter directories: bottleneck adapters and LoRA, as methods and parameter names of ours."""
+"""AdapterHub's adapter directories: bottleneck adapters and LoRA, read as our methods and parameter names."""
 
 from __future__ import annotations
 

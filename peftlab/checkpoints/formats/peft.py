@@ -1,4 +1,4 @@
-"""peft's adapter format: what is written of an injected LoRA, and under which keys."""
+"""Writing peft's adapter format: the configuration of an injected LoRA, and its tensors by peft's keys."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from peftlab.methods.task_head import trained_whole
 PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+)_(lora_A|lora_B)")
 
-# Last names of modules that peft takes for the experts' weights (or the router's), by the family of the model's
-# conversion, since these were modules before transformers 5.
-_TAKEN_FOR_EXPERTS = {
+# Last names of modules that peft treats as the experts' weights (or the router's), by the family of the model's
+# conversion, because they were modules before transformers 5.
+_TREATED_AS_EXPERTS = {
     "mixtral": ("gate", "w1", "w2", "w3"),
     "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
 }
 
 
 def to_peft_key(name: str, model: nn.Module) -> str:
-    """Return peft's key for a parameter of ours; heads and other plain parameters keep their names.
+    """Return peft's key of one of our parameters; heads and other plain parameters keep their names.
 
-    ``<module>.lora_A`` becomes ``<module>.lora_A.weight``; the bias of an adapted leaf lies in its
-    ``base_layer``; of several parameters of one experts module, the last one's factors lie outermost and each
+    ``<module>.lora_A`` becomes ``<module>.lora_A.weight``; the bias of an adapted leaf belongs to its
+    ``base_layer``; of several parameters of one experts module, the last one's factors are outermost and each
     earlier one's a ``base_layer`` deeper.
     """
     module_name, _, last = name.rpartition(".")
@@ -51,24 +51,24 @@ def to_peft_key(name: str, model: nn.Module) -> str:
     return PREFIX + name
 
 
-def to_peft_config(model: nn.Module, held: Injection, reference: str | None) -> dict[str, Any]:
+def to_peft_config(model: nn.Module, injection: Injection, reference: str | None) -> dict[str, Any]:
     """Return ``adapter_config.json`` for an injected LoRA; defaults are left out where peft allows it.
 
-    In some mixtures of experts peft takes ``gate_proj`` and its like for expert weights, wherever they are; those
-    that are linear maps are named by their matrix, in ``target_parameters``. peft knows no dropout there, so none
-    is written. (With DoRA, which it does not know there either, peft refuses the adapter.)
+    In some mixtures of experts peft treats every ``gate_proj`` and the like as expert weights; those that are linear
+    maps are named by their matrix, in ``target_parameters``. peft has no dropout there, so none is written. (It has no
+    DoRA there either, and refuses such an adapter.)
     """
-    config = held.config
+    config = injection.config
     assert isinstance(config, LoraConfig)
-    leaves = [name for name in held.replaced if isinstance(model.get_submodule(name), LowRank)]
-    matrices = [name for name in leaves if name.rpartition(".")[2] in _taken_for_experts(model)]
+    leaves = [name for name in injection.replaced if isinstance(model.get_submodule(name), LowRank)]
+    matrices = [name for name in leaves if name.rpartition(".")[2] in _treated_as_experts(model)]
     matrices = [] if config.use_dora else matrices
     modules = {name for name, _ in model.named_modules()}
-    # peft names modules there; it reads a single parameter of a head by its key alone.
+    # peft lists modules there; a single parameter of a head it finds by its key alone.
     whole = [name for name in trained_whole(model, config.modules_to_save) if name in modules]
     twins = tied_twins(model)
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
-    conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in held.replaced)
+    conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
     raw: dict[str, Any] = {
         "peft_type": "LORA",
@@ -90,7 +90,7 @@ def to_peft_config(model: nn.Module, held: Injection, reference: str | None) -> 
         "alpha_pattern": alphas | {key: value for key, value in config.alpha_pattern.items() if key not in alphas},
         "target_parameters": [
             f"{name}.{parameter}"
-            for name in held.replaced
+            for name in injection.replaced
             if _experts(model, name)
             for parameter in vars(model.get_submodule(name))["adapted"]
         ]
@@ -100,7 +100,7 @@ def to_peft_config(model: nn.Module, held: Injection, reference: str | None) -> 
     return raw | {key: value for key, value in optional.items() if value}
 
 
-def adapter_tensors(model: nn.Module, held: Injection) -> dict[str, Tensor]:
+def adapter_tensors(model: nn.Module, injection: Injection) -> dict[str, Tensor]:
     """Return the trained tensors of an injected LoRA by peft's keys.
 
     A leaf whose update is B·A − B0·A0 (PiSSA, OLoRA), or acts on parts of its rows, is written as the plain LoRA
@@ -108,48 +108,48 @@ def adapter_tensors(model: nn.Module, held: Injection) -> dict[str, Tensor]:
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
     tensors |= {twin: tensors[name] for twin, name in tied_twins(model).items()}
-    for name in held.replaced:
+    for name in injection.replaced:
         leaf = model.get_submodule(name)
-        if _grown(leaf):
+        if _rank_grew(leaf):
             factors = [factor.detach() for factor in leaf.factors()]
             tensors |= {f"{name}.{kind}": factor for kind, factor in zip(leaf.names, factors, strict=True)}
     return {to_peft_key(name, model): tensor for name, tensor in tensors.items()}
 
 
 def tied_twins(model: nn.Module) -> dict[str, str]:
-    """Return further names of trained parameters, each with the name that the parameter goes by."""
+    """Return the other names of tied trained parameters, each with the name that ``trainable_parameters`` uses."""
     known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
 
 
-def _taken_for_experts(model: nn.Module) -> tuple[str, ...]:
-    """Return the last names of modules that peft takes for expert weights in this model."""
+def _treated_as_experts(model: nn.Module) -> tuple[str, ...]:
+    """Return the last names of modules that peft treats as expert weights in this model."""
     kind = model_type(model)
-    return _TAKEN_FOR_EXPERTS.get("mixtral" if kind == "mixtral" else _MODEL_TO_CONVERSION_PATTERN.get(kind, ""), ())
+    return _TREATED_AS_EXPERTS.get("mixtral" if kind == "mixtral" else _MODEL_TO_CONVERSION_PATTERN.get(kind, ""), ())
 
 
 def _effective(
     model: nn.Module, config: LoraConfig, leaves: list[str], matrices: list[str]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return rank and alpha of the leaves that the configuration's own do not say, by the names peft looks up."""
+    """Return rank and alpha of the leaves for which the configuration's do not hold, by the names peft looks up."""
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name in leaves:
         leaf: Any = model.get_submodule(name)
         key = f"{name}.weight" if name in matrices else name
         rank, alpha = config.rank(name), config.alpha(name)
-        if _grown(leaf):
+        if _rank_grew(leaf):
             rank = leaf.factors()[0].shape[0]
             alpha = leaf.scale * (rank**0.5 if config.use_rslora else rank)
-        if _grown(leaf) or (key != name and (rank != config.r or config.rank_pattern)):
+        if _rank_grew(leaf) or (key != name and (rank != config.r or config.rank_pattern)):
             ranks[key] = rank
-        if _grown(leaf) or (key != name and (alpha != config.lora_alpha or config.alpha_pattern)):
+        if _rank_grew(leaf) or (key != name and (alpha != config.lora_alpha or config.alpha_pattern)):
             alphas[key] = alpha
     return ranks, alphas
 
 
-def _grown(leaf: nn.Module) -> TypeGuard[LowRank]:
+def _rank_grew(leaf: nn.Module) -> TypeGuard[LowRank]:
     return isinstance(leaf, LowRank) and (leaf.rows is not None or leaf.frozen_A is not None)
 
 

@@ -1,4 +1,4 @@
-"""Reading peft's adapter format: its configuration and key names as ours, or an error that says what is not."""
+"""Reading peft's adapter format: its configuration and keys become ours, or an error names what is not supported."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from peftlab.patterns import matching
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
 _ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
-# What peft's configuration may say that changes nothing about the weights, or that we do not need to know.
+# Keys of peft's configuration that do not change the weights, or that are not needed here.
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ephemeral_gpu_offload", "eva_config",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_ga_config",
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 
-# Values of init_lora_weights that leave the base as it is: the factors in the file say all.
+# Values of init_lora_weights that leave the base as it is: the factors in the file are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _LOST_STARTS = {
-    "corda": "CorDA takes part of the base away by covariances that are not in the file",
+    "corda": "CorDA subtracts a part of the base by covariances that are not in the file",
     "loftq": "LoftQ replaces the base by a quantised one that is not in the file",
-    "lora_ga": "LoRA-GA takes part of the base away by gradients that are not in the file",
+    "lora_ga": "LoRA-GA subtracts a part of the base by gradients that are not in the file",
 }
 _CONVERT = (
     "save it with peft's path_initial_model_for_weight_conversion where it was trained, which makes it plain LoRA"
@@ -42,10 +42,10 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A LoRA adapter of peft's.
+    """A LoRA adapter that peft wrote.
 
     Attributes:
-        config: our configuration of the same. tensors: by our parameter names. notes: what its user should know.
+        config: in our terms. tensors: by our parameter names. notes: what its user should know.
     """
 
     config: LoraConfig
@@ -57,7 +57,7 @@ def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
     """Return a peft adapter as ours.
 
     Args:
-        raw: its ``adapter_config.json``, which lies at ``path``. tensors: by peft's keys.
+        raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys.
 
     Raises:
         PeftlabError: another peft type; an active option or a start that this reader does not know; a value of a
@@ -71,7 +71,7 @@ def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
     for name, tensor in plain.items():
         new = _parameter_name(name, plain, config, matrices, weights)
         if new in named and not torch.equal(named[new], tensor):
-            raise PeftlabError(f"{weights}: two keys hold different values for {new}")
+            raise PeftlabError(f"{weights}: two keys have different values for {new}")
         named[new] = tensor
     config = _fitted(config, named, matrices)
     return PeftAdapter(config, named, notes)
@@ -91,7 +91,7 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
     absent = {key for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying") if known.get(key) is None}
     absent |= {key for key in ("target_modules", "exclude_modules", "target_parameters") if known.get(key) in ([], "")}
     values = {key: value for key, value in known.items() if key not in absent}
-    # peft's own defaults, where they are not ours.
+    # peft's defaults where they differ from ours.
     values = {"lora_alpha": 8, "ensure_weight_tying": False, "init_lora_weights": start} | values
     try:
         return LoraConfig.model_validate(values, strict=True), notes
@@ -101,7 +101,7 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
 
 
 def _start(value: Any, path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Return our value of ``init_lora_weights``: what of the base has to be taken away, if anything."""
+    """Return our value of ``init_lora_weights``, which names the part of the base to subtract, if any, and notes."""
     name = value.lower() if isinstance(value, str) else value
     if isinstance(name, str | bool | None) and name in _PLAIN_STARTS:
         return True, ()
@@ -109,8 +109,8 @@ def _start(value: Any, path: Path) -> tuple[Any, tuple[str, ...]]:
         return name, ()
     if isinstance(name, str) and re.fullmatch(r"pissa_niter_[0-9]{1,9}", name):
         note = (
-            f"{path}: init_lora_weights={value} takes part of the base away by a randomised SVD, which peft computes "
-            f"anew, and each time a little differently; here it is the exact SVD. To be exact, {_CONVERT}"
+            f"{path}: init_lora_weights={value} subtracts a part of the base by a randomised SVD, which peft computes "
+            f"again, with slightly different results each time; peftlab uses the exact SVD. To be exact, {_CONVERT}"
         )
         return "pissa", (note,)
     lost = next((reason for kind, reason in _LOST_STARTS.items() if str(name).startswith(kind)), None)
@@ -131,7 +131,7 @@ def _plain_name(key: str, path: Path) -> str:
 def _parameter_name(
     name: str, tensors: Mapping[str, Tensor], config: LoraConfig, matrices: set[str], path: Path
 ) -> str:
-    """Return our name of a parameter: that of an expert weight's factor says which weight it belongs to.
+    """Return our name of a parameter; the name of an expert weight's factor includes that weight's.
 
     peft nests the wrappers of one module's parameters in the order these have in the model. A parameter that is
     the one matrix of a linear map is adapted like any linear map; its module is added to ``matrices``.
@@ -175,8 +175,8 @@ def _experts(module: str, config: LoraConfig) -> bool:
 def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str]) -> LoraConfig:
     """Return the configuration in our terms.
 
-    peft lists every name that a task head might have, and patterns that match nothing; of both those are kept
-    that mean something here. Matrices that target_parameters names, and modules that share their adapter with a
+    peft lists every name that a task head might have, and patterns that match nothing; only those that match
+    something are kept. Matrices that target_parameters names, and modules that share their adapter with a
     tied one, become target modules by their full names, with rank and alpha of their own; so do all modules where
     peft chose them itself.
     """

@@ -1,4 +1,4 @@
-"""Adapters for readers that know one rank and one scale: vLLM, llama.cpp, LoRAX."""
+"""Exports for programs that read LoRA with one rank and one scaling only: vLLM, llama.cpp, LoRAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peftlab.outputs import staged_directory
 
 Consumer = Literal["vllm", "llamacpp", "lorax"]
 
-# What each reader can hold: vLLM's default highest rank and the module names it knows are its own settings.
+# How to serve the result; vLLM's highest rank and module names are its own settings.
 _NOTES = {
     "vllm": "serve with --enable-lora --max-lora-rank {rank}",
     "llamacpp": "convert with convert_lora_to_gguf.py, then --lora FILE",
@@ -30,18 +30,18 @@ _NOTES = {
 
 
 def export_adapter(source: str | Path, out: str | Path, for_: Consumer) -> str:
-    """Write a LoRA adapter that a reader knowing only r and alpha applies exactly; return how to serve it.
+    """Write a LoRA adapter that programs which know only r and alpha apply exactly; return how to serve it.
 
-    Each module's own scale is baked into its B and all are padded with zeros to the greatest rank, so that
-    with ``lora_alpha`` = ``r`` the one scale is 1: rank and alpha patterns, rsLoRA, PiSSA and parts of fused
-    projections come out as plain LoRA.
+    Each B is multiplied by its module's scaling and all factors are padded with zeros to the largest rank, so that
+    with ``lora_alpha`` = ``r`` the one scaling is 1: rank and alpha patterns, rsLoRA, PiSSA and parts of fused
+    projections become plain LoRA.
 
     Args:
-        source: an adapter directory, of ours or of peft's.
+        source: an adapter directory that peftlab or peft wrote.
         for_: ``"vllm"``, ``"llamacpp"`` or ``"lorax"``.
 
     Raises:
-        PeftlabError: the adapter holds what no such reader can express (DoRA, experts, embeddings, a module
+        PeftlabError: the adapter contains what no such program supports (DoRA, experts, embeddings, a module
             trained whole, biases), named; or ``out`` exists.
     """
     if for_ not in _NOTES:
@@ -49,7 +49,7 @@ def export_adapter(source: str | Path, out: str | Path, for_: Consumer) -> str:
     adapter = read_adapter(source)
     config = adapter.config
     if not isinstance(config, LoraConfig):
-        raise PeftlabError(f"{source}: {for_} reads LoRA alone, not method {config.name}; merge it instead")
+        raise PeftlabError(f"{source}: {for_} reads only LoRA, not method {config.name}; merge it instead")
     if config.use_dora:
         raise PeftlabError(f"{source}: {for_} cannot express use_dora; merge the adapter instead")
     if config.start:

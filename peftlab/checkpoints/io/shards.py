@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def output_name(self) -> str:
-        """The name of the file that takes this one's place in a merged directory."""
+        """The name of this file's counterpart in a merged directory."""
         return self.path.name
 
     @property
@@ -64,7 +64,7 @@ class Shard:
 
 
 class PickleShard(Shard):
-    """One ``.bin`` file: unpickled with ``weights_only`` and mapped, so that no more than its keys is loaded."""
+    """One ``.bin`` file: unpickled with ``weights_only`` and memory-mapped, so that only its keys are loaded."""
 
     _tensors: dict[str, Tensor] | None = None
 
@@ -101,12 +101,12 @@ def open_shards(directory: Path) -> list[Shard]:
     elif (directory / single).exists():
         shards = [kind(directory / single)]
     else:
-        raise PeftlabError(f"{directory}: no weights here (neither {SAFETENSORS} nor {PICKLE}, whole or in shards)")
+        raise PeftlabError(f"{directory}: no weights (neither {SAFETENSORS} nor {PICKLE}, whole or in shards)")
     owner: dict[str, Path] = {}
     for shard in shards:
         for key in shard.entries:
             if key in owner:
-                raise PeftlabError(f"{shard.path}: duplicate key {key!r}, which {owner[key].name} holds too")
+                raise PeftlabError(f"{shard.path}: duplicate key {key!r}, which is also in {owner[key].name}")
             owner[key] = shard.path
     return shards
 
@@ -119,13 +119,13 @@ def _open_pickle(path: Path) -> Shard:
     entries = {}
     for key, tensor in read_pickle(path, mapped=True).items():
         if tensor.dtype not in NAMES:
-            raise PeftlabError(f"{path}: {key!r}: dtype {tensor.dtype} has no place in a safetensors file")
+            raise PeftlabError(f"{path}: {key!r}: dtype {tensor.dtype} cannot be stored in a safetensors file")
         entries[key] = Entry(NAMES[tensor.dtype], tuple(tensor.shape), 0)
     return PickleShard(path, entries)
 
 
 def _drop_pages(mapped: Tensor) -> None:
-    """Give back the file's pages under a mapped tensor: they would count as this process's memory."""
+    """Release the file's pages of a mapped tensor, which would count as this process's memory."""
     storage = mapped.untyped_storage()
     if storage.filename is None or not mapped.is_contiguous():
         return

@@ -1,4 +1,4 @@
-"""Reading, computing and writing tensors side by side, within a budget of memory."""
+"""Reading, computing and writing tensors concurrently, within a budget of memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from peftlab.checkpoints.io.tensorfiles import layout
 from peftlab.errors import PeftlabError
 
 COPIED = 64 << 20  # bytes that one call copies from file to file
-WRITTEN = 512 << 10  # bytes that one call writes; larger calls were measured up to three times as slow
-FLUSH = 64 << 20  # bytes after which what was written is brought to the disk
+WRITTEN = 512 << 10  # bytes that one call writes; larger calls were measured to be up to three times as slow
+FLUSH = 64 << 20  # bytes after which written data is flushed to the disk
 
 
 class OutputFile:
@@ -60,7 +60,7 @@ class OutputFile:
             done += count
 
     def flush_soon(self, flusher: ThreadPoolExecutor) -> None:
-        """Start bringing what was written so far to the disk, if it is much and that is not under way already."""
+        """Start flushing written data to the disk, if there is enough of it and no flush is running."""
         idle = self._flush is None or self._flush.done()
         if idle and (self._unflushed >= FLUSH or (self._written == self.size and self._unflushed)):
             self._unflushed = 0
@@ -90,7 +90,7 @@ class Job:
 
     Attributes:
         reads: shard and key of each tensor to read.
-        make: takes the tensors, in order, and returns the results by output key.
+        make: computes the results, by output key, from the tensors in order.
         outputs: the file of each result.
         nbytes: memory that the tensors and the results take together.
     """
@@ -103,7 +103,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Copy:
-    """One step in which nothing is computed: a tensor's bytes go from file to file."""
+    """One step without computation: a tensor's bytes are copied from file to file."""
 
     shard: Shard
     source: str
@@ -113,20 +113,20 @@ class Copy:
 
 
 def copying(shard: Shard, source: str, output: OutputFile, key: str) -> Job | Copy:
-    """Return the step that carries a tensor over unchanged."""
+    """Return the step that copies a tensor unchanged."""
     if isinstance(shard, PickleShard):
         return Job([(shard, source)], lambda tensors: {key: tensors[0]}, {key: output}, shard.entries[source].nbytes)
     return Copy(shard, source, output, key)
 
 
 def run(jobs: Iterable[Job | Copy], budget: int) -> None:
-    """Run ``jobs``, as many side by side as torch has threads, while what is written goes on to the disk.
+    """Run ``jobs``, as many at a time as torch has threads, while written data is flushed to the disk.
 
-    Each job reads, computes and writes on its own with one thread, so that one job's reading and writing overlap
-    with another's computing. The first error ends the run.
+    Each job reads, computes and writes in one thread, so that one job's reading and writing overlap with another's
+    computing. The first error ends the run.
 
     Args:
-        budget: bytes that running jobs may take together; a job larger than that runs alone.
+        budget: bytes that running jobs may use together; a job larger than that runs alone.
     """
     threads = torch.get_num_threads()
     room = _Room(budget)
@@ -161,7 +161,7 @@ class _Room:
 
     @contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:
-        """Wait until ``nbytes`` are free, or nothing else is taken, and hold them for the block."""
+        """Wait until ``nbytes`` are free, or nothing else is in use, and reserve them for the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._size)
             self._used += nbytes
@@ -177,7 +177,7 @@ def _read(job: Job, scratch: threading.local) -> list[Tensor]:
     if len(job.reads) != 1:
         return [shard.read(key) for shard, key in job.reads]
     (shard, key), *_ = job.reads
-    # One buffer a thread, used again for each tensor: fresh memory costs as much as reading into it.
+    # One buffer per thread, used for all its tensors: allocating memory takes as long as reading into it.
     buffer = getattr(scratch, "buffer", None)
     if buffer is None or len(buffer) < shard.entries[key].nbytes:
         scratch.buffer = None

@@ -1,7 +1,7 @@
-"""safetensors files, read and written tensor by tensor: 8 bytes of header length, a JSON header, the data.
+"""The safetensors format, read and written tensor by tensor: 8 bytes of header length, a JSON header, the data.
 
-The reader trusts nothing: whatever a header may claim is checked against the file before a byte of data is
-used, and each mistake is an error that names file and key.
+The reader checks everything in a header against the file before any data is used; each mistake is an error that
+names file and key.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
     Raises:
         PeftlabError: the file is missing, truncated or longer than its tensors; the header is longer than the
-            file or not JSON; a key is double; a dtype is unknown; offsets overlap, leave holes, lie outside the
+            file or not JSON; a key occurs twice; a dtype is unknown; offsets overlap, leave holes, are outside the
             file or do not fit dtype and shape.
     """
     try:
@@ -68,7 +68,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8:
-                raise PeftlabError(f"{path}: truncated; {size} bytes hold no safetensors header")
+                raise PeftlabError(f"{path}: truncated; {size} bytes are too few for a safetensors header")
             if length > MAX_HEADER or 8 + length > size:
                 raise PeftlabError(f"{path}: header of {length} bytes is longer than the file ({size} bytes)")
             text = file.read(length)
@@ -92,7 +92,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
     try:
         raw = parse_json(text.decode("utf-8"), unique)
-        json.dumps(raw, ensure_ascii=False).encode("utf-8")  # a key may hold half a surrogate pair
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")  # a key may contain half a surrogate pair
     except ValueError as error:
         raise PeftlabError(f"{path}: the header is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
@@ -105,7 +105,7 @@ def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str,
     for key, value in raw.items():
         where = f"{path}: {key!r}"
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-            raise PeftlabError(f"{where}: a tensor has dtype, shape and data_offsets, and nothing else")
+            raise PeftlabError(f"{where}: an entry must have exactly dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise PeftlabError(f"{where}: unknown dtype {dtype!r}")
@@ -128,7 +128,7 @@ def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str,
             raise PeftlabError(f"{path}: {key!r}: begins at {begin}, {kind} (expected {position})")
         position = end
     if data + position != size:
-        raise PeftlabError(f"{path}: {size - data - position} bytes after the last tensor belong to none")
+        raise PeftlabError(f"{path}: {size - data - position} extra bytes after the last tensor")
     return {key: entry for _, _, key, entry in spans}
 
 
@@ -193,7 +193,7 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
     """Return the names of the shards that an index file lists, sorted.
 
     Raises:
-        PeftlabError: the index is malformed, points outside ``directory``, or names a shard that is not there.
+        PeftlabError: the index is malformed, points outside ``directory``, or names a missing shard.
     """
     path = directory / index_name
     weight_map = read_object(path).get("weight_map")
@@ -201,14 +201,14 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
         raise PeftlabError(f"{path}: has no weight_map")
     for key, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
-            raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is no file name inside the directory")
+            raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is not a file name inside the directory")
         if not (directory / name).is_file():
-            raise PeftlabError(f"{path}: {key!r} lies in {name}, which is missing")
+            raise PeftlabError(f"{path}: {key!r} is in {name}, which is missing")
     return sorted(set(weight_map.values()))
 
 
 def check_index(directory: Path, index_name: str, found: Mapping[str, Iterable[str]]) -> None:
-    """Check that each key of an index lies in the shard it names (``found``: keys by shard)."""
+    """Check that each key of an index is in the shard it names (``found``: keys by shard)."""
     path = directory / index_name
     keys = {name: set(names) for name, names in found.items()}
     for key, name in read_object(path)["weight_map"].items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.errors import PeftlabError
 from peftlab.files import real
 from peftlab.hub import snapshot
@@ -19,43 +20,36 @@ from peftlab.references import locate
 
 
 @contextmanager
-def plain_base(
-    reference: str, adapter: Adapter, out: Path, dequantize: bool, trust_remote_code: bool
-) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the local directory of a base model with plain weights, and notes on how it came to be.
+def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
-    A GGUF file, or with ``dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights beside
-    ``out`` for the while: this takes memory and disk for the whole model.
+    A GGUF file, or with ``options.dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights
+    beside ``out`` for the duration of the block: this takes memory and disk for the whole model.
 
     Raises:
-        PeftlabError: nothing is there, or it is quantised and ``dequantize`` is false.
+        PeftlabError: the base does not exist, or it is quantised and ``options.dequantize`` is false.
     """
     place = _located(reference)
     if place.suffix == ".gguf":
-        note = (
-            f"{place.name} is quantised (GGUF): it was dequantised to float32 first, and the update was added to that"
-        )
+        quantised = f"{place.name} is quantised (GGUF)"
     else:
         if not place.is_dir():
             raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
-        config = load_config(reference, trust_remote_code=trust_remote_code)
-        quantised = _quantisation(config)
-        if not quantised:
+        method = _quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
+        if not method:
             yield place, []
             return
-        if not dequantize:
+        if not options.dequantize:
             raise PeftlabError(
-                f"{reference} is quantised ({quantised}): an update folded into such weights would be rounded to their "
+                f"{reference} is quantised ({method}): an update folded into such weights would be rounded to their "
                 "few levels and mostly lost. --dequantize makes a plain float32 copy first, several times as large, "
                 "whose weights are the quantised ones' values, and folds into that; merging into the model that "
                 "was quantised is better"
             )
-        note = (
-            f"the base was quantised ({quantised}): it was dequantised to float32 first, and the update added to that"
-        )
+        quantised = f"the base was quantised ({method})"
     with scratch_directory(real(out), "base") as directory:
-        _save_plain(reference, adapter, directory, trust_remote_code)
-        yield directory, [note]
+        _save_plain(reference, adapter, directory, options.trust_remote_code)
+        yield directory, [f"{quantised}: it was dequantised to float32 first, and the update was added to that"]
 
 
 def base_directory(reference: str) -> Path:
@@ -97,5 +91,5 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_
             raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
     # The original format of a quantised checkpoint would be the quantised one.
     model.save_pretrained(directory, save_original_format=not quantised)
-    with suppress(PeftlabError):  # a base without a tokenizer has none to hand on
+    with suppress(PeftlabError):  # the base may have no tokenizer
         load_tokenizer(reference).save_pretrained(directory)

@@ -14,13 +14,14 @@ from transformers.initialization import no_init_weights
 from peftlab.checkpoints.adapter import BASE_LAYER, Adapter, fill, fitted
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of, trainable_parameters
 from peftlab.methods.own_copy import OwnCopy
 from peftlab.models.skeleton import Place, places, tied_names
 
-_SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that hold a sum; narrower ones are codes of some quantisation
+_SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Target:
 
     Attributes:
         key: its key. name: the model's name for it. dtype, shape: as it is stored.
-        shard, source: where the base holds it; None and an empty string where the base has none.
+        shard, source: its file and key in the base; None and an empty string where the base has none.
         place: the base key's place; None where the base has none.
     """
 
@@ -50,8 +51,8 @@ class MergePlan:
         model: the task model on the meta device, adapter injected.
         adapter: the adapter. shards: the base's files.
         files: the merged files' targets, by file name.
-        folded: the parameters with a linear addition, and the leaf each lies in.
-        given: parameters whose value the adapter holds whole.
+        folded: the parameters with a linear addition, and the leaf of each.
+        given: parameters that the adapter contains whole.
         dropped: base keys left out, and why. notes: what the reader of the report should know.
         dtype: the dtype of most weights, by torch's name. stored: the dtype asked for, or None.
     """
@@ -73,20 +74,18 @@ class MergePlan:
             shard.close()
 
 
-def plan_merge(
-    adapter: Adapter, directory: Path, *, source: str, stored: torch.dtype | None, trust_remote_code: bool
-) -> MergePlan:
+def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, source: str) -> MergePlan:
     """Decide where each tensor comes from; refuse whatever does not fit.
 
     Args:
-        source: the adapter's path, for messages. stored: dtype of the merged weights, or None.
+        directory: of the base. source: the adapter's path, for messages.
     """
-    shards = open_shards(directory)
-    model = task_model(adapter, directory, source=source, trust_remote_code=trust_remote_code)
+    shards, stored = open_shards(directory), options.dtype
+    model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
-    with no_init_weights():  # there is nothing behind the model's tensors
+    with no_init_weights():  # tensors on the meta device have no values to initialise
         inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
     leaves = [name for name in injection_of(model).replaced if not isinstance(model.get_submodule(name), OwnCopy)]
@@ -139,7 +138,7 @@ def _whole_tensors(
 
 
 def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Place]:
-    """Return the place of each base key in the model; what has none is noted as dropped."""
+    """Return the place of each base key in the model; keys without one are recorded as dropped."""
     kind = type(plan.model).__name__
     everywhere = places(plan.model, [key for shard in plan.shards for key in shard.entries])
     found: dict[str, Place] = {}
@@ -152,7 +151,7 @@ def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Plac
             whole = place.converter is None and place.name not in plan.given
             if whole and entry.shape != tuple(known[place.name]):
                 raise PeftlabError(
-                    f"{shard.path}: {key!r} has shape {entry.shape}, {kind} wants {tuple(known[place.name])}"
+                    f"{shard.path}: {key!r} has shape {entry.shape}, {kind} needs {tuple(known[place.name])}"
                 )
             found[key] = place
     if not found:
@@ -167,8 +166,8 @@ def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
             names = found[key].names if key in found else ()
             if entry.dtype not in _SUMMABLE and any(name in plan.folded or name in plan.given for name in names):
                 raise PeftlabError(
-                    f"{shard.path}: {key!r} is stored as {entry.dtype}, which cannot hold W0 + ΔW; config.json names "
-                    "no quantization_config that says how to read it; merge into the model that was quantised"
+                    f"{shard.path}: {key!r} is stored as {entry.dtype}, which cannot represent W0 + ΔW; config.json "
+                    "has no quantization_config to read it by; merge into the model that was quantised"
                 )
 
 
@@ -191,7 +190,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
             continue
         if (twin, origin) in differ:
             plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
-        # That says it of the whole model: other pairs, equal though they are, would not be tied on loading either.
+        # The setting holds for the whole model: pairs that are still equal would not be tied on loading either.
         for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
         for name, other in ((twin, origin), (origin, twin)):
@@ -200,9 +199,9 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
             if name not in holders:
                 shard, key = holders[other]
                 extra.append(_target(plan, shard, key, Place(name, name, None)))
-    held = {place.name for place in found.values()} | {target.name for target in extra} | set(tied)
+    present = {place.name for place in found.values()} | {target.name for target in extra} | set(tied)
     for name, tensor in plan.given.items():
-        if name not in held:
+        if name not in present:
             extra.append(Target(name, name, NAMES[getattr(torch, plan.dtype)], tuple(tensor.shape)))
     return extra
 
@@ -237,7 +236,7 @@ def _main_dtype(shards: list[Shard]) -> torch.dtype:
             if DTYPES[entry.dtype].is_floating_point:
                 sizes[DTYPES[entry.dtype]] += entry.nbytes
     if not sizes:
-        raise PeftlabError(f"{shards[0].path.parent}: holds no floating-point weights")
+        raise PeftlabError(f"{shards[0].path.parent}: has no floating-point weights")
     return sizes.most_common(1)[0][0]
 
 
@@ -249,12 +248,12 @@ def _refuse_missing(
     extra: list[Target],
     base: Path,
 ) -> None:
-    held = {target.name for target in extra} | plan.given.keys()
+    present = {target.name for target in extra} | plan.given.keys()
     for place in found.values():
-        held |= set(place.names)
+        present |= set(place.names)
     twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
-    held |= {name for name, other in twins if other in held}
-    missing = [name for name in known if name not in held and name not in tied]
+    present |= {name for name, other in twins if other in present}
+    missing = [name for name in known if name not in present and name not in tied]
     if missing:
         raise PeftlabError(
             f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "

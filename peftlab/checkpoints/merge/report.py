@@ -1,23 +1,22 @@
-"""What a merge did to each tensor, as numbers."""
+"""What a merge changed, measured per tensor, and the report of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ROUNDING_LIMIT = 0.1  # part of ΔW that rounding may eat before the report warns
+ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
 _BLOCK = 1 << 20  # elements compared at a time
 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor of a merged checkpoint that is not the base's.
+    """One tensor of a merged checkpoint that differs from the base's.
 
     Attributes:
         name: its key in the merged checkpoint.
@@ -25,7 +24,7 @@ class TensorReport:
         dtype: of the merged tensor. shape: of it.
         ratio: ‖ΔW‖ / ‖W0‖, before rounding; None for an added tensor.
         changed: share of the weights that differ from W0 after rounding.
-        survived: share of ΔW that is left after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
+        survived: share of ΔW that remains after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
             weights differ by.
         nonfinite: how many of the stored weights are NaN or infinite.
     """
@@ -40,12 +39,12 @@ class TensorReport:
     nonfinite: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class MergeReport:
-    """What ``merge_checkpoint`` wrote.
+    """What ``merge_checkpoint`` wrote; ``merge.json`` has the same keys.
 
     Attributes:
-        out: the directory. adapter, base: what went in.
+        out: the directory. adapter, base: what was merged.
         architecture: the class of the merged model. method: the adapter's.
         dtype: the dtype of most of the weights.
         tensors: what was folded, replaced or added.
@@ -53,7 +52,7 @@ class MergeReport:
         dropped: base keys that were left out, and why.
         underflow, overflow: how many weights a change of dtype made 0 or infinite, by tensor; of those that the
             adapter changes, the infinite ones are in ``tensors``.
-        notes: what the reader should know of. warnings: what the reader should act on.
+        notes: what the reader should know. warnings: what the reader should act on.
         total_bytes: size of all weights. seconds: wall time.
     """
 
@@ -63,34 +62,44 @@ class MergeReport:
     architecture: str
     method: str
     dtype: str
+    tensors: list[TensorReport]
+    copied: int
+    dropped: dict[str, str]
+    underflow: dict[str, int]
+    overflow: dict[str, int]
+    notes: list[str]
+    warnings: list[str]
+    total_bytes: int
+    seconds: float
+
+
+@dataclass
+class Figures:
+    """What is measured while a merge's tensors are written, in any order; the fields are ``MergeReport``'s."""
+
     tensors: list[TensorReport] = field(default_factory=list)
     copied: int = 0
-    dropped: dict[str, str] = field(default_factory=dict)
     underflow: dict[str, int] = field(default_factory=dict)
     overflow: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    total_bytes: int = 0
-    seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, as ``merge.json`` holds it."""
-        return asdict(self)
+    def notes(self) -> list[str]:
+        """Return the notes that the figures call for."""
+        return [f"{_counted(self.underflow)} became 0 in the change of dtype"] if self.underflow else []
 
-    def judge(self) -> None:
-        """Add the notes and warnings that the tensors' figures call for."""
-        if self.underflow:
-            self.notes.append(f"{_counted(self.underflow)} became 0 in the change of dtype")
+    def warnings(self) -> list[str]:
+        """Return the warnings that the figures call for."""
+        found = []
         if self.overflow:
-            self.warnings.append(f"{_counted(self.overflow)} became infinite in the change of dtype")
-        eaten = [row for row in self.tensors if row.kind == "folded" and 1 - row.survived > ROUNDING_LIMIT]
-        if eaten:
-            worst = min(eaten, key=lambda row: row.survived)
-            self.warnings.append(
-                f"rounding to {worst.dtype} eats more than {ROUNDING_LIMIT:.0%} of the update in {len(eaten)} of "
+            found.append(f"{_counted(self.overflow)} became infinite in the change of dtype")
+        lossy = [row for row in self.tensors if row.kind == "folded" and 1 - row.survived > ROUNDING_LIMIT]
+        if lossy:
+            worst = min(lossy, key=lambda row: row.survived)
+            found.append(
+                f"rounding to {worst.dtype} loses more than {ROUNDING_LIMIT:.0%} of the update in {len(lossy)} of "
                 f"{len(self.tensors)} tensors (worst: {worst.name}, {1 - worst.survived:.0%}); merge with --dtype "
                 "fp32, or keep the adapter unmerged"
             )
+        return found
 
 
 class Tally:
@@ -136,8 +145,11 @@ class Tally:
 
 
 def replaced(name: str, before: Tensor | None, value: Tensor, stored: Tensor) -> TensorReport:
-    """Return the row of a tensor that is trained whole: W0 (None where the base has none), its value as trained
-    and as stored."""
+    """Return the row of a tensor that is trained whole.
+
+    Args:
+        before: W0; None where the base has none. value, stored: the tensor as trained and as stored.
+    """
     tally = Tally(before is not None and before.dtype != stored.dtype)
     kind = "replaced"
     if before is None or before.shape != stored.shape:
@@ -159,22 +171,6 @@ def out_of_range(value: Tensor, stored: Tensor) -> tuple[int, int]:
     return overflow, underflow
 
 
-def summary(report: MergeReport) -> Mapping[str, Any]:
-    """Return the few figures that a console or a card shows of a report."""
-    folded = [row for row in report.tensors if row.kind == "folded"]
-    ratios = [row.ratio for row in folded if row.ratio is not None]
-    return {
-        "tensors folded": len(folded),
-        "tensors trained whole": len(report.tensors) - len(folded),
-        "tensors copied": report.copied,
-        "largest ‖ΔW‖/‖W‖": max(ratios, default=0.0),
-        "least share of ΔW kept": min((row.survived for row in folded), default=1.0),
-        "base keys dropped": len(report.dropped),
-        "bytes": report.total_bytes,
-        "seconds": report.seconds,
-    }
-
-
 def _counted(lost: Mapping[str, int]) -> str:
     worst = max(lost, key=lambda name: lost[name])
     return f"{sum(lost.values()):,} weights in {len(lost)} tensors (most: {worst}, {lost[worst]:,})"
@@ -185,7 +181,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _square(block: Tensor) -> float:
-    """Return the sum of squares; in fp64 where fp32 cannot hold it."""
+    """Return the sum of squares; in fp64 where fp32 overflows."""
     flat = block.reshape(-1).float() if block.itemsize < 4 else block.reshape(-1)
     total = float(torch.dot(flat, flat))
     return total if math.isfinite(total) or flat.dtype == torch.float64 else _square(flat.double())

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The files of a model directory beside its weights."""
+=======
+"""The files of a model directory beside its weights: tokenizer, configuration, licence, model card."""
+>>>>>>> ckpt
 
 from __future__ import annotations
 
@@ -28,8 +32,8 @@ OTHERS = (
 def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
     """Copy tokenizer, chat templates, custom code and licence to ``out``; return notes on what was left out.
 
-    The tokenizer is that of the adapter or run directory if it holds one (its vocabulary may have grown), else
-    the base's. A link out of its directory is not followed: what it leads to was never meant to be published.
+    The tokenizer is the adapter's or run's if that directory has one (its vocabulary may have grown), else the
+    base's. A symbolic link out of its directory is not followed: its target may be private.
     """
     homes = [adapter / "adapter", adapter] if adapter is not None else []
     own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
@@ -46,6 +50,7 @@ def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
 
 
 def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
+<<<<<<< HEAD
     """Return a README.md for a merged directory: what it was made of, how to load it, the recipe."""
     licence = _base_licence(base)
     data = ModelCardData(
@@ -68,6 +73,24 @@ def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
             f"model = {report.architecture}.from_pretrained({json.dumps(name)})",
             "python",
         ),
+=======
+    """Return a README.md for a merged directory: its origin, how to load it, the recipe."""
+    head = {"library_name": "transformers", "base_model_relation": "finetune", **_base_front_matter(base)}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", report.base):
+        head["base_model"] = report.base
+    matter = "".join(f"{key}: {value}\n" for key, value in head.items())
+    changed = [row for row in report.tensors if row.kind == "folded"]
+    parts = [
+        f"---\n{matter}---",
+        f"# {Path(report.out).name}",
+        f"`{report.base}` with the {report.method} adapter `{report.adapter}` merged into its weights by peftlab: "
+        f"{len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} unchanged."
+        " `merge.json` has the figures of each.",
+        "```python\n"
+        f"from transformers import {report.architecture}\n\n"
+        f'model = {report.architecture}.from_pretrained("{Path(report.out).name}")\n'
+        "```",
+>>>>>>> ckpt
     ]
     return model_card(data, name, parts, recipe=recipe, license_=licence.get("license"))
 
@@ -101,7 +124,7 @@ def _belongs(file: Path, directory: Path) -> bool:
 
     The cache keeps contents in ``blobs`` and links to them from ``snapshots/<revision>``.
     """
-    # Unlike Path.resolve, realpath does not fail on links that lead in a circle.
+    # Unlike Path.resolve, realpath does not fail on circular links.
     home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
     cached = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
     return cached or target.is_relative_to(home)

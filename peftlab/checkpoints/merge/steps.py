@@ -13,8 +13,9 @@ from transformers.core_model_loading import dot_natural_key
 from peftlab.checkpoints.io.shards import Shard
 from peftlab.checkpoints.io.stream import Copy, Job, OutputFile, copying
 from peftlab.checkpoints.io.tensorfiles import DTYPES
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, Target
-from peftlab.checkpoints.merge.report import MergeReport, Tally, out_of_range, replaced
+from peftlab.checkpoints.merge.report import Figures, Tally, out_of_range, replaced
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Folding, recast
 
@@ -23,21 +24,13 @@ class Steps:
     """The steps of one merge.
 
     Args:
-        plan: what to write. outputs: the file of each merged key. report: takes each tensor's figures.
-        precision: dtype of product and sum. allow_nonfinite: do not stop at NaN or infinity.
+        plan: what to write. outputs: the file of each merged key. figures: collects each tensor's.
     """
 
     def __init__(
-        self,
-        plan: MergePlan,
-        outputs: dict[str, OutputFile],
-        report: MergeReport,
-        *,
-        precision: torch.dtype,
-        allow_nonfinite: bool,
+        self, plan: MergePlan, outputs: dict[str, OutputFile], figures: Figures, options: MergeOptions
     ) -> None:
-        self.plan, self.outputs, self.report = plan, outputs, report
-        self.precision, self.allow_nonfinite = precision, allow_nonfinite
+        self.plan, self.outputs, self.figures, self.options = plan, outputs, figures, options
         self.targets = {target.key: target for targets in plan.files.values() for target in targets}
 
     def __iter__(self) -> Iterator[Job | Copy]:
@@ -66,7 +59,7 @@ class Steps:
                 nbytes = entry.nbytes  # folded in place
             return Job(reads, change, self.outputs, nbytes)
         assert shard is not None and entry is not None
-        self.report.copied += 1
+        self.figures.copied += 1
         if entry.dtype == target.dtype:
             return copying(shard, key, output, target.key)
 
@@ -76,7 +69,7 @@ class Steps:
         return Job(reads, convert, self.outputs, entry.nbytes + output.entries[target.key].nbytes)
 
     def _changed(self, target: Target, name: str, base: Tensor | None) -> Tensor:
-        """Return a parameter's merged value and note its figures."""
+        """Return a parameter's merged value and record its figures."""
         stored = DTYPES[target.dtype]
         given = self.plan.given.get(name)
         if name in self.plan.folded:
@@ -91,47 +84,47 @@ class Steps:
             value = given.to(stored)
             row = replaced(target.key, base, given, value)
             underflow = out_of_range(given, value)[1]
-        if row.nonfinite and not self.allow_nonfinite:
+        if row.nonfinite and not self.options.allow_nonfinite:
             raise PeftlabError(
                 f"{target.key}: {row.nonfinite} merged weights are NaN or infinite; --allow-nonfinite writes them"
             )
-        self.report.tensors.append(row)
+        self.figures.tensors.append(row)
         if underflow:
-            self.report.underflow[target.key] = underflow
+            self.figures.underflow[target.key] = underflow
         return value
 
     def _converted(self, target: Target, value: Tensor) -> Tensor:
-        """Return a base tensor in the dtype it is stored in; note what that dtype's range does not hold."""
+        """Return a base tensor in the dtype it is stored in; record what is out of that dtype's range."""
         stored = value.to(DTYPES[target.dtype])
         if stored.dtype == value.dtype:
             return value
         overflow, underflow = out_of_range(value, stored)
-        if overflow and not self.allow_nonfinite:
+        if overflow and not self.options.allow_nonfinite:
             raise PeftlabError(
                 f"{target.key}: {overflow} weights are too large for {target.dtype}; choose another --dtype, or "
                 "--allow-nonfinite writes infinity"
             )
         if overflow:
-            self.report.overflow[target.key] = overflow
+            self.figures.overflow[target.key] = overflow
         if underflow:
-            self.report.underflow[target.key] = underflow
+            self.figures.underflow[target.key] = underflow
         return stored
 
     def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
-        """Fold by the leaf's own function, on a copy of the empty leaf that holds weight and adapter."""
+        """Fold by the leaf's own function, on a copy of the empty leaf with weight and adapter put in."""
         leaf_name = self.plan.folded[name]
         empty = self.plan.model.get_submodule(leaf_name)
         leaf: Any = recast(type(empty), empty)
         own = name.removeprefix(f"{leaf_name}.")
-        lent = {own: weight}
+        values = {own: weight}
         for key in leaf._parameters:
-            if key not in lent and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
-                lent[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
-        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in lent.items()})
+            if key not in values and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
+                values[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
+        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
         leaf.settle()
         in_place = stored == weight.dtype and name not in self.plan.given
         with torch.no_grad():
-            return leaf.fold(Folding(self.precision, stored, tally, in_place, own))[own]
+            return leaf.fold(Folding(self.options.precision, stored, tally, in_place, own))[own]
 
     def _groups(self) -> dict[str, list[Target]]:
         """Return the targets that become model tensors together, by the first of those."""
@@ -142,7 +135,7 @@ class Steps:
         return groups
 
     def _group(self, group: list[Target]) -> Iterator[Job | Copy]:
-        """Yield the steps of base tensors that the model holds in another form: experts one by one, for instance."""
+        """Yield the steps of base tensors that the model has in another form, as experts stored one by one."""
         place = group[0].place
         assert place is not None
         if not any(name in self.plan.folded or name in self.plan.given for name in place.names):

@@ -34,11 +34,11 @@ _AUTO = {
 def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model the adapter was trained in, on the meta device.
 
-    An adapter of ours names its class and configuration. For a foreign one it is the class that its task type
-    or the base's configuration names, with as many labels and tokens as its tensors say.
+    An adapter that peftlab wrote names class and configuration. For any other it is the class that its task type or
+    the base's configuration names, with the numbers of labels and tokens of its tensors.
 
     Args:
-        source: the adapter's path, for messages. trust_remote_code: run model code that lies in ``base``.
+        source: the adapter's path, for messages. trust_remote_code: run model code in ``base``.
 
     Raises:
         PeftlabError: the adapter is for another architecture than ``base``.
@@ -46,7 +46,7 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config") or {}
     if trained.get("model_type", config.model_type) != config.model_type:
-        raise PeftlabError(f"{source} belongs to {trained['model_type']!r}, {base} is {config.model_type!r}")
+        raise PeftlabError(f"{source} was trained on {trained['model_type']!r}, {base} is {config.model_type!r}")
     if trained:
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
@@ -81,7 +81,7 @@ def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -
 def _resized(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, base: Path, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Return the model with as many labels and tokens as the adapter's whole tensors have rows."""
+    """Return the model with the numbers of labels and tokens of the adapter's whole tensors."""
     config, changed = model.config, False
     shapes = {key: p.shape for key, p in model.named_parameters(remove_duplicate=False)}
     for key, tensor in tensors.items():

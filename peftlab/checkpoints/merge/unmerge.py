@@ -1,4 +1,4 @@
-"""Taking a merge apart on disk: the base's own weights again, bit for bit."""
+"""Undoing a merge on disk: the base's own weights again, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from peftlab.outputs import MARK, staged_directory
 def unmerge_checkpoint(
     merged: str | Path, out: str | Path, *, base: str | Path | None = None, overwrite: bool = False
 ) -> Path:
-    """Write the base model that ``merged`` was made of to ``out`` and return it.
+    """Write the base model of ``merged`` to ``out`` and return that path.
 
-    A sum that was rounded cannot be taken apart again, so the weights that the merge changed are read from the
-    base anew. That it is the same base is checked: all that the merge left alone must be equal in both.
+    A rounded sum cannot be undone, so the weights that the merge changed are read from the base again. That it is the
+    same base is checked: all weights that the merge did not change must be equal in both.
 
     Args:
         merged: a directory that ``merge_checkpoint`` wrote. base: reference of its base; default: the one that

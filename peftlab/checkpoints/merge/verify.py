@@ -1,10 +1,11 @@
-"""Running real inputs through base + adapter and through the merged directory."""
+"""Running the same inputs through base + adapter and through the merged directory."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ from peftlab.models.pretrained import load_base, load_config
 ROUNDS = 5  # timed passes over the inputs, for each model
 
 
+@dataclass(frozen=True)
+class MergeCheck:
+    """How base + adapter and the merged model compare on the same inputs.
+
+    Attributes:
+        max_logit_difference: over all inputs, padding left out.
+        argmax_agreement: share of predictions that agree. examples: how many there were.
+        latency_merged, latency_unmerged: time relative to the base model's; medians of passes taken in turn.
+    """
+
+    max_logit_difference: float
+    argmax_agreement: float
+    examples: int
+    latency_merged: float
+    latency_unmerged: float
+
+
 def verify_merge(
     adapter: str | Path | Adapter,
     base: str,
@@ -24,17 +42,12 @@ def verify_merge(
     batches: Sequence[dict[str, Tensor]],
     *,
     lora_alpha: float | None = None,
-) -> dict[str, float]:
-    """Compare what base + adapter and the merged model answer to real inputs, and how fast.
+) -> MergeCheck:
+    """Compare the logits of base + adapter with those of the merged model, and their speed.
 
     Args:
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
-
-    Returns:
-        ``max_logit_difference`` and ``argmax_agreement`` (share of predictions) over all inputs, padding left
-        out; ``examples``; ``latency_merged`` and ``latency_unmerged``: time relative to the base model's,
-        medians of passes taken in turn.
     """
     config = load_config(str(merged))
     architecture = (config.architectures or ["AutoModel"])[0]
@@ -45,34 +58,34 @@ def verify_merge(
         "unmerged": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
     }
     load_adapter(models["unmerged"], adapter, lora_alpha=lora_alpha)
-    worst, agreed, answers, examples = 0.0, 0, 0, 0
+    worst, agreed, predictions, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
         for batch in batches:
             here, there = (_logits(models[name], batch).float() for name in ("unmerged", "merged"))
             worst = max(worst, float((here - there).abs().max()))
             agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
-            answers += here.shape[:-1].numel()
+            predictions += here.shape[:-1].numel()
             examples += len(batch["input_ids"])
         times = _times(models, batches)
-    return {
-        "max_logit_difference": worst,
-        "argmax_agreement": agreed / answers,
-        "examples": examples,
-        "latency_merged": times["merged"] / times["base"],
-        "latency_unmerged": times["unmerged"] / times["base"],
-    }
+    return MergeCheck(
+        max_logit_difference=worst,
+        argmax_agreement=agreed / predictions,
+        examples=examples,
+        latency_merged=times["merged"] / times["base"],
+        latency_unmerged=times["unmerged"] / times["base"],
+    )
 
 
 def _of_base(config: Any, base: str) -> Any:
-    """Return the task model's configuration; a quantised file's own, where the base is one."""
+    """Return the merged model's configuration, or a GGUF base's own, which says how its weights are stored."""
     if not base.endswith(".gguf"):
         return config
     return load_config(base)
 
 
 def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    answer = model(**batch)
-    logits = answer.logits if "logits" in answer else answer[0]
+    output = model(**batch)
+    logits = output.logits if "logits" in output else output[0]
     mask = batch.get("attention_mask")
     return logits[mask.bool()] if mask is not None and logits.shape[:-1] == mask.shape else logits
 

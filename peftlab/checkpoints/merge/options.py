@@ -1,0 +1,41 @@
+"""The options of a merge on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """Options of ``merge_checkpoint``; all have defaults.
+
+    Attributes:
+        dtype: of the merged weights; None: each keeps the dtype it is stored in.
+        fp64: compute product and sum in fp64 instead of fp32.
+        overwrite: replace the output if it is a model directory that peftlab wrote.
+        allow_nonfinite: write NaN and infinity where they arise.
+        dequantize: accept a bitsandbytes, GPTQ or AWQ base; the result is a plain model, several times as large.
+        trust_remote_code: run the model code in the base directory.
+        lora_alpha: α of a loralib file, which does not contain it.
+        push_to_hub: id of a repository to upload the result to; a new one is private.
+        recipe: text to embed in the model card.
+        card: the whole README.md; None: a short one is written.
+    """
+
+    dtype: torch.dtype | None = None
+    fp64: bool = False
+    overwrite: bool = False
+    allow_nonfinite: bool = False
+    dequantize: bool = False
+    trust_remote_code: bool = False
+    lora_alpha: float | None = None
+    push_to_hub: str | None = None
+    recipe: str | None = None
+    card: str | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of product and sum."""
+        return torch.float64 if self.fp64 else torch.float32
