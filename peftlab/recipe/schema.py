@@ -12,6 +12,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
+from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.table import find_task
@@ -63,18 +64,7 @@ class FinetuneRecipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
         task = find_task(self.task)
-        own = ("path", "text", "label", "bins", "validation", "drop_missing")
-        given = {name for name in own if getattr(self.data, name) not in (None, False)}
-        problems: list[tuple[tuple[str, ...], str]] = []  # where it was written, and what is wrong
-        if task.glue:
-            reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
-            problems += [(("data", name), f"data.{name}: {reason}") for name in sorted(given - {"path"})]
-        else:
-            missing = sorted({"path", "text", "label"} - given)
-            problems += [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
-            if task.regression and "bins" in given:
-                reason = f"makes classes, but task {task.name} learns a number"
-                problems.append((("data", "bins"), f"data.bins: {reason}"))
+        problems = resolve(task.check)(task, self.data)
         if problems:
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
