@@ -40,25 +40,18 @@ UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 CIRCLES = {
     frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"}),
 }
-LONG_FILES = {"peftlab.methods.injection"}
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
     "peftlab.decoding.decode.decode",
-    "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
-REPEATED_YET = {"examples", "heads", "prompts"}
+REPEATED_YET = {"examples", "prompts"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
-    "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
-    "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
-    "peftlab.tasks.config",
     "peftlab.training.config",
 }
 

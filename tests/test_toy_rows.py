@@ -99,7 +99,7 @@ def check(task, data):
     return [(("data", "path"), "data.path: task toy/parity makes its own rows")] if data.path else []
 """,
     "toy_parity/load.py": """
-from peftlab.tasks.examples import Examples
+from peftlab.tasks.text import Examples
 
 WORDS = ["good", "bad", "film", "plot", "dull"]
 

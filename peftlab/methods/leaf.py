@@ -57,7 +57,7 @@ class Adapted:
         """
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def update_start(self) -> None:
         """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
 
 
@@ -110,6 +110,15 @@ def base_leaf(module: nn.Module) -> nn.Module:
         vars(plain).pop(name, None)
     vars(plain).pop("enabled", None)
     return plain
+
+
+def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Replace the module of each name by the one given, under every name that the replaced module has."""
+    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[child_name] = new[id(child)]
 
 
 def trainable_dtype(weight: Tensor) -> torch.dtype:

@@ -173,7 +173,7 @@ class DraftRecipe(Section):
 
 
 Changes = dict[str, dict[str, Any]]
-"""By task or row, the keys of a finetune recipe that are others there."""
+"""By task or row, the keys of a finetune recipe that differ there."""
 
 
 class TableRecipe(Section):
@@ -186,7 +186,7 @@ class TableRecipe(Section):
     tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,
-        description="The rows: name to what is particular to it, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
+        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
     )
     seeds: list[Seed] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
@@ -195,14 +195,14 @@ class TableRecipe(Section):
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
     per_task: Changes = Field(
         default={},
-        description="Task to what is particular to it, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
+        description="Task to its own keys, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
     )
     init: dict[str, str] = Field(
         default={},
         description="Task to the task of this table whose result, same row and seed, it starts from.",
     )
     merge: bool = Field(default=False, description="Write merged/ in every cell whose method has a linear fold.")
-    output_dir: str = Field(description="Directory of the table; its cells lie below it.")
+    output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
 
 
 Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe]  # noqa: UP007
@@ -213,4 +213,4 @@ KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe] | type[TableRecipe]] =
     "draft": DraftRecipe,
     "table": TableRecipe,
 }
-"""The kinds of recipe by ``kind:``; a recipe that does not say is the first."""
+"""The kinds of recipe by ``kind:``; the first is the default."""

@@ -128,7 +128,7 @@ class Steps:
             if key not in lent and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
                 lent[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
         leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in lent.items()})
-        leaf.settle()
+        leaf.update_start()
         in_place = stored == weight.dtype and name not in self.plan.given
         with torch.no_grad():
             return leaf.fold(Folding(self.precision, stored, tally, in_place, own))[own]
