@@ -59,7 +59,7 @@ def reference_markdown() -> str:
             described.update(models.values())
             if field.discriminator:
                 listing = ", ".join(f"`{tag}`" for tag in models)
-                parts.append(f"## `{name}`\n\nOne of {listing}, told apart by `{field.discriminator}`.\n")
+                parts.append(f"## `{name}`\n\nOne of {listing}, selected by `{field.discriminator}`.\n")
             for tag, model in models.items():
                 of = "" if recipe is next(iter(KINDS.values())) else f" of `kind: {kind}`"
                 title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`{of}"

@@ -40,11 +40,11 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     path = recipe_file(name)
     source = read_source(path, _shown(path))
     sweeps = []
-    for turn, text in enumerate(overrides, start=1):
+    for number, text in enumerate(overrides, start=1):
         if text.startswith(SWEEP):
-            sweeps.append((turn, text))
+            sweeps.append((number, text))
         else:
-            override(source, text, turn)
+            override(source, text, number)
     kind = source.data.get("kind", next(iter(KINDS)))
     recipe: Recipe | None = None
     if isinstance(kind, str) and kind in KINDS:
@@ -69,8 +69,8 @@ def parse_fields(texts: Iterable[str]) -> dict[str, Any]:
         PeftlabError: naming every text that is not of that form.
     """
     source = Source({}, {})
-    for turn, text in enumerate(texts, start=1):
-        override(source, text, turn)
+    for number, text in enumerate(texts, start=1):
+        override(source, text, number)
     if source.problems:
         raise PeftlabError("\n".join(map(str, sorted(source.problems))))
     return source.data

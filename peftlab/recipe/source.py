@@ -29,7 +29,7 @@ _MAX_VALUES, _MAX_LEVELS = 100_000, 50
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where something was written: a line of a file (``rank`` 0) or an override (its turn, from 1)."""
+    """Where something was written: a line of a file (``rank`` 0) or an override (its number, from 1)."""
 
     rank: int
     line: int
@@ -183,12 +183,12 @@ class _Reader:
         return values
 
 
-def override(source: Source, text: str, turn: int = 1) -> None:
+def override(source: Source, text: str, number: int = 1) -> None:
     """Apply ``a.b=VALUE`` (in YAML) or ``~a.b`` (remove the key) to ``source``; mistakes become its problems.
 
     ``method=lora`` is short for ``method={name: lora}``.
     """
-    place = Place(turn, 0, f"override {text!r}")
+    place = Place(number, 0, f"override {text!r}")
     removing = text.startswith("~")
     name, equals, value_text = (text[1:], "=", "") if removing else text.partition("=")
     keys = tuple(name.strip().split("."))

@@ -35,14 +35,14 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
 
     Args:
         recipe, source: the validated recipe without the sweeps, and its source.
-        texts: (turn, text) of the overrides.
+        texts: (number, text) of the overrides.
     """
     if not isinstance(recipe, FinetuneRecipe):
-        for turn, text in texts:
-            _axis(source, turn, text)
+        for number, text in texts:
+            _axis(source, number, text)
         source.complain((SWEEP, texts[0][0]), f"only recipes of kind finetune are swept, this is a {recipe.kind}")
         return source
-    axes = [axis for turn, text in texts if (axis := _axis(source, turn, text))]
+    axes = [axis for number, text in texts if (axis := _axis(source, number, text))]
     if source.problems:
         return source
     axes.sort(key=lambda axis: axis.keys != ("method",))  # the method first: it replaces its whole section
@@ -75,12 +75,12 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
     return table
 
 
-def _axis(source: Source, turn: int, text: str) -> _Axis | None:
+def _axis(source: Source, number: int, text: str) -> _Axis | None:
     """Return one override's axis; None, with a problem added to ``source``, if it is not valid."""
-    place = Place(turn, 0, f"override {text!r}")
+    place = Place(number, 0, f"override {text!r}")
     name, equals, value_text = text.removeprefix(SWEEP).partition("=")
     keys: Keys = tuple(name.strip().split("."))
-    at: Keys = (SWEEP, turn)
+    at: Keys = (SWEEP, number)
     source.places[at] = place
     if not equals or not all(keys):
         source.complain(at, f"write {SWEEP}key=[value, value]")

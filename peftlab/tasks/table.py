@@ -18,7 +18,7 @@ class Task:
     """One task; functions are named as ``"module:attribute"``.
 
     Attributes:
-        name: as a recipe spells it, ``glue/cola`` or ``text/classification``; the name of the row.
+        name: as in a recipe, ``glue/cola`` or ``text/classification``; the name of the row.
         labels: class names in label order; empty for regression, and for a task on the user's files until data is read.
         text: the text column, or the two columns of a pair.
         metrics: metric names; the first one decides which checkpoint is best.
