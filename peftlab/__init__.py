@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from peftlab.methods.injection import inject_bitfit as inject_bitfit
     from peftlab.methods.injection import inject_houlsby as inject_houlsby
     from peftlab.methods.injection import inject_lora as inject_lora
-    from peftlab.methods.injection import merge as merge
     from peftlab.methods.injection import print_trainable_parameters as print_trainable_parameters
     from peftlab.methods.injection import remove as remove
     from peftlab.methods.injection import trainable_parameters as trainable_parameters
-    from peftlab.methods.injection import unmerge as unmerge
     from peftlab.methods.lora.config import LoraConfig as LoraConfig
+    from peftlab.methods.merging import merge as merge
+    from peftlab.methods.merging import unmerge as unmerge
     from peftlab.pipelines import resume as resume
     from peftlab.pipelines import run as run
     from peftlab.pipelines import validate as validate

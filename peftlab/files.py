@@ -10,12 +10,8 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-<<<<<<< HEAD
 from contextlib import contextmanager, suppress
-=======
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
->>>>>>> ckpt
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 

@@ -15,11 +15,11 @@ import regex
 
 from peftlab.errors import PeftlabError
 
-SECONDS = 2.0  # of one pattern against all names, in CPU time; a sound one takes microseconds per name
-LONGEST = 10_000  # characters of a pattern
-COUNTED = 10_000  # repetitions that its counts, as in {2,5}, may multiply to; regex unrolls them
+MAX_SECONDS = 2.0  # CPU time of one pattern against all names; an ordinary one takes microseconds per name
+MAX_LENGTH = 10_000  # characters of a pattern
+MAX_REPETITIONS = 10_000  # product of the counts of a pattern, as in {2,5}; regex unrolls them
 
-# What means something else to ``regex`` than to ``re``: a brace that begins no repetition (fuzzy matching) and a
+# What ``regex`` reads differently from ``re``: a brace that begins no repetition (fuzzy matching) and a
 # bracket inside a set (named classes). Both are literals to ``re``.
 _TOKEN = re.compile(
     r"""(?P<kept>\\N\{[^}]*\}|\\.|\{(?:\d+(?:,\d*)?|,\d*)\})
@@ -34,31 +34,33 @@ def matching(pattern: str, names: Iterable[str], *, what: str) -> list[str]:
     """Return those of ``names`` that ``pattern`` matches in full, as ``re.fullmatch`` does.
 
     Args:
-        what: the key the pattern stands under, for the error.
+        what: the recipe key of the pattern, for the error.
 
     Raises:
-        PeftlabError: it is no regular expression, or matching takes longer than ``SECONDS`` in all.
+        PeftlabError: it is not a regular expression, or matching takes longer than ``MAX_SECONDS`` in all.
     """
     compiled = _compiled(pattern, what)
-    end = time.thread_time() + SECONDS
+    end = time.thread_time() + MAX_SECONDS
     try:
         return [name for name in names if compiled.fullmatch(name, timeout=max(end - time.thread_time(), 1e-3))]
     except TimeoutError:
         raise PeftlabError(
-            f"{what}: matching the regular expression {_shown(pattern)} takes more than {SECONDS:g} s; repetitions "
+            f"{what}: matching the regular expression {_shown(pattern)} takes more than {MAX_SECONDS:g} s; repetitions "
             "inside repetitions, as in (a+)+, take exponential time"
         ) from None
 
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str, what: str) -> regex.Pattern[str]:
-    if len(pattern) > LONGEST:
-        raise PeftlabError(f"{what}: a regular expression of {len(pattern)} characters; at most {LONGEST} are read")
+    if len(pattern) > MAX_LENGTH:
+        raise PeftlabError(f"{what}: a regular expression of {len(pattern)} characters; the limit is {MAX_LENGTH}")
     try:
         re.compile(pattern)
         counts = [int(max(re.findall(r"\d+", token[0]), key=int, default=1)) for token in _REPEATED.finditer(pattern)]
-        if math.prod(counts) > COUNTED:
-            raise PeftlabError(f"{what}: the counts in {_shown(pattern)} multiply to more than {COUNTED} repetitions")
+        if math.prod(counts) > MAX_REPETITIONS:
+            raise PeftlabError(
+                f"{what}: the counts in {_shown(pattern)} multiply to more than {MAX_REPETITIONS} repetitions"
+            )
         return regex.compile(_TOKEN.sub(_literal, pattern), regex.VERSION0)
     except (re.error, regex.error, RecursionError, OverflowError, ValueError) as error:
         raise PeftlabError(f"{what}: {_shown(pattern)} is not a regular expression ({error})") from None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
-from peftlab.patterns import COUNTED, LONGEST, matching
+from peftlab.patterns import MAX_LENGTH, MAX_REPETITIONS, matching
 
 NAMES = [
     "a", "b", "ab", "ba", "layer.1.a", "{", "a{", "{e}", "a{e}", "x{e}", "aa", "", "abc", "]", "[a", "a]", "1", ".", "a}",
@@ -57,8 +57,8 @@ def test_what_takes_too_long_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("a" * (LONGEST + 1), "characters"),
-        ("((((a{900}){900}){900}){900}){900}", f"more than {COUNTED} repetitions"),
+        ("a" * (MAX_LENGTH + 1), "characters"),
+        ("((((a{900}){900}){900}){900}){900}", f"more than {MAX_REPETITIONS} repetitions"),
         ("a{" + "9" * 5000 + "}", "not a regular expression"),
         ("a{99999999999}", "not a regular expression"),
         ("(" * 5000 + "a" + ")" * 5000, "not a regular expression|characters"),

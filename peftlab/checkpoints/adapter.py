@@ -155,8 +155,8 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
         config = _our_config(raw, path / CONFIG_FILE)
-    if misfit := config.misfit({name: tensor.shape for name, tensor in tensors.items()}):
-        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {misfit}")
+    if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
+        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {said}")
     return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
 
 

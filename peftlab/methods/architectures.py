@@ -1,4 +1,8 @@
-"""TODO: say what this module is."""
+"""Every table that is kept per architecture, by transformers' ``model_type``.
+
+A new architecture that is built like a known one needs no row: methods fall back on the rows there are. Otherwise add
+its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE``, and fused projections to ``FUSED``.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,22 @@ from torch import Tensor
 class Sites:
     """The ends of a layer's sub-layers in one family of architectures, as patterns of module names.
 
-    A pattern is the tail of a name, with ``*`` for a number; its first number is that of the layer. The
-    dropout that ends a sub-layer is named where it is a module of its own, called once a layer; else the
-    output projection (or, in a mixture of experts, the experts) before it.
+    A pattern is the end of a name, with ``*`` for a number; its first number is that of the layer. The dropout that
+    ends a sub-layer is named where it is a module of its own, called once per layer; else the output projection (or,
+    in a mixture of experts, the experts) before it.
 
     Attributes:
         attention: where self- and cross-attention end.
         ffn: where the feed-forward sub-layer ends.
-        ffn_input: the leaf that sees the input of the feed-forward sub-layer first.
+        ffn_input: the leaf that receives the input of the feed-forward sub-layer.
+        listed_only: whether only the architectures of ``SITES`` may use this, not unknown ones whose names fit: an
+            unknown mixture of experts may have further experts beside those named.
     """
 
     attention: tuple[str, ...]
     ffn: tuple[str, ...]
     ffn_input: tuple[str, ...]
+    listed_only: bool = False
 
 
 _BERT = Sites(
@@ -34,50 +41,32 @@ _BERT = Sites(
     ("layer.*.output.dropout",),
     ("layer.*.intermediate.dense",),
 )
-
-
 _BERT_BARE = Sites(
     ("layer.*.attention.output.dropout", "layer.*.crossattention.output.dropout"),
     ("layer.*.output.dense",),
     ("layer.*.intermediate.dense",),
 )
-
-
 _GPT2 = Sites(("h.*.attn.resid_dropout", "h.*.crossattention.resid_dropout"), ("h.*.mlp.dropout",), ("h.*.mlp.c_fc",))
-
-
 _LLAMA = Sites(
     ("layers.*.self_attn.o_proj",),
     ("layers.*.mlp.down_proj",),
     ("layers.*.mlp.gate_proj", "layers.*.mlp.gate_up_proj"),
 )
-
-
 _EXPERTS = Sites(
     ("layers.*.self_attn.o_proj",),
     ("layers.*.mlp.experts", "layers.*.mlp.down_proj"),
     ("layers.*.mlp.experts", "layers.*.mlp.gate_proj"),
+    listed_only=True,
 )
-
-
 _T5 = Sites(
     ("encoder.block.*.layer.0.dropout", "decoder.block.*.layer.0.dropout", "decoder.block.*.layer.1.dropout"),
     ("encoder.block.*.layer.1.dropout", "decoder.block.*.layer.2.dropout"),
     ("block.*.layer.*.DenseReluDense.wi", "block.*.layer.*.DenseReluDense.wi_0"),
 )
-
-
 _BART = Sites(("layers.*.self_attn.out_proj", "layers.*.encoder_attn.out_proj"), ("layers.*.fc2",), ("layers.*.fc1",))
-
-
 _BLOOM = Sites(("h.*.self_attention.dense",), ("h.*.mlp.dense_4h_to_h",), ("h.*.mlp.dense_h_to_4h",))
-
-
 _CLIP = Sites(("layers.*.self_attn.out_proj",), ("layers.*.mlp.fc2",), ("layers.*.mlp.fc1",))
-
-
 _VIT = Sites(("layers.*.attention.o_proj",), ("layers.*.mlp.fc2",), ("layers.*.mlp.fc1",))
-
 
 SITES: dict[str, Sites] = {
     **dict.fromkeys(
@@ -155,6 +144,10 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
     "mpt": ("Wqkv",),
     "phi3": ("qkv_proj",),
 }  # fmt: skip
+
+
+# The last names of query projections that are not fused with key and value.
+QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 
 
 def _stacked(**sizes: int) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ class MethodConfig(Section):
         description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
     )
 
-    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+    def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:
         """Return what in the configuration contradicts the shapes of an adapter's tensors; "" where nothing does.
 
         Checked before anything is allocated, so that a wrong size in a file costs no memory.

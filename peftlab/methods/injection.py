@@ -1,8 +1,7 @@
-"""Injecting a method into a model, and taking it out again: switched off, removed, or folded in."""
+"""Injecting a method into a model, disabling it for a while, and removing it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,24 +14,23 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods import table
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.leaf import Adapted, base_leaf
+from peftlab.methods.leaf import Adapted, base_leaf, exchange
 from peftlab.methods.saving import save_adapters, save_models
-from peftlab.methods.table import METHODS, config_class
+from peftlab.methods.table import config_class
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_injection"
-_KEPT = "peftlab_kept"  # what unmerge needs
 
 
 @dataclass
 class Injection:
-    """What was done to a model; kept on it, so that it is copied and pickled along.
+    """What was done to a model; an attribute of the model, so that it is copied and pickled along.
 
     Attributes:
         config: the method's configuration.
-        replaced: names of the leaves that were exchanged.
+        replaced: names of the leaves that were replaced.
         originals: the starting values of parameters that are trained in place, on the CPU.
-        was_trainable: names of all parameters that required a gradient before.
+        was_trainable: names of the parameters that required a gradient before.
     """
 
     config: MethodConfig
@@ -50,7 +48,7 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     other.
 
     Raises:
-        PeftlabError: the model holds an injection already, a pattern matches nothing, nothing would train, or
+        PeftlabError: the model is injected already, a pattern matches nothing, nothing would train, or
             the model's weights are quantised by bitsandbytes.
     """
     if is_injected(model):
@@ -76,37 +74,37 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
     model.requires_grad_(False)
     for name in plan.train:
         parameters[name].requires_grad_(True)
-    _exchange(model, adapted)
-    _hold(model, Injection(config, list(adapted), originals, was_trainable))
+    exchange(model, adapted)
+    attach(model, Injection(config, list(adapted), originals, was_trainable))
     return model
 
 
 def reconfigure(model: nn.Module, config: MethodConfig) -> None:
-    """Give an injected model another configuration, in place; its trained parameters stay the objects they are.
+    """Give an injected model another configuration, in place; its trained parameters remain the same objects.
 
-    So an adapter trained with another α or dropout computes, and is saved, as its own configuration says.
+    An adapter that was trained with another α or dropout then computes, and is saved, with its own configuration.
 
     Raises:
         PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
     """
-    held = injection_of(model)
-    if config == held.config:
+    injection = injection_of(model)
+    if config == injection.config:
         return
-    before = {name: model.get_submodule(name) for name in held.replaced}
-    _exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
+    before = {name: model.get_submodule(name) for name in injection.replaced}
+    exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
     try:
         plan = table.plan(model, config)
         after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
-        _same_parameters(before, after, set(held.originals), set(plan.train))
+        _same_parameters(before, after, set(injection.originals), set(plan.train))
     except PeftlabError:
-        _exchange(model, before)
+        exchange(model, before)
         raise
     for name, leaf in after.items():
         for key, parameter in before[name].named_parameters():
             owner, _, last = key.rpartition(".")
             leaf.get_submodule(owner)._parameters[last] = parameter
-    _exchange(model, after)
-    _hold(model, replace(held, config=config, replaced=list(after)))
+    exchange(model, after)
+    attach(model, replace(injection, config=config, replaced=list(after)))
 
 
 def inject_lora(
@@ -188,7 +186,7 @@ def make_config(method: str, /, **fields: Any) -> MethodConfig:
 
 
 def is_injected(model: nn.Module) -> bool:
-    """Whether ``model`` holds an injection."""
+    """Whether a method is injected into ``model``."""
     return hasattr(model, _ATTRIBUTE)
 
 
@@ -218,10 +216,10 @@ def print_trainable_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Within the block ``model`` computes what the base model does; parameters trained in place too."""
-    held = injection_of(model)
+    """Within the block ``model`` is the base model: parameters trained in place have their old values too."""
+    injection = injection_of(model)
     leaves = [module for module in model.modules() if isinstance(module, Adapted)]
-    trained = _swap(model, held.originals)
+    trained = _swap(model, injection.originals)
     for leaf in leaves:
         leaf.enabled = False
     try:
@@ -233,87 +231,11 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def remove(model: ModelT) -> ModelT:
-    """Take the injection out in place and for good: the base model again, bit for bit."""
-    held = injection_of(model)
-    _swap(model, held.originals)
-    _exchange(model, {name: base_leaf(model.get_submodule(name)) for name in held.replaced})
-    return _forget(model, held)
-
-
-def merge(model: ModelT, *, keep: bool = False) -> ModelT:
-    """Fold the injection into the model's own weights, in place.
-
-    W0 becomes W0 + (α/r)·B·A, product and sum in fp32 and rounded once to W0's dtype; parameters trained in
-    place stay as trained. The model is a plain one afterwards, at the base model's speed.
-
-    Args:
-        keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; else this is for good.
-
-    Raises:
-        PeftlabError: the method has no linear fold, or a weight to fold into is quantised.
-    """
-    held = injection_of(model)
-    if not METHODS[held.config.name].folds:
-        raise PeftlabError(
-            f"method {held.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"
-        )
-    for name in held.replaced:
-        for key, weight in model.get_submodule(name).named_parameters(recurse=False):
-            if type(weight.data) is not Tensor:
-                raise PeftlabError(
-                    f"{name}.{key} is quantised ({type(weight.data).__name__}): dequantise the base first"
-                )
-    plain: dict[str, nn.Module] = {}
-    untied = False
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    for name in held.replaced:
-        leaf = model.get_submodule(name)
-        assert isinstance(leaf, Adapted)
-        plain[name] = base_leaf(leaf)
-        for key, folded in leaf.fold().items():
-            before = leaf.get_parameter(key)
-            tied = uses[id(before)] > 1  # to another module, which keeps the value it has
-            if tied or keep:
-                setattr(plain[name], key, nn.Parameter(folded, requires_grad=before.requires_grad))
-            else:
-                before.data.copy_(folded)
-            untied |= tied
-    tie = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
-    adapted = {name: model.get_submodule(name) for name in plain}
-    _exchange(model, plain)
-    twins: dict[str, nn.Parameter] = {}
-    if untied:
-        _tie(model, False)
-        twins = _part(model)
-    if keep:
-        setattr(model, _KEPT, (held, adapted, tie, twins))
-    return _forget(model, held)
-
-
-def unmerge(model: ModelT) -> ModelT:
-    """Undo ``merge(model, keep=True)`` in place: W0 bit for bit, and the adapter beside it as before.
-
-    Raises:
-        PeftlabError: nothing was merged with ``keep``, or something else was injected since.
-    """
-    if not hasattr(model, _KEPT):
-        raise PeftlabError(f"nothing to unmerge: this {type(model).__name__} was not merged with keep=True")
-    if is_injected(model):
-        raise PeftlabError("something was injected after the merge; peftlab.remove(model) takes it out first")
-    held, adapted, tied, twins = getattr(model, _KEPT)
-    for name, parameter in twins.items():
-        _put(model, name, parameter)
-    _exchange(model, adapted)
-    if tied is not None:
-        _tie(model, tied)
-    train = set(held.originals)
-    for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added
-        parameter.requires_grad_(own or name in train)
-    _hold(model, held)
-    delattr(model, _KEPT)
-    return model
+    """Remove the injection in place and return the base model, bit for bit; the adapter is lost."""
+    injection = injection_of(model)
+    _swap(model, injection.originals)
+    exchange(model, {name: base_leaf(model.get_submodule(name)) for name in injection.replaced})
+    return detach(model, injection)
 
 
 def _same_parameters(
@@ -357,46 +279,15 @@ def _copied(parameter: nn.Parameter) -> Tensor:
     return held.clone() if held.is_meta else held.to("cpu", copy=True)
 
 
-def _exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Put each module in place of the one of that name, under every name that one has."""
-    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
-    for parent in list(model.modules()):
-        for child_name, child in parent._modules.items():
-            if id(child) in new:
-                parent._modules[child_name] = new[id(child)]
-
-
-def _tie(model: nn.Module, tied: bool) -> None:
-    config = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", tied) != tied:
-        config.tie_word_embeddings = tied  # type: ignore[union-attr]
-
-
-def _hold(model: nn.Module, held: Injection) -> None:
-    setattr(model, _ATTRIBUTE, held)
+def attach(model: nn.Module, injection: Injection) -> None:
+    """Record ``injection`` on the model, whose ``save_pretrained`` writes the adapter from now on."""
+    setattr(model, _ATTRIBUTE, injection)
     save_adapters(model)
 
 
-def _part(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Give each tied parameter values of its own, and return what it shared, by name.
-
-    transformers ties all pairs of a model or none, and saves a parameter that two modules share under one name.
-    """
-    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
-    twins = {twin: model.get_parameter(twin) for twin, name in pairs}
-    twins = {twin: twins[twin] for twin, name in pairs if twins[twin] is model.get_parameter(name)}
-    for name, parameter in twins.items():
-        _put(model, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
-    return twins
-
-
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, last = name.rpartition(".")
-    model.get_submodule(owner)._parameters[last] = parameter
-
-
-def _forget(model: ModelT, held: Injection) -> ModelT:
-    trainable = set(held.was_trainable)
+def detach(model: ModelT, injection: Injection) -> ModelT:
+    """Undo ``attach``: the parameters that required a gradient before the injection do so again."""
+    trainable = set(injection.was_trainable)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
     delattr(model, _ATTRIBUTE)

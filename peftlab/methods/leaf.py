@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""Adapted leaf modules: subclasses of a model's own leaves that share their parameters and add to what they compute."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Folding:
     Attributes:
         precision: dtype of product and sum; an fp64 weight is folded in fp64 in any case.
         stored: dtype that the sum is rounded to, once; None for the weight's own.
-        watch: called for each block with W0, ΔW and W0 + ΔW in the dtype of the sum, and what is stored of the sum.
-        in_place: put the result where the weight is (only without ``stored``).
-        only: the one parameter of the leaf to fold; None for all.
+        watch: called for each block with W0, ΔW and W0 + ΔW in ``precision``, and the rounded sum as stored.
+        in_place: write the result into the weight's own memory (only without ``stored``).
+        only: name of the one parameter of the leaf to fold, when the others may be on the meta device; None for all.
     """
 
     precision: torch.dtype = torch.float32
@@ -35,10 +35,15 @@ FOLDING = Folding()
 
 
 class Adapted:
-    """Marks an adapted leaf: a subclass of ``base_class`` that computes what its base does and adds to it.
+    """Base of all adapted leaves: each subclasses ``base_class`` too, computes what that does and adds to it.
 
-    Parameters keep the names they had in the base leaf, so state-dict keys, optimiser groups and weight tying
-    go on working. ``enabled`` switches the addition off (``peftlab.disabled``).
+    Parameters keep the names they had in the base leaf, so that state-dict keys, optimiser groups and weight tying
+    stay valid.
+
+    Attributes:
+        base_class: the class of the leaf that was replaced.
+        added: names of the parameters, buffers, modules and attributes that the base leaf does not have.
+        enabled: whether the addition is computed; ``peftlab.disabled`` sets it to False.
     """
 
     base_class: type[nn.Module]
@@ -46,15 +51,21 @@ class Adapted:
     enabled: bool = True
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Any]:
-        """Return the base leaf's tensors with the addition folded in, by name; see ``peftlab.merge``."""
+        """Return the base leaf's parameters with the addition folded in, by name; see ``Folding`` and ``merge``.
+
+        The names do not depend on values: the parameters may be on the meta device.
+        """
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Compute anew what the addition takes from the base's weight, after that was filled in."""
+    def update_start(self) -> None:
+        """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
 
 
 class AnyLeaf(Adapted):
-    """An adapted form that leaves of any class can take: ``adapted_class`` makes the subclass, once for each."""
+    """An adapted leaf whose base can be any class: ``adapted_class`` makes one subclass for each base, and caches it.
+
+    These classes are not attributes of a module, so pickle stores the pair they are made of instead.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         kind = next(c for c in type(self).__mro__ if issubclass(c, AnyLeaf) and c.__dict__.get("made") is None)
@@ -80,7 +91,7 @@ def _blank(kind: type[AnyLeaf], base: type[nn.Module]) -> nn.Module:
 def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     """Return a ``cls`` that shares ``module``'s parameters, buffers, hooks and attributes.
 
-    The two have separate registries: what is registered on one afterwards does not show on the other.
+    The two have separate registries: what is registered on one later is not registered on the other.
     """
     new = cls.__new__(cls)
     state = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
@@ -89,7 +100,7 @@ def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
 
 
 def base_leaf(module: nn.Module) -> nn.Module:
-    """Return the plain base leaf of an adapted one: the same parameters, the method's own ones left out."""
+    """Return the plain base leaf of an adapted one: the same parameters, without those the method added."""
     assert isinstance(module, Adapted)
     plain = recast(module.base_class, module)
     for name in module.added:
@@ -99,6 +110,15 @@ def base_leaf(module: nn.Module) -> nn.Module:
         vars(plain).pop(name, None)
     vars(plain).pop("enabled", None)
     return plain
+
+
+def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Replace the module of each name by the one given, under every name that the replaced module has."""
+    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[child_name] = new[id(child)]
 
 
 def trainable_dtype(weight: Tensor) -> torch.dtype:

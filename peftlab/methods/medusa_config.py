@@ -35,8 +35,8 @@ class MedusaConfig(MethodConfig):
         "paper's 1 : 0.2).",
     )
 
-    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+    def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:
         found = {match[1] for name in shapes if (match := re.search(r"medusa_heads\.blocks\.(\d+)\.", name))}
         if len(found) != self.heads:
             return f"{self.heads} heads, and there are {len(found)}"
-        return self.trunk.misfit(shapes) if self.trunk is not None else ""
+        return self.trunk.mismatch(shapes) if self.trunk is not None else ""

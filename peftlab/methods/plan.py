@@ -1,4 +1,4 @@
-"""A method's plan for a model, and how a leaf module is exchanged for its adapted form and back."""
+"""A method's plan for a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Plan:
     """What a method would change in a model, decided before anything is touched.
 
     Attributes:
-        replace: name of a leaf module to the function that makes its replacement. The function shares the
-            leaf's parameters and must not change the leaf.
-        train: names of parameters the model has already that are to be trained.
+        replace: name of a leaf module to the function that makes its replacement, which shares the leaf's parameters;
+            the function must not change the leaf.
+        train: names of the model's own parameters that are to be trained in place.
     """
 
     replace: dict[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 
-# Named, not imported: what writes files builds on the methods.
-WRITER = "peftlab.checkpoints.adapter:save_adapter"
+# A name, resolved at the call: checkpoints/ imports methods/. This is the one place that names a package above its own.
+_WRITER = "peftlab.checkpoints.adapter:save_adapter"
 _NAME = "save_pretrained"
-# What transformers passes that says nothing about an adapter's one small file.
-_NO_MATTER = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
+# Options of transformers' that make no difference for an adapter's one small file.
+_IGNORED = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
 
 
 class SavePretrained:
     """``save_pretrained`` of one injected model, an attribute of the instance.
 
-    transformers' own would write W0 beside the adapter's parameters, and ``from_pretrained`` would read the base
-    model of it without a word. A copy or a pickle of the model has one of its own.
+    The method of the model's class would write W0 beside the adapter's parameters, and ``from_pretrained`` would load
+    the base model from that without a warning. A copy or a pickle of the model has its own ``SavePretrained``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,20 +40,19 @@ class SavePretrained:
         Args:
             is_main_process: False writes nothing.
             state_dict: values to write in place of the model's own, as a Trainer gathers them from many processes.
-            options: transformers' others; those that would change what is written are refused.
+            options: transformers' other options; those that would change what is written are refused.
 
         Raises:
-            PeftlabError: as ``save_adapter``; or an option is one that an adapter directory does not have.
+            PeftlabError: as ``save_adapter``; or an option that an adapter directory cannot honour.
         """
-        refused = next((key for key, value in options.items() if value and key not in _NO_MATTER), None)
+        refused = next((key for key, value in options.items() if value and key not in _IGNORED), None)
         if refused:
             raise PeftlabError(
-                f"save_pretrained: this model holds an adapter, which is written without {refused}; "
+                f"save_pretrained: this model contains an adapter, which is written without {refused}; "
                 "peftlab.merge(model) makes it a plain model first"
             )
         if is_main_process:
-            module, _, function = WRITER.partition(":")
-            getattr(import_module(module), function)(self.model, save_directory, state_dict=state_dict)
+            resolve(_WRITER)(self.model, save_directory, state_dict=state_dict)
 
     def __reduce__(self) -> tuple[type[SavePretrained], tuple[nn.Module]]:
         return SavePretrained, (self.model,)

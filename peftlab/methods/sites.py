@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.architectures import _EXPERTS, SITES, Sites
+from peftlab.methods.architectures import SITES, Sites
 from peftlab.methods.targets import model_type
 
 
 def sites_of(model: nn.Module) -> Sites:
-    """Return the sub-layer ends of a model: the table's row, else the first row that fits.
+    """Return the sub-layer ends of a model: its own row of ``SITES``, else the first row that fits.
 
-    A row fits where every layer that has an attention end has one feed-forward input and one feed-forward
-    end, and the other way round. Experts must be in the table: others may lie beside them.
+    A row fits if the layers with an attention end are exactly those with a feed-forward end and those with a
+    feed-forward input, one of each per layer.
 
     Raises:
         PeftlabError: no row fits.
@@ -24,7 +24,7 @@ def sites_of(model: nn.Module) -> Sites:
     names = [name for name, _ in model.named_modules()]
     kind = model_type(model)
     rows = [SITES[kind]] if kind in SITES else []
-    rows += [sites for sites in SITES.values() if sites is not _EXPERTS]
+    rows += [sites for sites in SITES.values() if not sites.listed_only]
     for sites in dict.fromkeys(rows):
         ends, starts = find(names, sites.ffn), find(names, sites.ffn_input)
         layers = set(find(names, sites.attention).values())
@@ -38,7 +38,7 @@ def sites_of(model: nn.Module) -> Sites:
 
 
 def find(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """Return those of ``names`` that end as one of ``patterns`` does, each with the name of its layer."""
+    """Return those of ``names`` that end in one of ``patterns``, each with the name of its layer."""
     expression = "|".join(_expression(pattern) for pattern in patterns)
     found = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Which modules of a model a method acts on: the table of architectures, and matching by name."""
+"""Which modules of a model a method acts on: by default for its architecture, or matched by name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def model_type(model: nn.Module) -> str:
 
 
 def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
-    """Return the linear maps that LoRA acts on by default: those of the table's row, or the stated fallback.
+    """Return the linear maps that LoRA acts on by default: those of the table's row, or of the fallback.
 
-    Fallback for an architecture that has no row: the attention projections whose last name is one of the
-    table's own (``q_proj``, ``query``, ...); where there is none, all of ``linear``.
+    Fallback for an architecture that has no row: the linear maps whose last name occurs in the table (``q_proj``,
+    ``query``, ...); if there are none, all of ``linear``.
 
     Args:
         linear: names of the linear maps outside the task head and the output layer.
@@ -65,11 +65,11 @@ def has_suffix(name: str, suffix: str) -> bool:
 
 
 def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target_modules") -> list[str]:
-    """Return those of ``names`` that ``targets`` picks, in order: a list of suffixes, or one full-match regex.
+    """Return those of ``names`` that ``targets`` matches, in order: a list of suffixes, or one full-match regex.
 
     Raises:
-        PeftlabError: the regex, or any one suffix of the list, picks nothing (the nearest names are given), or
-            matching takes too long.
+        PeftlabError: the regex, or any one suffix of the list, matches nothing (the nearest names are in the
+            message), or matching takes too long.
     """
     names = list(names)
     if isinstance(targets, str):
@@ -84,12 +84,12 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
 
 
 def layer_index(name: str) -> int | None:
-    """Return the number of the layer a module name lies in: its first all-digit component, or None."""
+    """Return the number of the layer that a module belongs to: the first all-digit component of its name, or None."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def in_layers(names: Iterable[str], layers: list[int] | int | None) -> list[str]:
-    """Return those of ``names`` in the given layers; names every layer that does not exist in the error."""
+    """Return those of ``names`` in the given layers; a layer that does not exist is an error."""
     names = list(names)
     if layers is None:
         return names
@@ -98,17 +98,17 @@ def in_layers(names: Iterable[str], layers: list[int] | int | None) -> list[str]
     missing = [index for index in wanted if index not in there]
     if missing:
         raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
-                           if there else "layers_to_transform: the targets lie in no numbered layer")  # fmt: skip
+                           if there else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
     return [name for name in names if layer_index(name) in wanted]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or parameter name is one of ``modules`` or lies below one of them."""
+    """Whether a module or parameter name is one of ``modules`` or is below one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _hint(target: str, names: list[str]) -> str:
-    # Compare with the last component, with the last two, and with whole names: whichever the user had in mind.
+    # Compare with the last component, with the last two, and with whole names: the user may have meant any of them.
     tails = dict.fromkeys(".".join(name.split(".")[-k:]) for name in names for k in (1, 2))
     close = nearest(target, tails) or list(tails)[:6]
-    return f"; nearest: {', '.join(close)}" if close else "; the model has no module it could be"
+    return f"; nearest: {', '.join(close)}" if close else "; the model has no module of a similar name"

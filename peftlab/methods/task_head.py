@@ -49,7 +49,7 @@ def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: 
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the names of all parameters that are, or lie below, one of ``names``, in the model's order.
+    """Return the names of all parameters that are, or are below, one of ``names``, in the model's order.
 
     Raises:
         PeftlabError: a module has no parameter but those that it shares with others, which are not named.

@@ -1,1 +1,1 @@
-"""What a person writes: schema, YAML whose every complaint has file and line, overrides, shipped recipes."""
+"""Recipes: the schema, YAML with errors by file and line, overrides, and the shipped recipes."""

@@ -1,4 +1,4 @@
-"""The recipe reference, made from the schema: JSON Schema for editors and ``docs/reference/recipes.md`` for people.
+"""The recipe reference, generated from the schema: JSON Schema for editors, ``docs/reference/recipes.md`` for users.
 
 ``python -m peftlab.recipe.document`` writes the page into the repository.
 """
@@ -23,15 +23,15 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m peftlab.recipe.document` from the schema; edit the descriptions there. -->
 
-A recipe is one YAML 1.2 file that says everything about a run. It is checked as a whole before anything is
-loaded; every mistake is told with file, line and the nearest right spelling.
+A recipe is one YAML 1.2 file that determines a run. It is validated as a whole before anything is loaded; every
+mistake is reported with file, line and the nearest right spelling.
 
     peftlab run glue/cola-lora                          # a shipped recipe by its short name
     peftlab run my.yaml train.lr=2e-4 method.r=16       # overrides: key=value, the value is YAML
     peftlab run my.yaml method=full '~data.validation'  # another method by name; ~ removes a key
     peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'         # a grid: see guide/tables.md
 
-Overrides apply from left to right. The run directory keeps the resolved recipe, which runs again as it is.
+Overrides apply from left to right. The run directory contains the resolved recipe, which can be run again.
 """
 
 
@@ -49,17 +49,17 @@ def json_schema() -> dict[str, Any]:
 def reference_markdown() -> str:
     """Return the reference page: the shipped recipes, and a table for every kind, section and method."""
     parts = [_INTRODUCTION, "## Shipped recipes\n", _table(("name", "what it does"), _shipped_rows())]
-    told: set[type[BaseModel]] = set()
+    described: set[type[BaseModel]] = set()
     for kind, recipe in KINDS.items():
         parts += [f"## `kind: {kind}`\n", _first_line(recipe) + "\n", _fields(recipe, "")]
         for name, field in recipe.model_fields.items():
-            models = {tag: model for tag, model in sections(field).items() if model not in told}
+            models = {tag: model for tag, model in sections(field).items() if model not in described}
             if not models:  # described with an earlier kind
                 continue
-            told.update(models.values())
+            described.update(models.values())
             if field.discriminator:
                 listing = ", ".join(f"`{tag}`" for tag in models)
-                parts.append(f"## `{name}`\n\nOne of {listing}, told apart by `{field.discriminator}`.\n")
+                parts.append(f"## `{name}`\n\nOne of {listing}, selected by `{field.discriminator}`.\n")
             for tag, model in models.items():
                 of = "" if recipe is next(iter(KINDS.values())) else f" of `kind: {kind}`"
                 title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`{of}"

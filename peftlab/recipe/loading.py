@@ -34,17 +34,17 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             ``method=lora`` for ``method={name: lora}``; ``sweep.lr=[1e-4,5e-4]`` makes a table of it.
 
     Raises:
-        PeftlabError: with every problem found, a line each, beginning with ``FILE:LINE:`` or
+        PeftlabError: with one line for each problem, beginning with ``FILE:LINE:`` or
             ``override '...':``.
     """
     path = recipe_file(name)
     source = read_source(path, _shown(path))
     sweeps = []
-    for turn, text in enumerate(overrides, start=1):
+    for number, text in enumerate(overrides, start=1):
         if text.startswith(SWEEP):
-            sweeps.append((turn, text))
+            sweeps.append((number, text))
         else:
-            override(source, text, turn)
+            override(source, text, number)
     kind = source.data.get("kind", next(iter(KINDS)))
     recipe: Recipe | None = None
     if isinstance(kind, str) and kind in KINDS:
@@ -63,14 +63,14 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def parse_fields(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the mapping that ``key=value`` texts spell, each value YAML 1.2, as in overrides.
+    """Return the mapping of ``key=value`` texts; each value is YAML 1.2, as in overrides.
 
     Raises:
-        PeftlabError: with every text that is not of that form.
+        PeftlabError: naming every text that is not of that form.
     """
     source = Source({}, {})
-    for turn, text in enumerate(texts, start=1):
-        override(source, text, turn)
+    for number, text in enumerate(texts, start=1):
+        override(source, text, number)
     if source.problems:
         raise PeftlabError("\n".join(map(str, sorted(source.problems))))
     return source.data
@@ -112,7 +112,7 @@ def recipe_file(name: str | Path) -> Path:
 
 
 def _shown(path: Path) -> str:
-    """``path`` as one would type it here: relative if it lies below the working directory."""
+    """``path`` as a user would type it here: relative if it is below the working directory."""
     return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 

@@ -1,4 +1,4 @@
-"""What the schema refused, in words a person can act on."""
+"""The schema's validation errors as messages with the place in the recipe and the nearest right spelling."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _OLD_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off":
 
 
 def validated(recipe: type[ModelT], source: Source) -> ModelT | None:
-    """Return ``source.data`` as a ``recipe``; None if it is none, with every complaint noted on ``source``."""
+    """Return ``source.data`` as a ``recipe``; None if it is not valid, with its problems added to ``source``."""
     try:
-        # Strict in JSON's sense: lists become tuples, but no text becomes a number.
+        # Strict as for JSON: lists become tuples, but text never becomes a number.
         return recipe.model_validate_json(json.dumps(source.data), strict=True)
     except ValidationError as error:
         explain(recipe, source, error)
@@ -30,7 +30,7 @@ def validated(recipe: type[ModelT], source: Source) -> ModelT | None:
 
 
 def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> None:
-    """Note on ``source`` every complaint of ``error``, raised when ``recipe`` validated ``source.data``."""
+    """Add to ``source`` every problem in ``error``, raised when ``recipe`` validated ``source.data``."""
     seen = set()
     for item in error.errors(include_url=False):
         if item["type"] == "recipe":
@@ -39,7 +39,7 @@ def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> 
             continue
         keys, text = _sentence(recipe, source, item)
         field_keys, _ = _field_at(recipe, source.data, keys)
-        # The branches of a union fail one by one, at one field: one complaint.
+        # Each branch of a union fails by itself, at one field: report the field once.
         if (field_keys or keys) not in seen:
             seen.add(field_keys or keys)
             source.complain(keys, f"{dotted(field_keys or keys)}: {text}" if keys else text)
@@ -122,7 +122,7 @@ def all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str
 
 
 def _section(field: FieldInfo, value: Any) -> type[BaseModel] | None:
-    """The model that checks ``value`` in ``field``; None if that is no section or its tag is unknown."""
+    """The model that checks ``value`` in ``field``; None if that is not a section or its tag is unknown."""
     models = sections(field)
     if not field.discriminator:
         return models.get("")
@@ -131,12 +131,12 @@ def _section(field: FieldInfo, value: Any) -> type[BaseModel] | None:
 
 
 def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, FieldInfo | None]:
-    """The deepest field on the way of ``keys``, and the keys up to it."""
+    """The deepest field along ``keys``, and the keys up to it."""
     model: type[BaseModel] | None = recipe
     found: tuple[Keys, FieldInfo | None] = ((), None)
     for depth, key in enumerate(keys, start=1):
         if model is None or key not in model.model_fields:
-            # Below a section this is a key nobody knows; below a plain field, an element of its value.
+            # Below a section this is an unknown key; below a plain field, an element of its value.
             return found if model is None else (keys[:depth], None)
         field = model.model_fields[str(key)]
         found = (keys[:depth], field)
@@ -146,7 +146,7 @@ def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, Fie
 
 
 def _data_keys(location: tuple[str | int, ...], data: Any) -> Keys:
-    """Pydantic's location without the tags of union branches, which are no keys of the data."""
+    """Pydantic's location without the tags of union branches, which are not keys of the data."""
     keys: list[str | int] = []
     for step in location:
         inside = step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))

@@ -12,6 +12,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
+from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.table import find_task
@@ -63,18 +64,7 @@ class FinetuneRecipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
         task = find_task(self.task)
-        own = ("path", "text", "label", "bins", "validation", "drop_missing")
-        given = {name for name in own if getattr(self.data, name) not in (None, False)}
-        problems: list[tuple[tuple[str, ...], str]] = []  # where it was written, and what is wrong
-        if task.glue:
-            reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
-            problems += [(("data", name), f"data.{name}: {reason}") for name in sorted(given - {"path"})]
-        else:
-            missing = sorted({"path", "text", "label"} - given)
-            problems += [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
-            if task.regression and "bins" in given:
-                reason = f"makes classes, but task {task.name} learns a number"
-                problems.append((("data", "bins"), f"data.bins: {reason}"))
+        problems = resolve(task.check)(task, self.data)
         if problems:
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
@@ -183,7 +173,7 @@ class DraftRecipe(Section):
 
 
 Changes = dict[str, dict[str, Any]]
-"""By task or row, the keys of a finetune recipe that are others there."""
+"""By task or row, the keys of a finetune recipe that differ there."""
 
 
 class TableRecipe(Section):
@@ -196,7 +186,7 @@ class TableRecipe(Section):
     tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,
-        description="The rows: name to what is particular to it, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
+        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
     )
     seeds: list[Seed] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
@@ -205,14 +195,14 @@ class TableRecipe(Section):
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
     per_task: Changes = Field(
         default={},
-        description="Task to what is particular to it, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
+        description="Task to its own keys, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
     )
     init: dict[str, str] = Field(
         default={},
         description="Task to the task of this table whose result, same row and seed, it starts from.",
     )
     merge: bool = Field(default=False, description="Write merged/ in every cell whose method has a linear fold.")
-    output_dir: str = Field(description="Directory of the table; its cells lie below it.")
+    output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
 
 
 Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe]  # noqa: UP007
@@ -223,4 +213,4 @@ KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe] | type[TableRecipe]] =
     "draft": DraftRecipe,
     "table": TableRecipe,
 }
-"""The kinds of recipe by ``kind:``; a recipe that does not say is the first."""
+"""The kinds of recipe by ``kind:``; the first is the default."""

@@ -1,4 +1,4 @@
-"""A recipe's text: YAML 1.2 as plain values, where each of them was written, and overrides upon them."""
+"""A recipe's text: YAML 1.2 as plain values, where each of them was written, and overrides of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TAG = "tag:yaml.org,2002:"
 _TYPED = {_TAG + name for name in ("null", "bool", "int", "float")}
 # YAML 1.2 has no dates, merge keys or default values: what reads like one of them is text.
 _TEXT = {_TAG + name for name in ("str", "timestamp", "merge", "value")}
-# More than any recipe needs; without them a few lines of aliases would expand to more than any memory holds.
-_MOST_VALUES, _MOST_LEVELS = 100_000, 50
+# More than any recipe needs; without them a few lines of aliases would expand beyond any memory.
+_MAX_VALUES, _MAX_LEVELS = 100_000, 50
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where something was written: a line of a file (``rank`` 0) or an override (its turn, from 1)."""
+    """Where something was written: a line of a file (``rank`` 0) or an override (its number, from 1)."""
 
     rank: int
     line: int
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One complaint, one line of the final message; problems sort in the order a reader would fix them."""
+    """One line of the final message; problems sort in the order of the file, then of the overrides."""
 
     place: Place
     text: str
@@ -71,7 +71,7 @@ class Source:
         return self.places[keys]
 
     def complain(self, keys: Keys, text: str) -> None:
-        """Note a problem at the place of ``keys``."""
+        """Add a problem at the place of ``keys``."""
         self.problems.append(Problem(self.place(keys), text))
 
 
@@ -96,10 +96,10 @@ def read_source(path: Path, shown: str) -> Source:
 
 
 def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
-    """Parse one YAML 1.2 document that stands at the keys ``at`` of a recipe.
+    """Parse one YAML 1.2 document, the value of the keys ``at`` of a recipe.
 
-    ``place`` makes a Place of a line number (0 for the whole document). Duplicate keys and foreign tags are
-    noted as problems.
+    ``place`` makes a Place of a line number (0 for the whole document). Duplicate keys and unknown tags become
+    problems of the source.
 
     Raises:
         PeftlabError: the text is not one YAML document, or its aliases expand to more values than a recipe may have.
@@ -119,70 +119,76 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
     except RecursionError:
         raise PeftlabError(f"{place(0)}: nested too deeply for a recipe") from None
     source = Source(None, {at: place(0)})
-    count = 0
-
-    def scalar(node: ScalarNode, keys: Keys) -> Any:
-        if node.tag in _TEXT:
-            return node.value
-        try:
-            value = yaml.constructor.construct_object(node)
-        except (ValueError, KeyError, YAMLError):
-            value = node.value if node.tag != _TAG + "int" else 2**63  # more digits than Python converts
-        if isinstance(value, int) and abs(value) >= 2**63:
-            source.complain(keys, f"{dotted(keys)}: a number of {len(node.value)} digits is too large")
-            return node.value
-        # No setting is infinite: left as text, it is refused as what was written.
-        return node.value if isinstance(value, float) and not math.isfinite(value) else value
-
-    def mapping(node: MappingNode, keys: Keys, above: tuple[Node, ...]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            here = place(key_node.start_mark.line + 1)
-            if not isinstance(key_node, ScalarNode):
-                source.problems.append(Problem(here, "a key is one word, not a list or a mapping"))
-            elif key_node.value in values:
-                first = source.places[(*keys, key_node.value)]
-                text = f"{dotted((*keys, key_node.value))}: duplicate key"
-                text += f", first on line {first.line}" if first.line else ""
-                source.problems.append(Problem(here, text))
-            else:
-                inner = (*keys, key_node.value)
-                source.places[inner] = here
-                values[key_node.value] = value(value_node, inner, above)
-        return values
-
-    def value(node: Node, keys: Keys, above: tuple[Node, ...]) -> Any:
-        nonlocal count
-        count += 1
-        if count > _MOST_VALUES:
-            raise PeftlabError(f"{place(0)}: more than {_MOST_VALUES:,} values, aliases expanded")
-        if node in above:
-            source.complain(keys, f"{dotted(keys)}: an alias stands inside what it names")
-        elif len(above) > _MOST_LEVELS:
-            source.complain(keys[:3], f"{dotted(keys[:3])}: nested too deeply")
-        elif isinstance(node, MappingNode) and node.tag == _TAG + "map":
-            return mapping(node, keys, (*above, node))
-        elif isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
-            for index, item in enumerate(node.value):
-                source.places[(*keys, index)] = place(item.start_mark.line + 1)
-            return [value(item, (*keys, i), (*above, node)) for i, item in enumerate(node.value)]
-        elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
-            return scalar(node, keys)
-        else:
-            source.complain(keys, f"{dotted(keys)}: the tag {str(node.tag).replace(_TAG, '!!')} means nothing here")
-        return None
-
     if root is not None:
-        source.data = value(root, at, ())
+        source.data = _Reader(yaml, source, place).value(root, at, ())
     return source
 
 
-def override(source: Source, text: str, turn: int = 1) -> None:
-    """Apply ``a.b=VALUE`` (in YAML) or ``~a.b`` (remove the key) to ``source``; mistakes are noted there.
+class _Reader:
+    """Turns the nodes of one YAML document into plain values, and notes on ``source`` where each was written."""
+
+    def __init__(self, yaml: YAML, source: Source, place: Callable[[int], Place]) -> None:
+        self.yaml, self.source, self.place = yaml, source, place
+        self.count = 0
+
+    def value(self, node: Node, keys: Keys, above: tuple[Node, ...]) -> Any:
+        """Return the value of ``node``, the one at ``keys``; ``above`` are the nodes that contain it."""
+        self.count += 1
+        if self.count > _MAX_VALUES:
+            raise PeftlabError(f"{self.place(0)}: more than {_MAX_VALUES:,} values, aliases expanded")
+        if node in above:
+            self.source.complain(keys, f"{dotted(keys)}: an alias refers to a value that contains it")
+        elif len(above) > _MAX_LEVELS:
+            self.source.complain(keys[:3], f"{dotted(keys[:3])}: nested too deeply")
+        elif isinstance(node, MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, keys, (*above, node))
+        elif isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
+            for index, item in enumerate(node.value):
+                self.source.places[(*keys, index)] = self.place(item.start_mark.line + 1)
+            return [self.value(item, (*keys, i), (*above, node)) for i, item in enumerate(node.value)]
+        elif isinstance(node, ScalarNode) and node.tag in _TYPED | _TEXT:
+            return self._scalar(node, keys)
+        else:
+            self.source.complain(keys, f"{dotted(keys)}: unknown tag {str(node.tag).replace(_TAG, '!!')}")
+        return None
+
+    def _scalar(self, node: ScalarNode, keys: Keys) -> Any:
+        if node.tag in _TEXT:
+            return node.value
+        try:
+            value = self.yaml.constructor.construct_object(node)
+        except (ValueError, KeyError, YAMLError):
+            value = node.value if node.tag != _TAG + "int" else 2**63  # more digits than Python converts
+        if isinstance(value, int) and abs(value) >= 2**63:
+            self.source.complain(keys, f"{dotted(keys)}: a number of {len(node.value)} digits is too large")
+            return node.value
+        # No setting is infinite or NaN: left as text, the schema refuses it with the text as it was written.
+        return node.value if isinstance(value, float) and not math.isfinite(value) else value
+
+    def _mapping(self, node: MappingNode, keys: Keys, above: tuple[Node, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            here = self.place(key_node.start_mark.line + 1)
+            if not isinstance(key_node, ScalarNode):
+                self.source.problems.append(Problem(here, "a key is one word, not a list or a mapping"))
+            elif key_node.value in values:
+                first = self.source.places[(*keys, key_node.value)]
+                text = f"{dotted((*keys, key_node.value))}: duplicate key"
+                text += f", first on line {first.line}" if first.line else ""
+                self.source.problems.append(Problem(here, text))
+            else:
+                inner = (*keys, key_node.value)
+                self.source.places[inner] = here
+                values[key_node.value] = self.value(value_node, inner, above)
+        return values
+
+
+def override(source: Source, text: str, number: int = 1) -> None:
+    """Apply ``a.b=VALUE`` (in YAML) or ``~a.b`` (remove the key) to ``source``; mistakes become its problems.
 
     ``method=lora`` is short for ``method={name: lora}``.
     """
-    place = Place(turn, 0, f"override {text!r}")
+    place = Place(number, 0, f"override {text!r}")
     removing = text.startswith("~")
     name, equals, value_text = (text[1:], "=", "") if removing else text.partition("=")
     keys = tuple(name.strip().split("."))

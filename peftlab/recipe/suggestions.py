@@ -1,4 +1,4 @@
-"""What people type for a key, and the key they mean."""
+"""Other tools' and other usual names of a recipe's keys."""
 
 from __future__ import annotations
 

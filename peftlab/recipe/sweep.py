@@ -20,7 +20,7 @@ SWEEP = "sweep."
 
 @dataclass(frozen=True)
 class _Axis:
-    """One swept key, its values, and the override that says so."""
+    """One swept key, its values, and the override it was written in."""
 
     keys: Keys
     values: list[Any]
@@ -28,21 +28,21 @@ class _Axis:
 
 
 def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> Source:
-    """Return the table that a finetune recipe and its ``sweep.KEY=[...]`` overrides spell.
+    """Return the table that a finetune recipe and its ``sweep.KEY=[...]`` overrides describe.
 
     Its rows are the combinations of all swept keys but the task and the seed, which are the table's own axes.
     A bare key means the one section that has it: ``lr`` is ``train.lr``, ``r`` is ``method.r``.
 
     Args:
-        recipe, source: the recipe without the sweeps, valid, and what was written.
-        texts: (turn, text) of the overrides.
+        recipe, source: the validated recipe without the sweeps, and its source.
+        texts: (number, text) of the overrides.
     """
     if not isinstance(recipe, FinetuneRecipe):
-        for turn, text in texts:
-            _axis(source, turn, text)
+        for number, text in texts:
+            _axis(source, number, text)
         source.complain((SWEEP, texts[0][0]), f"only recipes of kind finetune are swept, this is a {recipe.kind}")
         return source
-    axes = [axis for turn, text in texts if (axis := _axis(source, turn, text))]
+    axes = [axis for number, text in texts if (axis := _axis(source, number, text))]
     if source.problems:
         return source
     axes.sort(key=lambda axis: axis.keys != ("method",))  # the method first: it replaces its whole section
@@ -75,12 +75,12 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
     return table
 
 
-def _axis(source: Source, turn: int, text: str) -> _Axis | None:
-    """One override, understood; or None, with the reason noted."""
-    place = Place(turn, 0, f"override {text!r}")
+def _axis(source: Source, number: int, text: str) -> _Axis | None:
+    """Return one override's axis; None, with a problem added to ``source``, if it is not valid."""
+    place = Place(number, 0, f"override {text!r}")
     name, equals, value_text = text.removeprefix(SWEEP).partition("=")
     keys: Keys = tuple(name.strip().split("."))
-    at: Keys = (SWEEP, turn)
+    at: Keys = (SWEEP, number)
     source.places[at] = place
     if not equals or not all(keys):
         source.complain(at, f"write {SWEEP}key=[value, value]")
@@ -96,7 +96,7 @@ def _axis(source: Source, turn: int, text: str) -> _Axis | None:
         source.complain(at, f"{dotted(keys)}: a sweep takes a list of values: {SWEEP}{dotted(keys)}=[value, value]")
         return None
     if any(value in values[:i] for i, value in enumerate(values)):
-        source.complain(at, f"{dotted(keys)}: a value is there twice")
+        source.complain(at, f"{dotted(keys)}: a value occurs twice")
         return None
     sections = dict(all_sections(FinetuneRecipe, source.data))
     owners = [section for section, fields in sections.items() if section and keys[0] in fields]
@@ -131,7 +131,7 @@ def _add_row(table: Source, source: Source, label: str, axes: list[_Axis], value
 
 
 def _names(keys: list[Keys]) -> list[str]:
-    """The last of each path of keys; the whole path where two would read alike."""
+    """The last of each path of keys; the whole path where two would be equal."""
     last = [str(path[-1]) for path in keys]
     return [name if last.count(name) == 1 else dotted(path) for name, path in zip(last, keys, strict=True)]
 

@@ -23,8 +23,8 @@ class Cell:
     """One run of a table.
 
     Attributes:
-        task, row, seed: where it stands.
-        recipe: what is run; its ``output_dir`` is the cell's directory.
+        task, row, seed: its place in the table.
+        recipe: the recipe to run; its ``output_dir`` is the cell's directory.
     """
 
     task: str
@@ -42,7 +42,7 @@ def table_cells(recipe: TableRecipe) -> list[Cell]:
     """Return the cells of a table in the order they are run.
 
     Raises:
-        PeftlabError: a cell is no valid recipe, or the table's parts do not fit together.
+        PeftlabError: a cell is not a valid recipe, or the table's parts contradict each other.
     """
     source = Source({}, {(): Place(0, 0, "table")})
     cells = expand(recipe, source)
@@ -52,10 +52,10 @@ def table_cells(recipe: TableRecipe) -> list[Cell]:
 
 
 def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
-    """Return the cells of ``recipe``; mistakes are noted on ``source``, where it was written.
+    """Return the cells of ``recipe``; mistakes become problems of ``source``, at the place of the text.
 
-    The order is one seed after the other, so that a table cut short has every column and row; within a seed,
-    tasks that others start from go first.
+    All cells of one seed come before those of the next, so that an interrupted table has every column and row; within
+    a seed, tasks that others start from come first.
     """
     _consistent(recipe, source)
     if source.problems:
@@ -78,7 +78,7 @@ def _cell_source(values: dict[str, Any], source: Source, task: str, row: str, se
     """The cell as if it had been written by itself: the table's values, then the task's, then the row's."""
     cell = Source({}, {(): source.place(())})
 
-    def lay(changes: dict[str, Any], at: Keys) -> None:
+    def merge(changes: dict[str, Any], at: Keys) -> None:
         for key, value in changes.items():
             both = isinstance(value, dict) and isinstance(cell.data.get(key), dict)
             cell.data[key] = {**cell.data[key], **value} if both else value
@@ -86,9 +86,9 @@ def _cell_source(values: dict[str, Any], source: Source, task: str, row: str, se
             if keys[: len(at)] == at and keys[len(at) :][:1] in {(key,) for key in changes}:
                 cell.places[keys[len(at) :]] = place
 
-    lay({key: values[key] for key in SHARED}, ())
-    lay(values["per_task"].get(task, {}), ("per_task", task))
-    lay(values["rows"][row], ("rows", row))
+    merge({key: values[key] for key in SHARED}, ())
+    merge(values["per_task"].get(task, {}), ("per_task", task))
+    merge(values["rows"][row], ("rows", row))
     cell.data["task"] = task
     cell.places[("task",)] = source.place(("tasks", values["tasks"].index(task)))
     if isinstance(cell.data["train"], dict):
@@ -109,26 +109,26 @@ def _file_name(row: str) -> str:
 
 
 def _consistent(recipe: TableRecipe, source: Source) -> None:
-    """Note what no cell alone would show."""
+    """Add the problems that no single cell shows."""
     for key, listed in (("tasks", recipe.tasks), ("seeds", recipe.seeds)):
         for i, item in enumerate(listed):
             if item in listed[:i]:
-                source.complain((key, i), f"{key}: {item} is there twice")
+                source.complain((key, i), f"{key}: {item} occurs twice")
     names: dict[str, str] = {}
     for row in recipe.rows:
         other = names.setdefault(_file_name(row), row)
         if other != row:
-            source.complain(("rows", row), f"rows: {row!r} and {other!r} would share their directories")
+            source.complain(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
     if recipe.train.seed:
-        source.complain(("train", "seed"), "train.seed: a table's seeds stand under seeds")
+        source.complain(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
     for section, changes in (("rows", recipe.rows), ("per_task", recipe.per_task)):
         for name, keys in changes.items():
             for key in keys.keys() & set(_OF_THE_TABLE):
-                source.complain((section, name, key), f"{section}.{name}.{key}: the table itself says it")
+                source.complain((section, name, key), f"{section}.{name}.{key}: the table sets it for all cells")
             if isinstance(keys.get("train"), dict) and "seed" in keys["train"]:
-                text = f"{section}.{name}.train.seed: a table's seeds stand under seeds"
+                text = f"{section}.{name}.train.seed: a table's seeds are listed under seeds"
                 source.complain((section, name, "train", "seed"), text)
-    # A table of fewer tasks may keep what it says of the others; a name that is no task is a slip.
+    # Keys may name tasks that the table leaves out, so that tasks can be removed; what is no task at all is a mistake.
     for section, named in (("per_task", list(recipe.per_task)), ("init", list(recipe.init))):
         for task in named:
             if task not in TASKS:

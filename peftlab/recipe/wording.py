@@ -54,7 +54,7 @@ def _type(annotation: Any, constraints: Iterable[Any]) -> str:
         inner = [c for a in args[1:] for c in (a.metadata if isinstance(a, FieldInfo) else [a])]
         return _type(args[0], [*inner, *constraints])
     if origin in (Union, UnionType):
-        # A whole number is a number; a list of something after something, null last.
+        # "number" includes whole numbers; simple types come before lists, null comes last.
         kinds = [kind for kind in args if not (kind is int and float in args)]
         kinds.sort(key=lambda kind: (kind is NoneType, get_origin(kind) is list))
         return " or ".join(dict.fromkeys(_type(kind, constraints) for kind in kinds))

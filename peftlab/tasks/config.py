@@ -1,18 +1,19 @@
-"""TODO: say what this module is."""
+"""The data section of a recipe, and which of its keys each kind of task takes."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from math import inf
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from peftlab.section import Section, Seed
 
+if TYPE_CHECKING:
+    from peftlab.tasks.table import Task
+
 Bins = dict[str, tuple[float | None, float | None]] | None
-
-
 Count = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)]
 
 
@@ -73,3 +74,28 @@ class DataConfig(Section):
             if low <= high:
                 raise ValueError(f"{one} and {other} overlap (both ends of a bin belong to it)")
         return bins
+
+
+Problem = tuple[tuple[str, ...], str]
+"""The keys of the place in a recipe, and what is wrong there."""
+_OWN_KEYS = ("path", "text", "label", "bins", "validation", "drop_missing")
+
+
+def check_glue(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a GLUE task does not take."""
+    reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
+    return [(("data", name), f"data.{name}: {reason}") for name in sorted(_given(data) - {"path"})]
+
+
+def check_own(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a task on the user's files lacks, or does not take."""
+    given = _given(data)
+    missing = sorted({"path", "text", "label"} - given)
+    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    if task.regression and "bins" in given:
+        problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
+    return problems
+
+
+def _given(data: DataConfig) -> set[str]:
+    return {name for name in _OWN_KEYS if getattr(data, name) not in (None, False)}

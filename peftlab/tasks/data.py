@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 from peftlab.tasks.batches import seeded_order
 from peftlab.tasks.examples import fingerprint
-from peftlab.tasks.glue import load_glue
 from peftlab.tasks.table import Task, find_task
-from peftlab.tasks.text import DataSection, load_own
+from peftlab.tasks.text import DataSection
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,12 +62,7 @@ def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None =
             file and line, row or column.
     """
     task = find_task(name)
-    if task.glue:
-        if classes is not None:
-            _same_classes(task, classes)
-        splits, left_out = load_glue(task, data.path)
-    else:
-        task, splits, left_out = load_own(task, data, classes)
+    task, splits, left_out = resolve(task.load)(task, data, classes)
     limit = data.max_train_examples
     if limit is not None and "train" in splits and limit < len(splits["train"]):
         n = len(splits["train"])
@@ -77,15 +70,3 @@ def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None =
         left_out = {**left_out, "beyond data.max_train_examples": n - limit}
     datasets = {split: examples.dataset(task.regression) for split, examples in splits.items()}
     return TaskData(task, datasets, fingerprint(task, splits), left_out)
-
-
-def _same_classes(task: Task, classes: Sequence[str]) -> None:
-    """Refuse a model whose classes are not the task's in the task's order, whatever their case and spaces; numbers
-    name no class."""
-    plain = [re.sub(r"[\W_]+|^LABEL_(?=\d)", "", name).lower() for name in classes]
-    numbered = [str(place) for place in range(len(task.labels))]
-    if plain not in (numbered, [re.sub(r"[\W_]+", "", name).lower() for name in task.labels]):
-        raise PeftlabError(
-            f"task {task.name}: the model's classes are {', '.join(classes) or 'none'}; "
-            f"the task's are {', '.join(task.labels) or 'none (a number)'}, in this order"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hub import unreachable
 from peftlab.references import locate
 from peftlab.tasks.bad_rows import quoted, refuse_rows
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.examples import Examples
 from peftlab.tasks.readers import Table, read_tsv
 from peftlab.tasks.table import Task
@@ -57,23 +59,29 @@ _LAYOUTS = {
 _COLA_HEADER = ("source", "label", "mark", "sentence")
 
 
-def load_glue(task: Task, path: str | None) -> tuple[dict[str, Examples], dict[str, int]]:
+def load_glue(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read a GLUE task.
 
     Args:
         task: a ``glue/`` row of the table.
-        path: None for the hub, or a directory: the task's own (``CoLA``) or the one that holds it.
+        data: its ``path`` is None for the hub, or a directory: the task's own (``CoLA``) or the one that contains it.
+        classes: a trained model's class names in label order, which must be the task's.
 
     Returns:
-        The splits that are there (a directory may lack some), and the number of rows left out by reason: only
-        QQP's published files hold lines that are not rows.
+        The task, the splits that are there (a directory may lack some), and the number of rows left out by reason:
+        only QQP's published files contain lines that are not rows.
 
     Raises:
-        PeftlabError: the hub cannot be reached, the directory holds none of the task's files, or a line is
-            malformed (named ``file:line``).
+        PeftlabError: the hub cannot be reached, the directory contains none of the task's files, a line is
+            malformed (named ``file:line``), or ``classes`` are others.
     """
+    if classes is not None:
+        _same_classes(task, classes)
+    path = data.path
     if path is None:
-        return _from_hub(task), {}
+        return task, _from_hub(task), {}
     layout = _LAYOUTS[task.name]
     directory = _directory(task, path)
     splits: dict[str, Examples] = {}
@@ -87,7 +95,19 @@ def load_glue(task: Task, path: str | None) -> tuple[dict[str, Examples], dict[s
         if len(table) == 0:
             raise PeftlabError(f"{file}: no examples")
         splits[split] = _examples(table, task, layout, labelled=not split.startswith("test"))
-    return splits, {"lines with a wrong number of columns": len(broken)} if broken else {}
+    return task, splits, {"lines with a wrong number of columns": len(broken)} if broken else {}
+
+
+def _same_classes(task: Task, classes: Sequence[str]) -> None:
+    """Refuse a model whose classes are not the task's in the task's order, whatever their case and spaces; numbers
+    name no class."""
+    plain = [re.sub(r"[\W_]+|^LABEL_(?=\d)", "", name).lower() for name in classes]
+    numbered = [str(place) for place in range(len(task.labels))]
+    if plain not in (numbered, [re.sub(r"[\W_]+", "", name).lower() for name in task.labels]):
+        raise PeftlabError(
+            f"task {task.name}: the model's classes are {', '.join(classes) or 'none'}; "
+            f"the task's are {', '.join(task.labels) or 'none (a number)'}, in this order"
+        )
 
 
 def _directory(task: Task, path: str) -> Path:

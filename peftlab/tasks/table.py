@@ -1,25 +1,35 @@
-"""The table of tasks: what each one's columns, labels, splits and official metrics are."""
+"""The table of tasks: what each one's columns, labels, splits and official metrics are.
+
+Adding one is a row here, or an entry point ``peftlab.tasks``. A row names its code (see ``peftlab.rows``), so that
+reading the table imports no torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import PeftlabError
+from peftlab.rows import Rows
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """One task; functions are named as ``"module:attribute"``.
 
     Attributes:
-        name: as a recipe spells it, ``glue/cola`` or ``text/classification``.
-        labels: class names in label order; empty for regression, and for one's own task until data is read.
+        name: as in a recipe, ``glue/cola`` or ``text/classification``; the name of the row.
+        labels: class names in label order; empty for regression, and for a task on the user's files until data is read.
         text: the text column, or the two columns of a pair.
         metrics: metric names; the first one decides which checkpoint is best.
         evaluation: names of the labelled evaluation splits, the deciding one first.
-        folder: directory name in GLUE's TSV distribution; empty for one's own task.
+        folder: directory name in GLUE's TSV distribution; empty elsewhere.
         regression: whether the label is a number.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
+        load: function from the task, the recipe's data section and a trained model's class names (or None) to the
+            task with ``labels`` and ``text`` filled in, its splits, and the number of rows left out by reason.
+        check: function from the task and the recipe's data section to what is wrong with the section, each as the
+            keys of the place in the recipe and a message; it imports no torch.
     """
 
     name: str
@@ -30,50 +40,57 @@ class Task:
     folder: str = ""
     regression: bool = False
     trainable: bool = True
+    load: str = field(kw_only=True)
+    check: str = field(kw_only=True)
 
     @property
     def glue(self) -> bool:
-        """Whether this is one of GLUE's tasks rather than one's own files."""
+        """Whether this is one of GLUE's tasks."""
         return self.name.startswith("glue/")
 
 
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
+_glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.config:check_glue")
+_own = partial(Task, load="peftlab.tasks.text:load_own", check="peftlab.tasks.config:check_own")
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task(
-            "glue/cola",
-            ("unacceptable", "acceptable"),
-            ("sentence",),
-            ("matthews_correlation",),
-            folder="CoLA",
-        ),
-        Task("glue/sst2", ("negative", "positive"), ("sentence",), folder="SST-2"),
-        Task("glue/mrpc", ("not_equivalent", "equivalent"), _PAIR, ("accuracy", "f1"), folder="MRPC"),
-        Task("glue/stsb", (), _PAIR, ("pearson", "spearman"), folder="STS-B", regression=True),
-        Task(
-            "glue/qqp",
-            ("not_duplicate", "duplicate"),
-            ("question1", "question2"),
-            ("accuracy", "f1"),
-            folder="QQP",
-        ),
-        Task("glue/mnli", _NLI, ("premise", "hypothesis"), evaluation=_MNLI_SPLITS, folder="MNLI"),
-        Task("glue/qnli", ("entailment", "not_entailment"), ("question", "sentence"), folder="QNLI"),
-        Task("glue/rte", ("entailment", "not_entailment"), _PAIR, folder="RTE"),
-        Task("glue/wnli", ("not_entailment", "entailment"), _PAIR, folder="WNLI"),
-        Task("glue/ax", _NLI, ("premise", "hypothesis"), evaluation=(), folder="AX", trainable=False),
-        Task("text/classification", metrics=("accuracy", "f1")),
-        Task("text/regression", metrics=("pearson", "spearman"), regression=True),
-    )
-}
+_BUILT_IN = (
+    _glue(
+        "glue/cola",
+        ("unacceptable", "acceptable"),
+        ("sentence",),
+        ("matthews_correlation",),
+        folder="CoLA",
+    ),
+    _glue("glue/sst2", ("negative", "positive"), ("sentence",), folder="SST-2"),
+    _glue("glue/mrpc", ("not_equivalent", "equivalent"), _PAIR, ("accuracy", "f1"), folder="MRPC"),
+    _glue("glue/stsb", (), _PAIR, ("pearson", "spearman"), folder="STS-B", regression=True),
+    _glue(
+        "glue/qqp",
+        ("not_duplicate", "duplicate"),
+        ("question1", "question2"),
+        ("accuracy", "f1"),
+        folder="QQP",
+    ),
+    _glue("glue/mnli", _NLI, ("premise", "hypothesis"), evaluation=_MNLI_SPLITS, folder="MNLI"),
+    _glue("glue/qnli", ("entailment", "not_entailment"), ("question", "sentence"), folder="QNLI"),
+    _glue("glue/rte", ("entailment", "not_entailment"), _PAIR, folder="RTE"),
+    _glue("glue/wnli", ("not_entailment", "entailment"), _PAIR, folder="WNLI"),
+    _glue("glue/ax", _NLI, ("premise", "hypothesis"), evaluation=(), folder="AX", trainable=False),
+    _own("text/classification", metrics=("accuracy", "f1")),
+    _own("text/regression", metrics=("pearson", "spearman"), regression=True),
+)
+TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
 
 
 def find_task(name: str) -> Task:
-    """Return the table's row for ``name``; an unknown one raises ``PeftlabError`` with the nearest name."""
-    if name not in TASKS:
-        raise PeftlabError(f"unknown task {name!r}{did_you_mean(name, TASKS)}; one of {', '.join(TASKS)}")
-    return TASKS[name]
+    """Return the table's row for ``name``.
+
+    Raises:
+        PeftlabError: there is none (the nearest name is in the message), or the row is of another name.
+    """
+    task = TASKS.find(name)
+    if task.name != name:
+        raise PeftlabError(f"task {name!r}: the entry point's row is named {task.name!r}; give both one name")
+    return task

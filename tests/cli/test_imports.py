@@ -44,6 +44,17 @@ def test_a_command_without_a_model_imports_none_of_the_heavy_packages(command: s
     assert _imported(_COMMAND, *COMMANDS[command]) == set()
 
 
+def test_validating_takes_half_the_processor_time_of_importing_torch_at_most() -> None:
+    def seconds(code: str, *arguments: str) -> float:
+        before = os.times()
+        _imported(code, *arguments)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    torch = min(seconds("import torch") for _ in range(2))
+    assert min(seconds(_COMMAND, "validate", "glue/cola-lora") for _ in range(2)) <= 0.5 * torch
+
+
 def test_the_report_of_a_finished_run_imports_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path)
     code = "import sys\nfrom peftlab.reporting.html import write_report\nfrom pathlib import Path\n"

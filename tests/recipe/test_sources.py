@@ -166,8 +166,8 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
         ("method: head", "4: method: expected keys below it, got 'head' (write {name: head})"),
         ("kind: finetun", "4: kind: unknown kind 'finetun' (did you mean 'finetune'?); one of finetune, draft, table"),
         ("train:\n  lr: 1\n  seed: 2\n  lr: 3", "7: train.lr: duplicate key, first on line 5"),
-        ("revision: !secret x", "4: revision: the tag !secret means nothing here"),
-        ("data: &a\n  path: *a", "5: data.path: an alias stands inside what it names"),
+        ("revision: !secret x", "4: revision: unknown tag !secret"),
+        ("data: &a\n  path: *a", "5: data.path: an alias refers to a value that contains it"),
         ("[a, b]: 1", "4: a key is one word, not a list or a mapping"),
         ("train:\n\tlr: 1", "5: not valid YAML: while scanning for the next token "
          "found character '\\t' that cannot start any token"),

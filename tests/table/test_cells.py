@@ -74,10 +74,10 @@ def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
         ("per_task.glue/cola.train.epoch=3", "train.epoch: unknown key (did you mean 'epochs'?)"),
         ("per_task.glue/cola.train.epochs=no", "train.epochs: expected number above 0, got 'no'"),
         ("per_task.glue/cole.train.lr=1", "per_task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),
-        ("rows.full.train.seed=3", "rows.full.train.seed: a table's seeds stand under seeds"),
-        ("rows.full.task=glue/rte", "rows.full.task: the table itself says it"),
-        ("train.seed=3", "train.seed: a table's seeds stand under seeds"),
-        ("seeds=[1,1]", "seeds: 1 is there twice"),
+        ("rows.full.train.seed=3", "rows.full.train.seed: a table's seeds are listed under seeds"),
+        ("rows.full.task=glue/rte", "rows.full.task: the table sets it for all cells"),
+        ("train.seed=3", "train.seed: a table's seeds are listed under seeds"),
+        ("seeds=[1,1]", "seeds: 1 occurs twice"),
         ("rows.full.method=full", "method: expected keys below it, got 'full' (write {name: full})"),
         ("init.glue/cola=glue/rte", "init.glue/cola: glue/rte is not under tasks; "),
         ("init.glue/cola=glue/mrpc", "init.glue/cola: glue/mrpc is itself under init; "),
@@ -101,7 +101,7 @@ def test_a_mistake_in_the_file_is_told_with_its_line() -> None:
     )
     assert eight == "t.yaml:8: train.epoch: unknown key (did you mean 'epochs'?)"
     Path("t.yaml").write_text(TABLE.replace("  full:", "  lo/ra: {method: {name: head}}\n  lo_ra:"))
-    assert complaint("t.yaml") == ["t.yaml:7: rows: 'lo_ra' and 'lo/ra' would share their directories"]
+    assert complaint("t.yaml") == ["t.yaml:7: rows: 'lo_ra' and 'lo/ra' would have the same directories"]
 
 
 def test_a_sweep_is_a_table() -> None:
@@ -139,7 +139,7 @@ def test_what_else_can_be_swept() -> None:
         ("sweep.bottleneck=[1]", "bottleneck: unknown key"),
         ("sweep.lr=1e-4", "lr: a sweep takes a list of values: sweep.lr=[value, value]"),
         ("sweep.lr=[]", "lr: a sweep takes a list of values: "),
-        ("sweep.lr=[1,1]", "lr: a value is there twice"),
+        ("sweep.lr=[1,1]", "lr: a value occurs twice"),
         ("sweep.lr=[a]", "train.lr: expected number above 0, got 'a'"),
         ("sweep.lr=[1", "not valid YAML: "),
         ("sweep.lr", "write sweep.key=[value, value]"),
@@ -147,7 +147,7 @@ def test_what_else_can_be_swept() -> None:
         ("sweep.method.rank_pattern.x=[1]", "method.rank_pattern: has no keys to sweep"),
         ("sweep.task=[glue/cole]", "task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),
         ("sweep.seed=[-1]", "seeds: expected list of whole number from 0"),
-        ("sweep.output_dir=[a]", "rows.output_dir=a.output_dir: the table itself says it"),
+        ("sweep.output_dir=[a]", "rows.output_dir=a.output_dir: the table sets it for all cells"),
     ],
 )
 def test_mistakes_in_sweeps(override: str, message: str) -> None:

@@ -13,7 +13,7 @@ from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LowRank
-from peftlab.methods.own_copy import OwnCopy
+from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.targets import has_suffix, model_type
 from peftlab.methods.task_head import trained_whole
 

@@ -18,7 +18,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of, trainable_parameters
-from peftlab.methods.own_copy import OwnCopy
+from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.models.skeleton import Place, places, tied_names
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The files of a model directory beside its weights."""
-=======
 """The files of a model directory beside its weights: tokenizer, configuration, licence, model card."""
->>>>>>> ckpt
 
 from __future__ import annotations
 
@@ -50,7 +46,6 @@ def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
 
 
 def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
-<<<<<<< HEAD
     """Return a README.md for a merged directory: what it was made of, how to load it, the recipe."""
     licence = _base_licence(base)
     data = ModelCardData(
@@ -73,24 +68,6 @@ def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
             f"model = {report.architecture}.from_pretrained({json.dumps(name)})",
             "python",
         ),
-=======
-    """Return a README.md for a merged directory: its origin, how to load it, the recipe."""
-    head = {"library_name": "transformers", "base_model_relation": "finetune", **_base_front_matter(base)}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", report.base):
-        head["base_model"] = report.base
-    matter = "".join(f"{key}: {value}\n" for key, value in head.items())
-    changed = [row for row in report.tensors if row.kind == "folded"]
-    parts = [
-        f"---\n{matter}---",
-        f"# {Path(report.out).name}",
-        f"`{report.base}` with the {report.method} adapter `{report.adapter}` merged into its weights by peftlab: "
-        f"{len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} unchanged."
-        " `merge.json` has the figures of each.",
-        "```python\n"
-        f"from transformers import {report.architecture}\n\n"
-        f'model = {report.architecture}.from_pretrained("{Path(report.out).name}")\n'
-        "```",
->>>>>>> ckpt
     ]
     return model_card(data, name, parts, recipe=recipe, license_=licence.get("license"))
 

@@ -121,7 +121,7 @@ class Steps:
             if key not in values and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
                 values[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
         leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
-        leaf.settle()
+        leaf.update_start()
         in_place = stored == weight.dtype and name not in self.plan.given
         with torch.no_grad():
             return leaf.fold(Folding(self.options.precision, stored, tally, in_place, own))[own]

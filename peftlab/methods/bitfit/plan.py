@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.architectures import QUERIES
 from peftlab.methods.bitfit.config import BitFitConfig
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
 from peftlab.methods.targets import inside, match, model_type
 from peftlab.methods.task_head import parameters_under, trained_whole
-
-QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 
 
 def plan(model: nn.Module, config: BitFitConfig) -> Plan:

@@ -53,7 +53,7 @@ class HoulsbyConfig(MethodConfig):
             raise ValueError("give bottleneck or reduction_factor, not both")
         return self
 
-    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+    def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:
         widths = {shape[0] for name, shape in shapes.items() if name.endswith("adapter_down.weight") and shape}
         if self.bottleneck is not None and widths - {self.bottleneck}:
             return f"bottleneck {self.bottleneck}, and the adapters' width is {min(widths - {self.bottleneck})}"

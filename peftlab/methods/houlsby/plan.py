@@ -29,45 +29,45 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Passage:
-    """Carries one activation from the leaf that sees it to the leaf that needs it, within a forward pass.
+class SharedInput:
+    """One activation, stored by the leaf that receives it for the leaf that needs it later in the same forward pass.
 
-    A copy or a pickle of it is empty: what it carries belongs to a running forward pass.
+    A copy or a pickle of it is empty: its value belongs to a running forward pass.
     """
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
 
     def take(self) -> Tensor:
-        """Return what was put in, and forget it."""
+        """Return the stored activation and drop the reference to it."""
         value, self.value = self.value, None
         assert value is not None
         return value
 
-    def __reduce__(self) -> tuple[type[Passage], tuple[()]]:
-        return Passage, ()
+    def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
+        return SharedInput, ()
 
 
 class Bottleneck(AnyLeaf):
     """A leaf of any kind with a bottleneck on its output h: adapter_down (m, d), adapter_up (d, m).
 
-    y = h + up(f(down(x))), where x is h itself, or with a ``passage`` what came through it, or with
-    ``parallel`` alone the leaf's own input.
+    y = h + up(f(down(x))), where x is h itself; with ``parallel`` the input of the sub-layer instead, which is the
+    leaf's own input or, if the leaf is not the sub-layer's first, the ``shared_input`` stored by the first.
     """
 
-    added = ("adapter_down", "adapter_up", "non_linearity", "parallel", "passage")
+    added = ("adapter_down", "adapter_up", "non_linearity", "parallel", "shared_input")
     adapter_down: nn.Linear
     adapter_up: nn.Linear
     non_linearity: str
     parallel: bool
-    passage: Passage | None
+    shared_input: SharedInput | None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         h: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not self.enabled:
             return h
         if self.parallel:
-            return h + self.branch(x if self.passage is None else self.passage.take())
+            return h + self.branch(x if self.shared_input is None else self.shared_input.take())
         return h + self.branch(h)
 
     def branch(self, x: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ class Bottleneck(AnyLeaf):
 
 
 class Recorder(AnyLeaf):
-    """A leaf that computes what its base does and puts its input into a ``passage``."""
+    """A leaf that computes what its base does and stores its input in a ``shared_input``."""
 
-    added = ("passage",)
-    passage: Passage
+    added = ("shared_input",)
+    shared_input: SharedInput
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.enabled:
-            self.passage.value = x
+            self.shared_input.value = x
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -96,8 +96,8 @@ def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
     """Decide which leaves get a bottleneck and which parameters train beside it.
 
     Raises:
-        PeftlabError: the architecture's sub-layers are not known, or ``skip_layers`` names a layer that is
-            not there or leaves none.
+        PeftlabError: the architecture's sub-layers are not known, or ``skip_layers`` names a layer that does not
+            exist or leaves none.
     """
     sites = sites_of(model)
     names = [name for name, _ in model.named_modules()]
@@ -109,9 +109,9 @@ def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
         parent = model.get_submodule(name.rpartition(".")[0])
         make = partial(_adapt, d=_width(model, name), like=next(parent.parameters()), config=config)
         if config.placement == "parallel" and starts[layer] != name:
-            passage = Passage()
-            replace[starts[layer]] = partial(_record, passage=passage)
-            make = partial(make, passage=passage)
+            shared_input = SharedInput()
+            replace[starts[layer]] = partial(_record, shared_input=shared_input)
+            make = partial(make, shared_input=shared_input)
         replace[name] = make
     train = set(parameters_under(model, trained_whole(model, config.modules_to_save, head=config.train_head)))
     if config.train_layer_norms:
@@ -120,7 +120,7 @@ def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
 
 
 def layer_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all LayerNorms and RMSNorms with their names; they are told by the names of their classes."""
+    """Return all LayerNorms and RMSNorms with their names; recognised by the names of their classes."""
     ends = ("LayerNorm", "RMSNorm")
     return [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(ends)]
 
@@ -148,26 +148,26 @@ def _width(model: nn.Module, name: str) -> int:
 
 
 def _adapt(
-    leaf: nn.Module, *, d: int, like: Tensor, config: HoulsbyConfig, passage: Passage | None = None
+    leaf: nn.Module, *, d: int, like: Tensor, config: HoulsbyConfig, shared_input: SharedInput | None = None
 ) -> nn.Module:
     new: Any = recast(adapted_class(Bottleneck, type(leaf)), leaf)
     options: Any = {"device": like.device, "dtype": trainable_dtype(like)}
     m = config.width(d)
     new.adapter_down, new.adapter_up = nn.Linear(d, m, **options), nn.Linear(m, d, **options)
-    # The paper draws W_up too. At zero the model starts as the base model exactly, at any width and depth.
+    # The paper draws W_up at random too. With zeros the model starts as exactly the base model, at any width and depth.
     scale = config.init_scale
     nn.init.trunc_normal_(new.adapter_down.weight, std=scale, a=-2 * scale, b=2 * scale)
     for tensor in (new.adapter_down.bias, new.adapter_up.weight, new.adapter_up.bias):
         nn.init.zeros_(tensor)
-    new.non_linearity, new.parallel, new.passage = (
+    new.non_linearity, new.parallel, new.shared_input = (
         config.non_linearity,
         config.placement == "parallel",
-        passage,
+        shared_input,
     )
     return new
 
 
-def _record(leaf: nn.Module, *, passage: Passage) -> nn.Module:
+def _record(leaf: nn.Module, *, shared_input: SharedInput) -> nn.Module:
     new: Any = recast(adapted_class(Recorder, type(leaf)), leaf)
-    new.passage = passage
+    new.shared_input = shared_input
     return new

@@ -84,7 +84,7 @@ class LoraConfig(MethodConfig):
         r, alpha = rank or self.rank(module), self.alpha(module)
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
-    def misfit(self, shapes: Mapping[str, Sequence[int]]) -> str:
+    def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:
         for name, shape in shapes.items():
             found = _A.fullmatch(name)
             if found is None:

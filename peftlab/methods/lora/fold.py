@@ -102,7 +102,7 @@ def _scratch(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread of the CPU for the while."""
+    """Within the block torch computes with one CPU thread."""
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)

@@ -60,7 +60,7 @@ class LowRank(Adapted):
             a, b = torch.cat([a, self.frozen_A]), torch.cat([b, -self.frozen_B], dim=1)
         return a, b
 
-    def settle(self) -> None:
+    def update_start(self) -> None:
         if self.start is None:
             return
         rank, dtype = self.lora_A.shape[0], self.lora_A.dtype  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class LowRank(Adapted):
         """Return the number of output features."""
         return self.weight.shape[1 if self.transposed else 0]
 
-    def rest_of_dropout(self) -> float:
+    def active_dropout(self) -> float:
         """Return the dropout that applies now."""
         return self.dropout if self.training else 0.0  # type: ignore[attr-defined]
 
@@ -98,7 +98,7 @@ class LoraLinear(LowRank, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        p = self.rest_of_dropout()
+        p = self.active_dropout()
         if not self.enabled:
             return self.base_class.forward(self, x)
         a, b = self.factors()
@@ -148,7 +148,7 @@ class LoraConv2d(LowRank, nn.Conv2d):
         if not self.enabled:
             return base
         a, b = self.factors()
-        x = F.dropout(x, self.rest_of_dropout())
+        x = F.dropout(x, self.active_dropout())
         low = self._conv_forward(x, a.to(x.dtype), None).movedim(1, -1) @ b.flatten(1).t().to(x.dtype)
         return base + low.movedim(-1, 1) * self.scale
 

@@ -17,7 +17,7 @@ from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
 from peftlab.methods.lora.fold import row_norms
 from peftlab.methods.lora.layers import LEAVES
-from peftlab.methods.own_copy import shared_outside, with_own_copy
+from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
 from peftlab.methods.plan import Plan
 from peftlab.methods.targets import (
     ALL_LINEAR,
@@ -200,7 +200,7 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
         new.register_parameter(name, nn.Parameter(factor))
     new.start = config.start if isinstance(leaf, (nn.Linear, Conv1D)) else None
     if new.start is not None:
-        new.settle()
+        new.update_start()
         new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
     new.register_parameter("lora_magnitude_vector", None)
     if config.use_dora:

@@ -13,7 +13,7 @@ def leading_part(weight: Tensor, rank: int, scale: float, start: Start, *, trans
 
     ``pissa``: B·A are the ``rank`` largest singular values of W, divided by the scale. ``olora``: B and A are
     the first columns and rows of W = Q·R; of a weight that is stored transposed peft decomposes the stored form.
-    peft computes both anew whenever it loads such an adapter, so the result must be peft's.
+    peft computes both again whenever it loads such an adapter, so the result must be peft's.
 
     Args:
         weight: (out, in); (in, out) with ``transposed``.

@@ -16,7 +16,7 @@ class OwnCopy(AnyLeaf):
     """A leaf that computes with ``own_<name>``, its trained copy of each parameter ``<name>`` that others share.
 
     Attributes:
-        shared: names of those parameters; they keep W0, which the other modules go on using.
+        shared: names of those parameters; they stay W0, which the other modules use.
     """
 
     shared: tuple[str, ...]
