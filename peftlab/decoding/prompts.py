@@ -10,7 +10,7 @@ from typing import Any
 from peftlab.errors import PeftlabError
 from peftlab.files import parse_json
 from peftlab.tasks.chat import chat_ids
-from peftlab.tasks.content import is_unicode, text_lines
+from peftlab.tasks.reading.content import is_unicode, text_lines
 
 _ASKED = ("question", "instruction")
 _FIELDS = ("turns", "messages", *_ASKED, "prompt", "text")

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import listed, quoted
 from peftlab.tasks.chat import chat_ids
-from peftlab.tasks.content import is_unicode, text_lines
-from peftlab.tasks.readers import read_table
+from peftlab.tasks.reading.bad_rows import listed, quoted
+from peftlab.tasks.reading.content import is_unicode, text_lines
+from peftlab.tasks.reading.readers import read_table
 
 _PROMPTS = ("prompt", "text", "question", "instruction", "messages", "prompt_ids")
 _RESPONSES = ("response", "completion", "answer", "output", "response_ids")

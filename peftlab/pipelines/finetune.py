@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,12 +42,11 @@ from peftlab.tasks.metrics import majority_baseline
 from peftlab.tasks.scoring import Evaluation, summed_loss
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import Collate, largest_id, tokenise
-from peftlab.training.config import TrainConfig
+from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
-from peftlab.training.zero import zero_plugin
 
 VERIFY_EXAMPLES = 64  # real inputs that merged and unmerged are compared on
 
@@ -130,38 +128,6 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, An
         _write_out(recipe, task, spec.model, evaluation, run_dir, results)
     accelerator.wait_for_everyone()
     return results
-
-
-def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
-    """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
-
-    Raises:
-        PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1
-            or what ``zero_plugin`` refuses.
-    """
-    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
-    AcceleratorState._reset_state()  # of an earlier run in this process, perhaps in another precision
-    zero, on_cpu = zero_plugin(settings), not torch.accelerator.is_available()
-    autocast = settings.precision in ("bf16", "fp16") and zero is None  # zero brings its own
-    try:
-        accelerator = Accelerator(
-            # Without cpu=True processes without a GPU do not find each other; with it DeepSpeed is passed over,
-            # so that there the backend must be named.
-            cpu=on_cpu and zero is None,
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero is not None else None,
-            deepspeed_plugin=zero,
-            mixed_precision=settings.precision if autocast else "no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
-            ),
-            log_with=list(settings.trackers) or None,
-            project_dir=run_dir,
-        )
-    except ValueError as error:
-        raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
-    return accelerator
 
 
 def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> LoadedTask:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import seeded_order
-from peftlab.tasks.examples import fingerprint
 from peftlab.tasks.glue import load_glue
+from peftlab.tasks.labelled_texts import fingerprint
 from peftlab.tasks.table import Task, find_task
 from peftlab.tasks.text import DataSection, load_own
 
@@ -50,7 +50,7 @@ def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None =
     """Load the examples of a task.
 
     GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; one's own task from the
-    files at ``data.path`` (formats: ``peftlab.tasks.readers``). With ``data.max_train_examples`` that many
+    files at ``data.path`` (formats: ``peftlab.tasks.reading.readers``). With ``data.max_train_examples`` that many
     training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
 
     Args:

@@ -10,9 +10,9 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hub import unreachable
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import quoted, refuse_rows
-from peftlab.tasks.examples import Examples
-from peftlab.tasks.readers import Table, read_tsv
+from peftlab.tasks.labelled_texts import Examples
+from peftlab.tasks.reading.bad_rows import quoted, refuse_rows
+from peftlab.tasks.reading.readers import Table, read_tsv
 from peftlab.tasks.table import Task
 
 _HUB = "nyu-mll/glue"

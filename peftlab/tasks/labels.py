@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.tasks.bad_rows import Fault, listed, quoted
-from peftlab.tasks.content import is_unicode
-from peftlab.tasks.readers import Table
+from peftlab.tasks.reading.bad_rows import Fault, listed, quoted
+from peftlab.tasks.reading.content import is_unicode
+from peftlab.tasks.reading.readers import Table
 
 
 def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:

@@ -11,10 +11,8 @@ from typing import Literal, Protocol
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import Fault, listed, refuse
 from peftlab.tasks.batches import seeded_order
-from peftlab.tasks.content import is_unicode
-from peftlab.tasks.examples import Examples
+from peftlab.tasks.labelled_texts import Examples
 from peftlab.tasks.labels import (
     as_written,
     bin_classes,
@@ -24,7 +22,9 @@ from peftlab.tasks.labels import (
     numbers,
     sorted_classes,
 )
-from peftlab.tasks.readers import Table, read_table, table_suffix
+from peftlab.tasks.reading.bad_rows import Fault, listed, refuse
+from peftlab.tasks.reading.content import is_unicode
+from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 from peftlab.tasks.table import Task
 
 MISSING = "text or label missing"  # a reason for which rows are left out

@@ -49,7 +49,7 @@ class JsonlTracker(GeneralTracker):
             self._file.flush()
         except OSError as error:
             raise PeftlabError(
-                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is whole"
+                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is complete"
             ) from None
 
     def position(self) -> int:

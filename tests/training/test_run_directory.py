@@ -119,7 +119,7 @@ def test_a_run_killed_before_its_first_checkpoint(model, rows, tmp_path):
     with claimed(tmp_path / "run", RUN) as claim:
         claim.begin()
         tiny.write_recipe(values, tmp_path / "run" / "recipe.yaml")
-    words = r"stopped before its first checkpoint\); `peftlab run .*/run/recipe.yaml --overwrite` starts anew"
+    words = r"stopped before its first checkpoint\); `peftlab run .*/run/recipe.yaml --overwrite` starts again"
     with pytest.raises(PeftlabError, match=words):
         cli.resume(tmp_path / "run")
     cli.run(str(tmp_path / "run" / "recipe.yaml"), overwrite=True)

@@ -147,7 +147,7 @@ def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: 
     """Train in this process; return the progress and the spec. ``change`` is called with the spec before."""
     from peftlab.outputs import write_mark
     from peftlab.pipelines.directory import RUN
-    from peftlab.pipelines.finetune import make_accelerator
+    from peftlab.training.distributed import make_accelerator
     from peftlab.training.loop import train
 
     settings, spec = prepare(values)

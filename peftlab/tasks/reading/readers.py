@@ -25,9 +25,9 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import parse_json
-from peftlab.tasks.bad_rows import Fault, listed, quoted, refuse_rows
-from peftlab.tasks.content import read_text, text_lines
-from peftlab.tasks.parquet import ParquetColumns
+from peftlab.tasks.reading.bad_rows import Fault, listed, quoted, refuse_rows
+from peftlab.tasks.reading.content import read_text, text_lines
+from peftlab.tasks.reading.parquet import ParquetColumns
 
 
 @dataclass(frozen=True)

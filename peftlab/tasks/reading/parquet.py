@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.bad_rows import quoted
-from peftlab.tasks.content import expansion_limit, regular_size
+from peftlab.tasks.reading.bad_rows import quoted
+from peftlab.tasks.reading.content import expansion_limit, regular_size
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
