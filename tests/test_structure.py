@@ -37,9 +37,7 @@ LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
-CIRCLES = {
-    frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"}),
-}
+CIRCLES: set[frozenset[str]] = set()
 LONG_FILES = {"peftlab.methods.injection"}
 LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
@@ -47,10 +45,9 @@ LONG_FUNCTIONS = {
     "peftlab.cli.app.merge",
     "peftlab.decoding.decode.decode",
     "peftlab.recipe.source.parse",
-    "peftlab.training.loop.train",
 }
-LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
-REPEATED_YET = {"examples", "heads", "prompts"}
+LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods"}
+REPEATED_YET = {"heads", "prompts"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",
@@ -58,8 +55,6 @@ UNDESCRIBED = {
     "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
     "peftlab.methods.lora.config",
-    "peftlab.tasks.config",
-    "peftlab.training.config",
 }
 
 

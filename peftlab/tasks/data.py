@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.glue import load_glue
 from peftlab.tasks.labelled_texts import fingerprint
 from peftlab.tasks.table import Task, find_task
-from peftlab.tasks.text import DataSection, load_own
+from peftlab.tasks.text import load_text_task
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,7 +47,7 @@ class TaskData:
         }
 
 
-def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None = None) -> TaskData:
+def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
     """Load the examples of a task.
 
     GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; one's own task from the
@@ -69,7 +70,7 @@ def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None =
             _same_classes(task, classes)
         splits, left_out = load_glue(task, data.path)
     else:
-        task, splits, left_out = load_own(task, data, classes)
+        task, splits, left_out = load_text_task(task, data, classes)
     limit = data.max_train_examples
     if limit is not None and "train" in splits and limit < len(splits["train"]):
         n = len(splits["train"])

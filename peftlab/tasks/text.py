@@ -1,4 +1,4 @@
-"""One's own task: a table of texts and labels becomes examples, classes and a held-out split."""
+"""Tasks over the user's files: a table of texts and labels becomes examples, classes and a held-out split."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Protocol
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate
 from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import Examples
 from peftlab.tasks.labels import (
     as_written,
@@ -32,29 +32,8 @@ _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 
 
-class DataSection(Protocol):
-    """What the loaders read of a recipe's ``data`` section; its fields are described there."""
-
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def text(self) -> Sequence[str] | None: ...
-    @property
-    def label(self) -> str | None: ...
-    @property
-    def bins(self) -> Mapping[str, tuple[float | None, float | None]] | None: ...
-    @property
-    def validation(self) -> int | float | Literal["all"] | None: ...
-    @property
-    def drop_missing(self) -> bool: ...
-    @property
-    def split_seed(self) -> int: ...
-    @property
-    def max_train_examples(self) -> int | None: ...
-
-
-def load_own(
-    task: Task, data: DataSection, classes: Sequence[str] | None = None
+def load_text_task(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read ``text/classification`` or ``text/regression`` from the user's files.
 
@@ -153,7 +132,7 @@ def _without_missing(
 
 def _labels(
     task: Task,
-    data: DataSection,
+    data: DataConfig,
     column: str,
     tables: Mapping[str, Table],
     known: Sequence[str] | None,
@@ -242,8 +221,6 @@ def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int, n
     """Split the training examples into ``train`` and ``validation``."""
     everything = splits["train"]
     n = len(everything)
-    if isinstance(validation, float) and validation >= 1:
-        raise PeftlabError(f"data.validation {validation}: give a share below 1, or a whole number of examples")
     size = validation if isinstance(validation, int) else round(validation * n)
     if not 0 < size <= n - max(n_classes, 1):
         enough = f"one for training in each of {n_classes} classes" if n_classes else "one for training"
