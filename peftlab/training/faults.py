@@ -27,7 +27,7 @@ class Interrupted(PeftlabError):
 
     def __init__(self, number: int, step: int, run_dir: Path) -> None:
         command = f"peftlab resume {shlex.quote(str(run_dir))}"
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; resume with `{command}`")
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; continue with `{command}`")
         self.status = 128 + number
 
 

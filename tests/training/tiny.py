@@ -70,11 +70,11 @@ def recipe(model: Path, rows: Path, run: Path, method: str = "lora", **train: An
 
 
 def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Run a recipe in this process."""
+    """Run a recipe in this process and return what results.json contains."""
     from peftlab.pipelines import run_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
-    return run_recipe(FinetuneRecipe.model_validate(values), **options)
+    return run_recipe(FinetuneRecipe.model_validate(values), **options).to_dict()
 
 
 def write_recipe(values: dict[str, Any], file: Path) -> Path:
