@@ -31,7 +31,7 @@ def evaluate(
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
 
     Raises:
-        PeftlabError: no recipe is found, ``directory`` holds no model or one whose head is not trained, or the
+        PeftlabError: no recipe is found, ``directory`` contains no model or one whose head is not trained, or the
             data's labels are not the model's classes.
     """
     directory = Path(directory)
@@ -59,7 +59,7 @@ def _load_whole(recipe: FinetuneRecipe) -> LoadedTask:
     task = load_task(recipe, _classes(recipe, names, recipe.model))
     if task.fresh:
         raise PeftlabError(
-            f"{recipe.model}: holds no trained weights for {', '.join(task.fresh[:5])}; its scores would be random"
+            f"{recipe.model}: contains no trained weights for {', '.join(task.fresh[:5])}; its scores would be random"
         )
     return task
 

@@ -48,7 +48,7 @@ def load_metric(
 ) -> GlueMetric:
     """Return ``compute_metrics`` as an ``evaluate.Metric``: ``add_batch`` for each batch, then ``compute``.
 
-    With several processes each adds its own share to a file in ``cache_dir`` and ``compute`` gathers them:
+    With several processes each adds its share to a file in ``cache_dir`` and ``compute`` gathers them:
     the result on process 0, None elsewhere. Nothing is fetched from the hub.
 
     Args:
@@ -56,7 +56,7 @@ def load_metric(
         num_process: processes that add.
         process_id: this process's number.
         experiment_id: keeps apart runs that share ``cache_dir``; needed with several processes.
-        cache_dir: directory common to all processes; evaluate's own by default.
+        cache_dir: directory common to all processes; the default is evaluate's.
     """
     return GlueMetric(
         task,

@@ -1,4 +1,4 @@
-"""The official metrics of a task, and what answering without reading would score."""
+"""The official metrics of a task, and the scores of a constant answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def compute_metrics(task: Task, predictions: Numbers, references: Numbers) -> di
     """Return ``task.metrics`` by name, each in [-1, 1] or [0, 1].
 
     ``accuracy``: share of equal classes. ``f1``: for GLUE's two-class tasks of class 1 (paraphrase,
-    duplicate), as its leaderboard has it; for one's own tasks the unweighted mean over the classes that
-    occur, as none of them is special. ``matthews_correlation``: of the confusion matrix. ``pearson``,
+    duplicate), as on its leaderboard; for the user's own tasks the unweighted mean over the classes
+    that occur, as none of them is special. ``matthews_correlation``: of the confusion matrix. ``pearson``,
     ``spearman``: correlations.
 
     Constant predictions (or references) have no correlation, 0/0; it is reported as 0.0, the value of answers
-    that tell nothing about the references, so that such a run loses to any that learnt something instead of
-    spreading NaN.
+    independent of the references, so that such a run compares as worse than any that learnt something, which NaN
+    would not.
 
     Args:
         task: its ``metrics`` and ``regression`` are read.

@@ -27,7 +27,7 @@ from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 from peftlab.tasks.table import Task
 
-MISSING = "text or label missing"  # a reason for which rows are left out
+MISSING = "text or label missing"  # a reason for leaving rows out
 _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 
@@ -38,22 +38,22 @@ def load_text_task(
     """Read ``text/classification`` or ``text/regression`` from the user's files.
 
     ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (or ``dev.*``), and perhaps
-    ``test.*``, whose label column may be absent. Where no validation file is, ``data.validation`` examples
-    are drawn with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the
-    strings or integers of the training file's label column (the single file's, before splitting), surrounding
-    blanks removed, sorted (numbers by value), or ``data.bins`` in the order given.
+    ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
+    with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the strings or
+    integers of the training file's label column (the single file's, before splitting), surrounding blanks removed,
+    sorted (numbers by value), or ``data.bins`` in the order given.
 
     Args:
         task: the table's row.
         data: the recipe's data section.
-        classes: a trained model's class names in label order; the files may lack some of them and have no other.
+        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
 
     Returns:
         The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
 
     Raises:
-        PeftlabError: a file, column, row, label, bin or split size that cannot be used, named; all bad rows at
-            once.
+        PeftlabError: a file, column, row, label, bin or split size that cannot be used; all bad rows are listed
+            together.
     """
     text, label = tuple(data.text or ()), data.label
     if data.path is None or not text or label is None:

@@ -105,9 +105,9 @@ def shard_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> dict
         "state": {
             index: {
                 key: shard_like(parameters[index], value) if isinstance(value, Tensor) else value
-                for key, value in held.items()
+                for key, value in values.items()
             }
-            for index, held in state["state"].items()
+            for index, values in state["state"].items()
         },
     }
 

@@ -17,9 +17,9 @@ def make_optimiser(
 ) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters.
 
-    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` learn
-    at that multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). Each group's ``peak_lr`` is what the
-    schedule's factor multiplies.
+    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
+    multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
+    ``peak_lr``.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():

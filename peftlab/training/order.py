@@ -1,4 +1,4 @@
-"""Which examples each optimiser step takes: a pure function of lengths, settings and seed."""
+"""The examples of each optimiser step: a pure function of lengths, settings and seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Order:
 
     Attributes:
         plan: epoch number to that epoch's batches of example indices.
-        ends: steps done at the end of each epoch; the last epoch may end beyond ``total``.
+        ends: number of steps at the end of each epoch; the last epoch may end after ``total``.
         total: optimiser steps of the run.
     """
 

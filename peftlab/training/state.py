@@ -49,7 +49,7 @@ class Progress:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return the file that holds the checkpoint after ``step`` steps."""
+    """Return the file of the checkpoint after ``step`` steps."""
     return directory / f"step-{step:08d}.pt"
 
 
@@ -123,9 +123,9 @@ def load_checkpoint(
         _set_rng_state(state["rng"][accelerator.process_index])
         return Progress(**state["progress"])
     run = directory.parent
-    anew = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts again"
+    again = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts again"
     how = "none of its checkpoints can be read" if skipped else "it was stopped before its first checkpoint"
-    raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {anew}", *skipped]))
+    raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {again}", *skipped]))
 
 
 def _clean(directory: Path, newest: Path) -> None:
