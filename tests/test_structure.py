@@ -47,14 +47,11 @@ LONG_FUNCTIONS = {
     "peftlab.recipe.source.parse",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods"}
-REPEATED_YET = {"heads", "prompts"}
+REPEATED_YET = {"prompts"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
     "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
 }
 
 
