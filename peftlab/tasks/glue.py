@@ -66,10 +66,10 @@ def load_glue(task: Task, path: str | None) -> tuple[dict[str, Examples], dict[s
 
     Returns:
         The splits that are there (a directory may lack some), and the number of rows left out by reason: only
-        QQP's published files hold lines that are not rows.
+        QQP's published files contain lines that are not rows.
 
     Raises:
-        PeftlabError: the hub cannot be reached, the directory holds none of the task's files, or a line is
+        PeftlabError: the hub cannot be reached, the directory contains none of the task's files, or a line is
             malformed (named ``file:line``).
     """
     if path is None:
@@ -96,7 +96,7 @@ def _directory(task: Task, path: str) -> Path:
         raise PeftlabError(f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files")
     files = [f"{stem}.tsv" for _, stem in _LAYOUTS[task.name].files]
     candidates = [root / task.folder, root]
-    # A parent directory's stray train.tsv must not stand in for the task's own folder: the folder goes first.
+    # The task's folder has precedence over a stray train.tsv in its parent directory.
     for directory in candidates:
         if any((directory / file).is_file() for file in files):
             return directory
@@ -146,7 +146,7 @@ def _from_hub(task: Task) -> dict[str, Examples]:
     import datasets
 
     if unreachable():
-        datasets.config.HF_HUB_OFFLINE = True  # what the cache holds, at once
+        datasets.config.HF_HUB_OFFLINE = True  # use only the cache, without waiting for the hub
     try:
         hub = datasets.load_dataset(_HUB, task.name.removeprefix("glue/"))
     except Exception as error:  # the hub's client raises a different type for each way of not reaching it
