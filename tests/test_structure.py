@@ -43,7 +43,6 @@ LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
-    "peftlab.decoding.decode.decode",
     "peftlab.recipe.source.parse",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods"}
