@@ -42,7 +42,6 @@ LONG_FILES = {"peftlab.methods.injection"}
 LONG_FUNCTIONS = {
     "peftlab.cli.app.merge",
     "peftlab.recipe.source.parse",
-    "peftlab.training.loop.train",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
 REPEATED_YET = {"examples"}

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from peftlab.errors import PeftlabError
 
 if TYPE_CHECKING:
+    from peftlab.pipelines.finetune import FinetuneResults
+    from peftlab.pipelines.tables.score_table import TableResults
     from peftlab.recipe.schema import Recipe
+
+    # A draft's results are still the dictionary that results.json contains.
+    Results = FinetuneResults | TableResults | dict[str, Any]
 
 # kind of recipe -> the function that runs it
 RUNNERS = {
@@ -20,7 +25,7 @@ RUNNERS = {
 }
 
 
-def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> Results:
     """Run a recipe of any kind and return its results."""
     module, _, function = RUNNERS[recipe.kind].partition(":")
     return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume)
@@ -41,8 +46,8 @@ def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return load_recipe(recipe, overrides)
 
 
-def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False) -> dict[str, Any]:
-    """Run a recipe from its file and return the contents of ``results.json`` (of a table: ``cells`` and ``table``).
+def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False) -> Results:
+    """Run a recipe from its file and return its results, of a type that depends on its kind.
 
     Args:
         recipe, overrides: as for ``validate``.
@@ -54,7 +59,7 @@ def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = 
     return run_recipe(validate(recipe, overrides), overwrite=overwrite)
 
 
-def resume(directory: str | Path) -> dict[str, Any]:
+def resume(directory: str | Path) -> Results:
     """Continue the run in ``directory`` from its newest checkpoint and return its results.
 
     Raises:

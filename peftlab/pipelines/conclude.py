@@ -1,4 +1,4 @@
-"""How every run ends: the results on disk, the report page, the table on the console."""
+"""The end of every run: results on disk, the report page, a table on the console."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from peftlab.reporting.html import write_report
 
 
 def write_results(run_dir: Path, results: dict[str, Any]) -> None:
-    """Write ``results.json`` and ``report.html``, or say why there is no report.
+    """Write ``results.json`` and ``report.html``, or print why there is no report.
 
-    Called before whatever is only measured, so that a failing measurement loses nothing else.
+    Called before measurements too, so that a failing measurement does not lose the results.
     """
     write_json(run_dir / "results.json", results)
     try:

@@ -1,4 +1,4 @@
-"""The directory of a recipe's run: what is written into it, and what writing it must not destroy."""
+"""The output directories of runs and tables: the files written there, and the inputs that must not be overwritten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = Mark("table", ["recipe.yaml", "table.csv", "table.tex", "table.html", "c
 def run_directory(
     recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resume: bool
 ) -> AbstractContextManager[Claim]:
-    """Hold the directory of ``recipe``'s run while it runs; errors as in ``peftlab.outputs.claimed``."""
+    """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.outputs.claimed``."""
     path = recipe.output_dir
     advice = (
         f"choose another output_dir, continue with `peftlab resume {shlex.quote(path)}`, or pass --overwrite to lose it"
@@ -38,7 +38,7 @@ def run_directory(
 
 
 def recipe_inputs(recipe: Recipe) -> Inputs:
-    """Return what a recipe reads."""
+    """Return the paths and references that a recipe reads, by what they are."""
     if isinstance(recipe, DraftRecipe):
         return {
             "the target": recipe.target,

@@ -45,11 +45,11 @@ from peftlab.pipelines.draft_speed import (
     drafting_with_an_exit,
     drafting_with_heads,
 )
-from peftlab.pipelines.finetune import make_accelerator
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, Truncation
 from peftlab.reporting.console import trainable_line
+from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import Progress

@@ -1,19 +1,18 @@
-"""A finetuning recipe's whole way: data and model, injection, training, adapter, merge, report."""
+"""A finetune recipe from start to end: data and model, injection, training, adapter, merge, report."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,19 +44,22 @@ from peftlab.tasks.metrics import majority_baseline
 from peftlab.tasks.scoring import Evaluation, summed_loss
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import Collate, largest_id, tokenise
-from peftlab.training.config import TrainConfig
+from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
-from peftlab.training.spec import TrainingSpec
+from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
-from peftlab.training.zero import zero_plugin
 
-VERIFY_EXAMPLES = 64  # real inputs that merged and unmerged are compared on
+VERIFY_EXAMPLES = 64  # examples on which merged and unmerged model are compared
 
 
 @dataclass
 class LoadedTask:
-    """What a recipe's model, tokenizer and data come to before anything is injected."""
+    """A recipe's model, tokenizer and data, before anything is injected.
+
+    Attributes:
+        fresh: parameters that the checkpoint does not contain, newly initialised.
+    """
 
     data: TaskData
     tokenizer: PreTrainedTokenizerBase
@@ -79,17 +81,67 @@ class LoadedTask:
         return tokens
 
 
-def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
-    """Run ``recipe`` and return what ``results.json`` holds.
+@dataclass(frozen=True)
+class FinetuneResults:
+    """What a finetune run ends with; ``results.json`` contains these fields in this order.
+
+    Attributes:
+        metric: the deciding metric; ``score`` is its best value on the first evaluation split.
+        metrics, last_metrics: of the best and of the last evaluation, by split.
+        baseline_score, baseline_metrics: of always answering the most frequent class, or the mean.
+        tokens_per_second: tokens without padding.
+        padding_share: share of padding among all positions of the training batches.
+        peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
+        classes: class name to examples by split; empty for regression.
+        dropped_rows: rows left out because a text or label is missing.
+        left_out: reason to rows of the data that are in no split.
+        merge: how the merged model compares with base and adapter; None if nothing was merged.
+    """
+
+    task: str
+    method: str
+    model: str
+    metric: str
+    score: float | None
+    metrics: Scores
+    last_metrics: Scores
+    best_step: int
+    steps: int
+    baseline_score: float
+    baseline_metrics: dict[str, float]
+    trainable_parameters: int
+    total_parameters: int
+    train_seconds: float
+    examples_per_second: float
+    tokens_per_second: float
+    padding_share: float
+    peak_rss_mb: float
+    peak_gpu_mb: float | None
+    seed: int
+    classes: dict[str, dict[str, int]]
+    dropped_rows: int
+    left_out: dict[str, int]
+    merge: dict[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as ``results.json`` has them: without ``merge`` if nothing was merged."""
+        values = asdict(self)
+        if self.merge is None:
+            del values["merge"]
+        return values
+
+
+def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> FinetuneResults:
+    """Run ``recipe`` and return its results.
 
     Raises:
-        PeftlabError: anything the user can mend; the run directory changes only once model and data fit.
+        PeftlabError: any mistake in recipe, data or model; the run directory changes only after both were loaded.
     """
     with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
         return _run(recipe, directory, resume)
 
 
-def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
+def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResults:
     run_dir = directory.path
     check_trackers(list(recipe.train.trackers))
     if recipe.merge and not METHODS[recipe.method.name].folds:
@@ -124,50 +176,18 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> dict[str, An
     try:
         progress = train(spec, settings, accelerator, run_dir, resume=resume)
     finally:
-        for tracker in accelerator.trackers:  # end_training() would part the processes as well
+        for tracker in accelerator.trackers:  # end_training() would destroy the process group as well
             tracker.finish()
 
-    results = _results(recipe, task, progress, trainable, total, accelerator)
+    results = _results(recipe, task, progress, (trainable, total), accelerator)
     if accelerator.is_main_process:
-        _write_out(recipe, task, spec.model, evaluation, run_dir, results)
+        results = _write_out(recipe, task, spec.model, evaluation, run_dir, results)
     accelerator.wait_for_everyone()
     return results
 
 
-def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
-    """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
-
-    Raises:
-        PeftlabError: the device cannot do ``settings.precision``, or accelerate was told to use FSDP 1
-            or what ``zero_plugin`` refuses.
-    """
-    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
-    AcceleratorState._reset_state()  # of an earlier run in this process, perhaps in another precision
-    zero, on_cpu = zero_plugin(settings), not torch.accelerator.is_available()
-    autocast = settings.precision in ("bf16", "fp16") and zero is None  # zero brings its own
-    try:
-        accelerator = Accelerator(
-            # Without cpu=True processes without a GPU do not find each other; with it DeepSpeed is passed over,
-            # so that there the backend must be named.
-            cpu=on_cpu and zero is None,
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero is not None else None,
-            deepspeed_plugin=zero,
-            mixed_precision=settings.precision if autocast else "no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=settings.gradient_accumulation_steps, sync_with_dataloader=False
-            ),
-            log_with=list(settings.trackers) or None,
-            project_dir=run_dir,
-        )
-    except ValueError as error:
-        raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
-    return accelerator
-
-
 def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> LoadedTask:
-    """Load what ``recipe`` names: data first, since it is cheap and most often wrong.
+    """Load what ``recipe`` names: the data first, as it is cheap to read and most often wrong.
 
     Args:
         classes: a trained model's class names in label order; None: those of task and data.
@@ -226,7 +246,7 @@ def make_spec(recipe: FinetuneRecipe, task: LoadedTask, evaluation: Evaluation) 
 
 
 def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> Any:
-    """Return the recipe's method, which also trains whatever body module the checkpoint did not hold."""
+    """Return the recipe's method, which also trains every body module that the checkpoint does not contain."""
     head = task_head(task.model)
     owners = {name.rpartition(".")[0] for name in task.fresh if not inside(name, head)}
     if not owners:
@@ -239,41 +259,42 @@ def _results(
     recipe: FinetuneRecipe,
     task: LoadedTask,
     progress: Progress,
-    trainable: int,
-    total: int,
+    parameters: tuple[int, int],
     accelerator: Accelerator,
-) -> dict[str, Any]:
+) -> FinetuneResults:
+    """Put together what was trained and measured; ``parameters`` are the trainable ones and all."""
     spec, splits = task.data.task, task.data.splits
     deciding = next(split for split in spec.evaluation if split in splits)
     baseline = majority_baseline(spec, splits["train"]["label"], splits[deciding]["label"])
     seconds = max(progress.seconds, 1e-9)
+    # ru_maxrss is in bytes on macOS, in KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
-    return {
-        "task": spec.name,
-        "method": recipe.method.name,
-        "model": recipe.model,
-        "metric": spec.metrics[0],
-        "score": progress.best_score,
-        "metrics": progress.best_metrics,
-        "last_metrics": progress.last_metrics,
-        "best_step": progress.best_step,
-        "steps": progress.step,
-        "baseline_score": baseline[spec.metrics[0]],
-        "baseline_metrics": baseline,
-        "trainable_parameters": trainable,
-        "total_parameters": total,
-        "train_seconds": round(progress.seconds, 3),
-        "examples_per_second": round(progress.examples / seconds, 2),
-        "tokens_per_second": round(progress.tokens / seconds, 2),
-        "padding_share": round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
-        "peak_rss_mb": round(peak, 1),
-        "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
-        "seed": recipe.train.seed,
-        "classes": task.data.class_counts(),
-        "dropped_rows": task.data.left_out.get(MISSING, 0),
-        "left_out": task.data.left_out,
-    }
+    return FinetuneResults(
+        task=spec.name,
+        method=recipe.method.name,
+        model=recipe.model,
+        metric=spec.metrics[0],
+        score=progress.best_score,
+        metrics=progress.best_metrics,
+        last_metrics=progress.last_metrics,
+        best_step=progress.best_step,
+        steps=progress.step,
+        baseline_score=baseline[spec.metrics[0]],
+        baseline_metrics=baseline,
+        trainable_parameters=parameters[0],
+        total_parameters=parameters[1],
+        train_seconds=round(progress.seconds, 3),
+        examples_per_second=round(progress.examples / seconds, 2),
+        tokens_per_second=round(progress.tokens / seconds, 2),
+        padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
+        peak_rss_mb=round(peak, 1),
+        peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
+        seed=recipe.train.seed,
+        classes=task.data.class_counts(),
+        dropped_rows=task.data.left_out.get(MISSING, 0),
+        left_out=task.data.left_out,
+    )
 
 
 def _write_out(
@@ -282,13 +303,17 @@ def _write_out(
     model: nn.Module,
     evaluation: Evaluation,
     run_dir: Path,
-    results: dict[str, Any],
-) -> None:
-    """Write adapter, merged model if the method has one, results and report; then compare merged and unmerged."""
+    results: FinetuneResults,
+) -> FinetuneResults:
+    """Write adapter, merged model if the method has one, results and report; then compare merged and unmerged.
+
+    Returns:
+        The results, with that comparison.
+    """
     card = {
         "name": run_dir.name,
         "base_model": recipe.model,
-        "results": results,
+        "results": results.to_dict(),
         "recipe": dump_recipe(recipe),
         "revision": recipe.revision,
         "labels": list(task.data.task.labels),
@@ -302,10 +327,12 @@ def _write_out(
     if folds and recipe.merge is not False:
         options = MergeOptions(card=merged_card(card), overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
-        write_results(run_dir, results)
+        write_results(run_dir, results.to_dict())
         inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)
-        results["merge"] = to_json(verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs))
-    conclude(run_dir, results)
+        compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
+        results = replace(results, merge=to_json(compared))
+    conclude(run_dir, results.to_dict())
+    return results
 
 
 def sample_inputs(evaluation: Evaluation, n: int) -> list[dict[str, torch.Tensor]]:

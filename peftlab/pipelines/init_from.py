@@ -1,4 +1,4 @@
-"""Starting a run from another one's result, as the LoRA paper starts three GLUE tasks from MNLI."""
+"""Starting a run from another run's result, as the LoRA paper starts three GLUE tasks from MNLI."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 
-# The keys that change what the same tensors compute; where they sit, the tensors' names show.
+# The keys that change what the same tensors compute; the tensors' names show which modules they belong to.
 _MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")
 
 
 def start_from(model: nn.Module, source: str) -> None:
-    """Copy the trained tensors of ``source`` but the task head's into an injected model of the same method.
+    """Copy the trained tensors of ``source``, except the task head's, into an injected model of the same method.
 
-    The head keeps its fresh values: it belongs to the task.
+    The head keeps its new values: it belongs to the task.
 
     Args:
         source: a run or adapter directory, or a loralib file (whose alpha is taken to be the model's).
 
     Raises:
-        PeftlabError: the method or a shape is another, or the two do not train the same modules.
+        PeftlabError: the method or a shape differs, or the two do not train the same modules.
     """
     config = injection_of(model).config
     adapter = read_adapter(source, lora_alpha=getattr(config, "lora_alpha", None))

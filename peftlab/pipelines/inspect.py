@@ -1,4 +1,4 @@
-"""What a method would do to a model: counted on the meta device, no weights loaded."""
+"""What a method would train in a model: counted on the meta device, without loading weights."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
     model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
     head = task_head(model)
     inject(model, settings)
-    held = injection_of(model)
-    patterns = Counter(_pattern(module) for module in held.replaced)
-    in_place = Counter(_pattern(parameter) for parameter in held.originals)
+    injection = injection_of(model)
+    patterns = Counter(_pattern(module) for module in injection.replaced)
+    in_place = Counter(_pattern(parameter) for parameter in injection.originals)
     linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
-    covered = sum(size for n, size in linear.items() if n in set(held.replaced))
+    covered = sum(size for n, size in linear.items() if n in set(injection.replaced))
     trainable, total = count_parameters(model)
     return {
         "architecture": type(model).__name__,

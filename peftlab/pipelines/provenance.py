@@ -1,4 +1,4 @@
-"""Where a run came from: what one needs to repeat it or to report a bug."""
+"""How a run was made: what is needed to repeat it or to report a bug."""
 
 from __future__ import annotations
 

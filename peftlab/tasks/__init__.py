@@ -1,2 +1,1 @@
-"""What is learnt: the task table, its data, tokenising, batches and metrics. Importing this loads none of
-them."""
+"""Tasks: the task table, data, tokenising, batches and metrics. Importing this package loads none of them."""

@@ -1,8 +1,7 @@
 """The order of examples, as pure functions of lengths and seeds.
 
-Batches of similar lengths carry little padding; shuffling windows instead of sorting everything keeps the
-order random. Nothing here knows of tensors, processes or time: resuming at a step means asking again for the
-epoch.
+Batches of similar lengths need little padding; shuffling within windows instead of sorting everything keeps the
+order random. The order depends on neither processes nor time: a resumed run computes the epoch's order again.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
 
     All examples are permuted, cut into windows of 64 batches, sorted by length within a window (equal lengths
     stay in their random order), cut into batches, and the batches are shuffled over the whole epoch. Every
-    example comes exactly once; a last partial batch is kept, at a random place. Within a batch lengths
+    example occurs exactly once; a last partial batch is kept, at a random position. Within a batch lengths
     ascend.
 
     Args:
         lengths: tokens of each example.
-        batch_size: examples a batch (the global batch).
+        batch_size: examples per batch (the global batch).
         seed: the run's seed.
         epoch: number of the epoch; another epoch is another order.
     """
@@ -55,15 +54,15 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
 
 
 def token_batches(lengths: Sequence[int], max_tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """Return one epoch's batches of as many examples as ``max_tokens`` padded tokens hold.
+    """Return one epoch's batches, each of as many examples as fit into ``max_tokens`` padded tokens.
 
-    Permuted, cut into windows of some 64 batches, sorted and shuffled like ``epoch_batches``; within a window
-    each batch is filled while ``examples * longest <= max_tokens``. Every example comes exactly once; one
+    Permuted, cut into windows of about 64 batches, sorted and shuffled like ``epoch_batches``; within a window
+    each batch is filled while ``examples * longest <= max_tokens``. Every example occurs exactly once; one
     longer than ``max_tokens`` is a batch of its own. Within a batch lengths ascend.
 
     Args:
         lengths: tokens of each example.
-        max_tokens: padded tokens a batch may have, over all processes and accumulation steps.
+        max_tokens: padded tokens per batch at most, over all processes and accumulation steps.
         seed: the run's seed.
         epoch: number of the epoch; another epoch is another order, and may have another number of batches.
     """
@@ -85,9 +84,9 @@ def token_batches(lengths: Sequence[int], max_tokens: int, *, seed: int, epoch: 
 
 
 def split_batch(batch: list[int], parts: int) -> list[list[int]]:
-    """Deal a batch into ``parts`` contiguous shares whose sizes differ by at most one.
+    """Split a batch into ``parts`` contiguous shares whose sizes differ by at most one.
 
-    The batch's order is kept, so shares of an ``epoch_batches`` batch hold similar lengths and neighbouring
+    The batch's order is kept, so shares of an ``epoch_batches`` batch contain similar lengths and neighbouring
     shares nearly equal ones: give shares ``k * processes`` to ``(k + 1) * processes - 1`` to the processes at
     accumulation step ``k`` and they wait little for each other. Larger shares come first; with more parts
     than examples the last ones are empty.
@@ -98,7 +97,7 @@ def split_batch(batch: list[int], parts: int) -> list[list[int]]:
 
 
 def eval_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return batches of all indices, longest first, so that running out of memory shows at once."""
+    """Return batches of all indices, longest first, so that running out of memory happens at once."""
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 

@@ -1,4 +1,4 @@
-"""Conversations as the text a model was trained to read, by its tokenizer's own template."""
+"""Conversations formatted by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, where: str) -> list[int]:
-    """Return the token ids of a conversation that the model is to answer.
+    """Return the token ids of a conversation, ending with the prompt for the model's answer.
 
     Args:
         tokenizer: one with a chat template.
@@ -19,12 +19,12 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, where: str) -> l
         where: names the row in error messages.
 
     Raises:
-        PeftlabError: the template refuses the conversation, or makes nothing of it.
+        PeftlabError: the template rejects the conversation, or produces no text.
     """
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        text.encode()  # the tokenizer's own complaint about half a surrogate pair does not say so
-    except Exception as error:  # a template is a program that came with the tokenizer: it may raise anything
+        text.encode()  # an unpaired surrogate: the tokenizer's own error does not name the cause
+    except Exception as error:  # a template is a program that comes with the tokenizer: it may raise anything
         reason = str(error).strip() or type(error).__name__
         raise PeftlabError(
             f"{where}: the tokenizer's chat template does not take this conversation: {reason.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""The data section of a recipe, and which of its keys each kind of task takes."""
+"""The ``data`` section of a finetune recipe."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DataConfig(Section):
             for name, (low, high) in (bins or {}).items()
         )
         for low, high, name in spans:
-            if low > high:
+            if not low <= high:  # so that NaN is rejected as well
                 raise ValueError(f"{name}: its lowest value is above its highest")
         for (_, high, one), (low, _, other) in pairwise(spans):
             if low <= high:

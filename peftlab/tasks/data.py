@@ -1,4 +1,4 @@
-"""A recipe's task and data section become labelled splits."""
+"""Loading the labelled splits that a recipe's task and data section name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from peftlab.rows import resolve
 from peftlab.tasks.batches import seeded_order
-from peftlab.tasks.examples import fingerprint
+from peftlab.tasks.config import DataConfig
+from peftlab.tasks.labelled_texts import fingerprint
 from peftlab.tasks.table import Task, find_task
-from peftlab.tasks.text import DataSection
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,7 +22,7 @@ class TaskData:
     """A task and its examples.
 
     Attributes:
-        task: the table's row; for one's own task with ``labels`` and ``text`` filled in.
+        task: the table's row; for a ``text/`` task with ``labels`` and ``text`` filled in.
         splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
             ``text``, for pairs ``text_pair``, and ``label`` (class index, or float for regression). An
             unlabelled split has no ``label`` column; a split that the source lacks is absent.
@@ -44,11 +44,11 @@ class TaskData:
         }
 
 
-def load_task_data(name: str, data: DataSection, classes: Sequence[str] | None = None) -> TaskData:
+def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
     """Load the examples of a task.
 
-    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; one's own task from the
-    files at ``data.path`` (formats: ``peftlab.tasks.readers``). With ``data.max_train_examples`` that many
+    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; a ``text/`` task from the
+    files at ``data.path`` (formats: ``peftlab.tasks.reading.readers``). With ``data.max_train_examples`` that many
     training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
 
     Args:

@@ -1,5 +1,4 @@
-"""The metrics as an ``evaluate.Metric``. Importing this imports ``evaluate`` (seconds): go through
-``load_metric``."""
+"""A task's metrics as an ``evaluate.Metric``. Importing this imports ``evaluate``, which takes seconds."""
 
 from __future__ import annotations
 
@@ -37,3 +36,33 @@ class GlueMetric(evaluate.Metric):
 
     def _compute(self, *, predictions: Any = None, references: Any = None, **_: Any) -> dict[str, float]:
         return compute_metrics(self.task, predictions, references)
+
+
+def load_metric(
+    task: Task,
+    *,
+    num_process: int = 1,
+    process_id: int = 0,
+    experiment_id: str | None = None,
+    cache_dir: str | None = None,
+) -> GlueMetric:
+    """Return ``compute_metrics`` as an ``evaluate.Metric``: ``add_batch`` for each batch, then ``compute``.
+
+    With several processes each adds its share to a file in ``cache_dir`` and ``compute`` gathers them:
+    the result on process 0, None elsewhere. Nothing is fetched from the hub.
+
+    Args:
+        task: whose metrics.
+        num_process: processes that add.
+        process_id: this process's number.
+        experiment_id: keeps apart runs that share ``cache_dir``; needed with several processes.
+        cache_dir: directory common to all processes; the default is evaluate's.
+    """
+    return GlueMetric(
+        task,
+        num_process=num_process,
+        process_id=process_id,
+        experiment_id=experiment_id,
+        cache_dir=cache_dir,
+        keep_in_memory=num_process == 1,
+    )

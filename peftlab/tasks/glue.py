@@ -11,10 +11,10 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hub import unreachable
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import quoted, refuse_rows
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.examples import Examples
-from peftlab.tasks.readers import Table, read_tsv
+from peftlab.tasks.labelled_texts import Examples
+from peftlab.tasks.reading.bad_rows import quoted, refuse_rows
+from peftlab.tasks.reading.readers import Table, read_tsv
 from peftlab.tasks.table import Task
 
 _HUB = "nyu-mll/glue"
@@ -116,7 +116,7 @@ def _directory(task: Task, path: str) -> Path:
         raise PeftlabError(f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files")
     files = [f"{stem}.tsv" for _, stem in _LAYOUTS[task.name].files]
     candidates = [root / task.folder, root]
-    # A parent directory's stray train.tsv must not stand in for the task's own folder: the folder goes first.
+    # The task's folder has precedence over a stray train.tsv in its parent directory.
     for directory in candidates:
         if any((directory / file).is_file() for file in files):
             return directory
@@ -166,7 +166,7 @@ def _from_hub(task: Task) -> dict[str, Examples]:
     import datasets
 
     if unreachable():
-        datasets.config.HF_HUB_OFFLINE = True  # what the cache holds, at once
+        datasets.config.HF_HUB_OFFLINE = True  # use only the cache, without waiting for the hub
     try:
         hub = datasets.load_dataset(_HUB, task.name.removeprefix("glue/"))
     except Exception as error:  # the hub's client raises a different type for each way of not reaching it

@@ -1,20 +1,19 @@
-"""From the values of a label column to class names, bins or numbers."""
+"""Converting the values of a label column to class names, bins or numbers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.tasks.bad_rows import Fault, listed, quoted
-from peftlab.tasks.content import is_unicode
-from peftlab.tasks.readers import Table
+from peftlab.tasks.reading.bad_rows import Fault, listed, quoted
+from peftlab.tasks.reading.content import is_unicode
+from peftlab.tasks.reading.readers import Table
 
 
 def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
-    """Return a column as numbers, NaN where a label is missing; what is not a finite number is added to ``faults``."""
+    """Return a column as numbers, NaN where a label is missing; other values are added to ``faults``."""
     values = table.column(column, "data.label")
     found = [_number(value) for value in values]
     bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, math.isfinite(n))]
@@ -23,7 +22,7 @@ def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
 
 
 def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
-    """Return a column as class names, empty where a label is missing; what names no class is added to ``faults``.
+    """Return a column as class names, empty where a label is missing; other values are added to ``faults``.
 
     A class is a string (blanks around it removed), an integer or a truth value.
     """
@@ -40,23 +39,13 @@ def _ok(value: object, readable: bool) -> bool:
 
 
 def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]) -> list[int | None]:
-    """Return the place in ``bins`` of each value's bin, None where it is in none.
+    """Return the position in ``bins`` of each value's bin, None where no bin contains it.
 
     Args:
         values: finite numbers.
-        bins: class name to ``(lowest, highest)``, both inclusive, None for open.
-
-    Raises:
-        PeftlabError: a bin whose lowest exceeds its highest, or two bins that share a value.
+        bins: class name to ``(lowest, highest)``, both inclusive, None for open; no two share a value.
     """
     edges = [(-math.inf if lo is None else lo, math.inf if hi is None else hi) for lo, hi in bins.values()]
-    ordered = sorted(zip(edges, bins, strict=True))
-    for (low, high), name in ordered:
-        if not low <= high:
-            raise PeftlabError(f"data.bins.{name}: {low} is not at most {high}")
-    for ((_, high), first), ((low, _), second) in pairwise(ordered):
-        if low <= high:
-            raise PeftlabError(f"data.bins: {first!r} and {second!r} overlap at {low} (both ends are inclusive)")
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
@@ -74,7 +63,7 @@ def sorted_classes(table: Table, column: str, labels: Sequence[str]) -> tuple[st
 
 
 def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
-    """Return a model's classes as the data may call them: LABEL_0, LABEL_1, ... are 0, 1, ... unless written out."""
+    """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those."""
     unnamed = [f"LABEL_{place}" for place in range(len(classes))] == list(classes)
     if unnamed and not set(classes) & set(labels):
         return tuple(str(place) for place in range(len(classes)))
@@ -84,7 +73,7 @@ def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]
 def class_indices(
     tables: Mapping[str, Table], column: str, labels: Mapping[str, Sequence[str]], classes: Sequence[str], owner: str
 ) -> dict[str, list[int]]:
-    """Return each table's labels as places in ``classes``.
+    """Return each table's labels as positions in ``classes``.
 
     Args:
         tables, labels: by split.
@@ -92,7 +81,7 @@ def class_indices(
         owner: whose classes they are, for the message: ``the model``.
 
     Raises:
-        PeftlabError: labels that are none of ``classes``: both sets are listed.
+        PeftlabError: labels that are not in ``classes``; both sets are listed.
     """
     index = {name: place for place, name in enumerate(classes)}
     problems = []
@@ -115,7 +104,7 @@ def _listing(classes: Iterable[str]) -> str:
 
 
 def _name(value: object) -> str | None:
-    """A label's class name, or None if it is a fraction or nothing that names a class."""
+    """Return a label's class name, or None for a fraction or a value that cannot name a class."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -133,7 +122,7 @@ def is_missing(value: object) -> bool:
 
 
 def _number(value: object) -> float:
-    """A label as a number, NaN if it is none."""
+    """Return a label as a number, NaN if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:

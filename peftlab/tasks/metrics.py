@@ -1,18 +1,14 @@
-"""The official metrics of a task, and what answering without reading would score."""
+"""The official metrics of a task, and the scores of a constant answer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.table import Task
-
-if TYPE_CHECKING:
-    from peftlab.tasks.evaluation import GlueMetric
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -21,13 +17,13 @@ def compute_metrics(task: Task, predictions: Numbers, references: Numbers) -> di
     """Return ``task.metrics`` by name, each in [-1, 1] or [0, 1].
 
     ``accuracy``: share of equal classes. ``f1``: for GLUE's two-class tasks of class 1 (paraphrase,
-    duplicate), as its leaderboard has it; for one's own tasks the unweighted mean over the classes that
-    occur, as none of them is special. ``matthews_correlation``: of the confusion matrix. ``pearson``,
+    duplicate), as on its leaderboard; for the user's own tasks the unweighted mean over the classes
+    that occur, as none of them is special. ``matthews_correlation``: of the confusion matrix. ``pearson``,
     ``spearman``: correlations.
 
     Constant predictions (or references) have no correlation, 0/0; it is reported as 0.0, the value of answers
-    that tell nothing about the references, so that such a run loses to any that learnt something instead of
-    spreading NaN.
+    independent of the references, so that such a run compares as worse than any that learnt something, which NaN
+    would not.
 
     Args:
         task: its ``metrics`` and ``regression`` are read.
@@ -65,39 +61,6 @@ def majority_baseline(task: Task, train_labels: Numbers, eval_labels: Numbers) -
         counts = Counter(np.asarray(train_labels).tolist())
         answer = min(counts, key=lambda label: (-counts[label], label))
     return compute_metrics(task, np.full(len(eval_labels), answer), eval_labels)
-
-
-def load_metric(
-    task: Task,
-    *,
-    num_process: int = 1,
-    process_id: int = 0,
-    experiment_id: str | None = None,
-    cache_dir: str | None = None,
-) -> GlueMetric:
-    """Return ``compute_metrics`` as an ``evaluate.Metric``: ``add_batch`` as one goes, ``compute`` at the
-    end.
-
-    With several processes each adds its own share to a file in ``cache_dir`` and ``compute`` gathers them:
-    the result on process 0, None elsewhere. Nothing is fetched from the hub.
-
-    Args:
-        task: whose metrics.
-        num_process: processes that add.
-        process_id: this process's number.
-        experiment_id: keeps apart runs that share ``cache_dir``; needed with several processes.
-        cache_dir: directory common to all processes; evaluate's own by default.
-    """
-    from peftlab.tasks.evaluation import GlueMetric
-
-    return GlueMetric(
-        task,
-        num_process=num_process,
-        process_id=process_id,
-        experiment_id=experiment_id,
-        cache_dir=cache_dir,
-        keep_in_memory=num_process == 1,
-    )
 
 
 def _accuracy(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import listed, quoted
 from peftlab.tasks.chat import chat_ids
-from peftlab.tasks.content import is_unicode, text_lines
-from peftlab.tasks.readers import Table, read_table, table_suffix
+from peftlab.tasks.reading.bad_rows import listed, quoted
+from peftlab.tasks.reading.content import is_unicode, text_lines
+from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 
 _TEXTS = ("prompt", "text")
 _QUESTIONS = ("question", "instruction")

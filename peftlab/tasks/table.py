@@ -53,7 +53,7 @@ _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
 _glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.config:check_glue")
-_own = partial(Task, load="peftlab.tasks.text:load_own", check="peftlab.tasks.config:check_own")
+_own = partial(Task, load="peftlab.tasks.text:load_text_task", check="peftlab.tasks.config:check_own")
 
 _BUILT_IN = (
     _glue(

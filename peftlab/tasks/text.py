@@ -1,4 +1,4 @@
-"""One's own task: a table of texts and labels becomes examples, classes and a held-out split."""
+"""Tasks over the user's files: a table of texts and labels becomes examples, classes and a held-out split."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Protocol
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate
-from peftlab.tasks.bad_rows import Fault, listed, refuse
 from peftlab.tasks.batches import seeded_order
-from peftlab.tasks.content import is_unicode
-from peftlab.tasks.examples import Examples
+from peftlab.tasks.config import DataConfig
+from peftlab.tasks.labelled_texts import Examples
 from peftlab.tasks.labels import (
     as_written,
     bin_classes,
@@ -24,57 +22,38 @@ from peftlab.tasks.labels import (
     numbers,
     sorted_classes,
 )
-from peftlab.tasks.readers import Table, read_table, table_suffix
+from peftlab.tasks.reading.bad_rows import Fault, listed, refuse
+from peftlab.tasks.reading.content import is_unicode
+from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 from peftlab.tasks.table import Task
 
-MISSING = "text or label missing"  # a reason for which rows are left out
+MISSING = "text or label missing"  # a reason for leaving rows out
 _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 
 
-class DataSection(Protocol):
-    """What the loaders read of a recipe's ``data`` section; its fields are described there."""
-
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def text(self) -> Sequence[str] | None: ...
-    @property
-    def label(self) -> str | None: ...
-    @property
-    def bins(self) -> Mapping[str, tuple[float | None, float | None]] | None: ...
-    @property
-    def validation(self) -> int | float | Literal["all"] | None: ...
-    @property
-    def drop_missing(self) -> bool: ...
-    @property
-    def split_seed(self) -> int: ...
-    @property
-    def max_train_examples(self) -> int | None: ...
-
-
-def load_own(
-    task: Task, data: DataSection, classes: Sequence[str] | None = None
+def load_text_task(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read ``text/classification`` or ``text/regression`` from the user's files.
 
     ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (or ``dev.*``), and perhaps
-    ``test.*``, whose label column may be absent. Where no validation file is, ``data.validation`` examples
-    are drawn with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the
-    strings or integers of the training file's label column (the single file's, before splitting), surrounding
-    blanks removed, sorted (numbers by value), or ``data.bins`` in the order given.
+    ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
+    with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the strings or
+    integers of the training file's label column (the single file's, before splitting), surrounding blanks removed,
+    sorted (numbers by value), or ``data.bins`` in the order given.
 
     Args:
         task: the table's row.
         data: the recipe's data section.
-        classes: a trained model's class names in label order; the files may lack some of them and have no other.
+        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
 
     Returns:
         The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
 
     Raises:
-        PeftlabError: a file, column, row, label, bin or split size that cannot be used, named; all bad rows at
-            once.
+        PeftlabError: a file, column, row, label, bin or split size that cannot be used; all bad rows are listed
+            together.
     """
     text, label = tuple(data.text or ()), data.label
     if data.path is None or not text or label is None:
@@ -153,7 +132,7 @@ def _without_missing(
 
 def _labels(
     task: Task,
-    data: DataSection,
+    data: DataConfig,
     column: str,
     tables: Mapping[str, Table],
     known: Sequence[str] | None,
@@ -242,8 +221,6 @@ def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int, n
     """Split the training examples into ``train`` and ``validation``."""
     everything = splits["train"]
     n = len(everything)
-    if isinstance(validation, float) and validation >= 1:
-        raise PeftlabError(f"data.validation {validation}: give a share below 1, or a whole number of examples")
     size = validation if isinstance(validation, int) else round(validation * n)
     if not 0 < size <= n - max(n_classes, 1):
         enough = f"one for training in each of {n_classes} classes" if n_classes else "one for training"

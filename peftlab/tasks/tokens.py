@@ -1,4 +1,4 @@
-"""From text to tokens, and from token lists to padded tensors."""
+"""Tokenising texts, and padding token lists into tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenise ``text`` (and ``text_pair``), once: the result is kept on the disk.
+    """Tokenise ``text`` (and ``text_pair``) once: the result is cached on the disk.
 
-    It lies in datasets' cache (``HF_DATASETS_CACHE``) under ``peftlab/``, named by the SHA-256 of the rows,
+    It is stored in datasets' cache (``HF_DATASETS_CACHE``) under ``peftlab/``, named by the SHA-256 of the rows,
     the tokenizer and ``max_length``. Where that cannot be written, or ``datasets.disable_caching()`` was
     called, the result stays in memory.
 
@@ -30,15 +30,14 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
         dataset: a split of ``TaskData``.
         tokenizer: the model's tokenizer; its special tokens are added.
         max_length: tokens, special ones included, to which an example is truncated; of a pair, the longer
-            sentence loses tokens first. Whether the model has that many positions is the caller's to check.
+            sentence loses tokens first. The caller checks that the model has that many positions.
 
     Returns:
         ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), and ``label``
         where there is one. Nothing is padded, so the attention mask is all ones and not stored.
 
     Raises:
-        PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text gives no token at
-            all.
+        PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text has no tokens.
     """
     from pyarrow import ArrowInvalid
 
@@ -64,9 +63,9 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     with _bars_on_terminals_only():
         try:
             tokenised = dataset.map(encode, **options, cache_file_name=_cache_file(key))
-        except (OSError, ArrowInvalid):  # no room for it, or a damaged file
+        except (OSError, ArrowInvalid):  # no space on the disk, or a damaged file
             tokenised = dataset.map(encode, **options)
-    _forget_last_call(tokenizer)
+    _reset_backend(tokenizer)
     lengths = list(tokenised["length"])
     if 0 in lengths:
         raise PeftlabError(f"example {lengths.index(0)}: the tokenizer makes no token of its text")
@@ -81,11 +80,11 @@ def largest_id(dataset: Dataset) -> int:
 
 
 def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
-    """Return the SHA-256 of all that the tokens depend on, and of the labels beside them."""
+    """Return the SHA-256 of everything the tokens depend on, and of the labels."""
     import transformers
     from datasets.fingerprint import Hasher
 
-    backend = _forget_last_call(tokenizer)
+    backend = _reset_backend(tokenizer)
     made_by = Hasher.hash(tokenizer) if backend is None else backend.to_str()
     parts = [
         type(tokenizer).__name__,
@@ -100,8 +99,8 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
     return digest.hexdigest()
 
 
-def _forget_last_call(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Remove the truncation and padding of the last call, which would be saved; return the Rust tokenizer, if any."""
+def _reset_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Clear the last call's truncation and padding, which would be saved; return the Rust tokenizer, if any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -110,7 +109,7 @@ def _forget_last_call(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _cache_file(key: str) -> str | None:
-    """Return the file to keep tokens in, or None where there is no place for it."""
+    """Return the cache file, or None if caching is off or the folder cannot be written."""
     import datasets
 
     if not datasets.is_caching_enabled():
@@ -124,11 +123,11 @@ def _cache_file(key: str) -> str | None:
 
 
 class Collate:
-    """Pad a batch of tokenised examples to its longest and make tensors of it.
+    """Pad a batch of tokenised examples to its longest and convert it to tensors.
 
     Padding goes to the tokenizer's padding side; its token is the pad token, or the end-of-sequence token
     where there is none. The attention mask comes from the lengths, never from the ids, so a padding token
-    that is also a real token stays attended where it is real.
+    that also occurs in the text is attended to there.
 
     Args:
         tokenizer: the one that made the tokens.

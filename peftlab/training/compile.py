@@ -1,4 +1,4 @@
-"""torch.compile as an option that never stops a run."""
+"""torch.compile as an option: where it fails, the run continues without it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from accelerate import Accelerator
 from peftlab.training.spec import TrainingSpec
 
 
-def compile_or_go_on(spec: TrainingSpec, accelerator: Accelerator) -> bool:
-    """Compile ``spec.model`` in place for batches of any shape; where that fails, say so and leave it alone.
+def try_compile(spec: TrainingSpec, accelerator: Accelerator) -> bool:
+    """Compile ``spec.model`` in place for batches of any shape; if that fails, print why and leave it as it was.
 
-    One forward and backward pass over the longest example finds out; it leaves no gradient and no trace in
-    the random numbers.
+    One forward and backward pass over the longest example shows whether it works; gradients are cleared and the
+    random number generators restored afterwards.
 
     Returns:
         Whether the model is compiled.
@@ -27,11 +27,11 @@ def compile_or_go_on(spec: TrainingSpec, accelerator: Accelerator) -> bool:
         with torch.random.fork_rng(devices):
             spec.loss(spec.model, inputs).backward()
         return True
-    except Exception as error:  # whatever the compiler's many parts may raise
+    except Exception as error:  # the compiler raises many types
         spec.model._compiled_call_impl = None
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = " ".join(lines[:2]) or type(error).__name__
-        accelerator.print(f"train.compile: going on without, as torch.compile failed: {reason}")
+        accelerator.print(f"train.compile: continuing without it, as torch.compile failed: {reason}")
         return False
     finally:
         spec.model.zero_grad(set_to_none=True)

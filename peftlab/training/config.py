@@ -1,4 +1,4 @@
-"""TODO: say what this module is."""
+"""The ``train`` section of a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
-    """How the loop runs."""
+    """Settings of the training loop."""
 
     epochs: float = Field(default=3, gt=0, description="Passes over the training set.")
     max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
@@ -45,7 +45,7 @@ class TrainConfig(Section):
         description="bf16, fp16: mixed precision of the forward; tf32: fp32, with TF32 products on GPUs.",
     )
     compile: bool = Field(
-        default=False, description="Compile the model with torch.compile; go on without where that fails."
+        default=False, description="Compile the model with torch.compile; where that fails, continue without."
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
@@ -64,5 +64,5 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _longest_fits(self) -> TrainConfig:
         if self.max_tokens is not None and self.max_tokens < self.max_length:
-            raise ValueError(f"max_tokens {self.max_tokens} does not hold one example of max_length {self.max_length}")
+            raise ValueError(f"max_tokens {self.max_tokens} does not fit one example of max_length {self.max_length}")
         return self

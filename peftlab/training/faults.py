@@ -1,4 +1,4 @@
-"""What ends a run from outside its recipe's control, said in words: memory, the disk, a signal."""
+"""What can end a run from outside: running out of memory, and signals."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ import torch
 from accelerate import Accelerator
 
 from peftlab.errors import PeftlabError
+from peftlab.training.config import TrainConfig
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
 
 class Interrupted(PeftlabError):
-    """The run was asked to stop by ``signal``; its checkpoint is on disk.
+    """The run received a signal and stopped after writing a checkpoint.
 
     The exit status is the shell's for that signal: 130 for SIGINT (Ctrl-C), 143 for SIGTERM.
     """
 
     def __init__(self, number: int, step: int, run_dir: Path) -> None:
         command = f"peftlab resume {shlex.quote(str(run_dir))}"
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; go on with `{command}`")
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; continue with `{command}`")
         self.status = 128 + number
 
 
 class StopSignals:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second one of the same kind is not held up."""
+    """Records the first SIGINT and SIGTERM, so that the loop can end its step; a second one takes its usual effect."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._received = accelerator, 0
 
     def __enter__(self) -> StopSignals:
-        own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
-        numbers = (signal.SIGINT, signal.SIGTERM) if own else ()
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+        numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+        self._before = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         self._received = number
         signal.signal(number, self._before[signal.Signals(number)])
 
@@ -60,7 +61,7 @@ class StopSignals:
 
 @contextmanager
 def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
-    """Turn running out of memory within the block into a ``PeftlabError`` that says what to change."""
+    """Within the block, running out of memory raises a ``PeftlabError`` that lists settings to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -70,13 +71,12 @@ def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
         raise PeftlabError(f"out of memory {where}; set {', or '.join(changes)}") from None
 
 
-def training_changes(settings: Any, examples: int, longest: int) -> list[str]:
-    """Return what makes a training step smaller, the harmless first.
+def training_changes(settings: TrainConfig, examples: int, longest: int) -> list[str]:
+    """Return settings that make a training step need less memory, those that keep the result first.
 
     Args:
-        settings: the recipe's ``train`` section.
         examples: examples of one backward pass.
-        longest: tokens that they are padded to.
+        longest: tokens they are padded to.
     """
     steps, length = settings.gradient_accumulation_steps, max(2, longest // 2)
     changes = []

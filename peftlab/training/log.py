@@ -1,4 +1,4 @@
-"""What a run says while it runs: the metrics file, the trackers, the progress bar."""
+"""What a run reports while it runs: the metrics file, the trackers, the progress bar."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from peftlab.errors import PeftlabError
 from peftlab.training.order import Order
 from peftlab.training.trackers import JsonlTracker, flat
 
-LOOK_EVERY = 10  # steps between looks at the loss: each look waits for the device
-NAMED = 64  # examples of a bad batch that are named
+READ_EVERY = 10  # steps between reading the losses: each read waits for the device
+NAMED = 64  # examples of a bad batch that the error lists
 
 
 class Log:
-    """Takes losses and scores, and writes them where they belong; only the main process writes.
+    """Writes losses and scores to the metrics file, the trackers and the terminal, from the main process only.
 
     Args:
-        path: the metrics file; what it holds beyond ``keep_bytes`` was written after the checkpoint and goes.
-        step: steps done before.
+        path: the metrics file; what it contains after ``keep_bytes`` was written after the checkpoint and is removed.
+        step: steps completed before.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
@@ -43,10 +43,10 @@ class Log:
             self._file.finish()
 
     def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
-        """Take note of a training step; its loss is looked at every ``LOOK_EVERY`` steps."""
+        """Record a training step; losses are read from the device every ``READ_EVERY`` steps."""
         self._pending.append((step, lr, loss, norm, batch))
         self._bar.update()
-        if len(self._pending) >= LOOK_EVERY:
+        if len(self._pending) >= READ_EVERY:
             self.flush()
 
     def flush(self) -> None:
@@ -58,7 +58,7 @@ class Log:
                 more = f" and {len(batch) - NAMED} more" if len(batch) > NAMED else ""
                 raise PeftlabError(
                     f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
-                    "checkpoints of earlier steps are good. A lower train.lr, a longer train.warmup or "
+                    "checkpoints of earlier steps are intact. A lower train.lr, a longer train.warmup or "
                     "train.precision=fp32 usually helps"
                 )
             self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
@@ -68,13 +68,13 @@ class Log:
             self._file.flush()
 
     def evaluating(self) -> None:
-        """Write the pending steps, as ``flush`` does, and show that the steps wait for an evaluation."""
+        """Write the pending steps, as ``flush`` does, and show in the bar that an evaluation is running."""
         self.flush()
         self._bar.set_description("evaluating")
 
     def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
-        """Write an evaluation and say it, one line a split; the first split is the one that decides."""
-        self._bar.unpause()  # the time it took is none of the steps'
+        """Write and print an evaluation, one line per split; the first split is the deciding one."""
+        self._bar.unpause()  # evaluation time does not count towards the time per step
         self._bar.set_description(refresh=False)
         self._bar.clear()
         for split, values in scores.items():
@@ -84,7 +84,7 @@ class Log:
             self._accelerator.print(f"step {step}/{self._order.total}: {split} {shown}{mark}", flush=True)
 
     def position(self) -> int:
-        """Write the pending steps and return the length of the metrics file, which is on the disk."""
+        """Write the pending steps to the disk and return the length of the metrics file."""
         self.flush()
         return self._file.position() if self._file is not None else 0
 

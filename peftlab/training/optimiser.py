@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class OptimiserSettings(Protocol):
-    """The part of a recipe's ``train`` section that the optimiser needs."""
-
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
+from peftlab.training.config import TrainConfig
 
 
 def make_optimiser(
-    parameters: Mapping[str, nn.Parameter], settings: OptimiserSettings, lr_ratio: Mapping[str, float]
+    parameters: Mapping[str, nn.Parameter], settings: TrainConfig, lr_ratio: Mapping[str, float]
 ) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters.
 
-    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` learn
-    at that multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). Each group's ``peak_lr`` is what the
-    schedule's factor multiplies.
+    Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
+    multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
+    ``peak_lr``.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""Which examples each optimiser step takes: a pure function of lengths, settings and seed."""
+"""The examples of each optimiser step: a pure function of lengths, settings and seed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import epoch_batches, token_batches
+from peftlab.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Order:
 
     Attributes:
         plan: epoch number to that epoch's batches of example indices.
-        ends: steps done at the end of each epoch; the last epoch may end beyond ``total``.
+        ends: number of steps at the end of each epoch; the last epoch may end after ``total``.
         total: optimiser steps of the run.
     """
 
@@ -28,7 +28,7 @@ class Order:
     total: int
 
     def epoch(self, step: int) -> float:
-        """Return how many epochs are done after ``step`` steps."""
+        """Return the number of epochs completed after ``step`` steps."""
         whole = bisect_right(self.ends, step)
         begin = self.ends[whole - 1] if whole else 0
         return float(whole) if step == begin else whole + (step - begin) / (self.ends[whole] - begin)
@@ -42,13 +42,13 @@ class Order:
             begin = end
 
 
-def make_order(lengths: Sequence[int], settings: Any) -> Order:
+def make_order(lengths: Sequence[int], settings: TrainConfig) -> Order:
     """Return the order of a run over examples of ``lengths`` tokens.
 
-    Each epoch holds every example once, in batches of ``settings.batch_size`` examples, or as many as
-    ``settings.max_tokens`` padded tokens hold; it depends on the seed and the epoch's number alone. The run
-    ends after ``settings.max_steps``, or else after ``settings.epochs`` (of a last fraction, that share of
-    the epoch's steps, rounded up).
+    Each epoch contains every example once, in batches of ``settings.batch_size`` examples, or of as many examples as
+    fit into ``settings.max_tokens`` padded tokens; it depends on the seed and the epoch's number alone. The run ends
+    after ``settings.max_steps``, or else after ``settings.epochs`` (a last fraction of an epoch takes that share of
+    its steps, rounded up).
 
     Raises:
         PeftlabError: there are no examples.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything that the next step depends on, complete or absent."""
+"""Checkpoints of a run: everything the next step depends on, written atomically."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters
-from peftlab.training.sharded import spread_like, whole
-from peftlab.training.zero import optimiser_state, restore_optimiser
+from peftlab.training.distributed import optimiser_state, restore_optimiser, shard_like, whole
 
 _PATTERN = "step-*.pt"
 
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: optimiser steps done.
@@ -50,7 +49,7 @@ class Progress:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return the file that holds the checkpoint after ``step`` steps."""
+    """Return the file of the checkpoint after ``step`` steps."""
     return directory / f"step-{step:08d}.pt"
 
 
@@ -58,14 +57,14 @@ def save_checkpoint(
     directory: Path,
     accelerator: Accelerator,
     model: nn.Module,
-    optimiser: Any,
+    optimiser: torch.optim.Optimizer,
     progress: Progress,
     keep: int,
 ) -> None:
-    """Write the checkpoint of this moment, then drop all but the newest ``keep`` and the best one.
+    """Write a checkpoint, then remove all but the newest ``keep`` and the best one.
 
     Raises:
-        PeftlabError: the disk does not take it; the checkpoints before are as they were.
+        PeftlabError: it cannot be written; earlier checkpoints are unchanged.
     """
     state = {
         "progress": asdict(progress),
@@ -81,7 +80,7 @@ def save_checkpoint(
             with replacing(path) as temporary:
                 torch.save(state, temporary)
         except (OSError, RuntimeError) as error:
-            kept = f"{before[-1].name} is whole" if before else "there is none before it"
+            kept = f"{before[-1].name} is complete" if before else "there is no earlier one"
             raise PeftlabError(f"{path}: cannot be written ({_reason(error)}); {kept}. Is the disk full?") from None
         for old in sorted({*before, path})[:-keep]:
             if old not in (path, checkpoint_path(directory, progress.best_step)):
@@ -89,29 +88,31 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module, optimiser: Any) -> Progress:
-    """Restore the newest readable checkpoint of a run; a damaged one is passed over, saying so.
+def load_checkpoint(
+    directory: Path, accelerator: Accelerator, model: nn.Module, optimiser: torch.optim.Optimizer
+) -> Progress:
+    """Restore the newest readable checkpoint of a run; a damaged one is skipped with a message.
 
     A damaged file gets ``.damaged`` added to its name, and leftovers of an interrupted write are removed.
 
     Raises:
-        PeftlabError: no checkpoint can be read, or it was written by another number of processes, or with
-            DeepSpeed and this run is without, or the other way round.
+        PeftlabError: no checkpoint can be read, it was written by a different number of processes, or only one of
+            that run and this one uses DeepSpeed.
     """
-    complaints: list[str] = []
+    skipped: list[str] = []
     for path in sorted(directory.glob(_PATTERN), reverse=True):
         try:
             state = read_checkpoint(path)
         except PeftlabError as error:
-            complaints.append(str(error))
+            skipped.append(str(error))
             continue
         if len(state["rng"]) != accelerator.num_processes:
             raise PeftlabError(
-                f"{path} was written by {len(state['rng'])} processes; resume with as many, "
-                f"not {accelerator.num_processes}"
+                f"{path} was written by {len(state['rng'])} processes; resume with the same "
+                f"number, not {accelerator.num_processes}"
             )
-        for complaint in complaints:
-            accelerator.print(f"passed over {complaint}; going on from {path.name}")
+        for reason in skipped:
+            accelerator.print(f"skipped {reason}; resuming from {path.name}")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _clean(directory, path)
@@ -122,9 +123,9 @@ def load_checkpoint(directory: Path, accelerator: Accelerator, model: nn.Module,
         _set_rng_state(state["rng"][accelerator.process_index])
         return Progress(**state["progress"])
     run = directory.parent
-    anew = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts anew"
-    how = "none of its checkpoints can be read" if complaints else "it was stopped before its first checkpoint"
-    raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {anew}", *complaints]))
+    again = f"`peftlab run {shlex.quote(str(run / 'recipe.yaml'))} --overwrite` starts again"
+    how = "none of its checkpoints can be read" if skipped else "it was stopped before its first checkpoint"
+    raise PeftlabError("\n".join([f"{run}: no checkpoint to resume from ({how}); {again}", *skipped]))
 
 
 def _clean(directory: Path, newest: Path) -> None:
@@ -139,7 +140,7 @@ def _clean(directory: Path, newest: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read one checkpoint file; a missing or damaged one raises ``PeftlabError``."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
+        with zipfile.ZipFile(path) as archive:  # torch itself does not check the checksums
             bad = archive.testzip()
         if bad is None:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -155,10 +156,10 @@ def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:
     """Copy a checkpoint's adapter into the trainable parameters of ``model``."""
     parameters = trainable_parameters(model)
     if set(parameters) != set(state["adapter"]):
-        raise PeftlabError("the checkpoint holds other parameters than the recipe trains")
+        raise PeftlabError("the checkpoint contains other parameters than the recipe trains")
     with torch.no_grad():
         for name, tensor in state["adapter"].items():
-            parameters[name].copy_(spread_like(parameters[name], tensor))
+            parameters[name].copy_(shard_like(parameters[name], tensor))
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Where metrics go: always ``metrics.jsonl``, and whatever tracker the recipe names."""
+"""Trackers of metrics: always ``metrics.jsonl``, and those that the recipe names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from peftlab.errors import PeftlabError
 
 
 class JsonlTracker(GeneralTracker):
-    """Appends one JSON object a line to ``path``; what is logged at a step is one line.
+    """Appends one JSON object per line to ``path``, a line for each call of ``log``.
 
-    The file holds nothing that differs between two runs of one recipe (no clock), so that a resumed run's
+    The file contains nothing that differs between two runs of one recipe (no clock), so that a resumed run's
     file equals an uninterrupted one's.
     """
 
@@ -26,7 +26,7 @@ class JsonlTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
-        """Open ``path`` and cut it to its first ``keep_bytes`` bytes: what was logged at a checkpoint."""
+        """Open ``path`` and truncate it to ``keep_bytes`` bytes, its length at the checkpoint."""
         super().__init__()
         self._file = open(path, "ab")  # noqa: SIM115
         self._file.truncate(keep_bytes)
@@ -37,19 +37,19 @@ class JsonlTracker(GeneralTracker):
         return self._file
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Do nothing: the resolved recipe lies beside the file."""
+        """Do nothing: the resolved recipe is stored beside the file."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         """Append ``{"step": step, **values}``; a number that is not finite becomes null, as JSON has none."""
         self._file.write((json.dumps(_finite({"step": step, **values})) + "\n").encode())
 
     def flush(self) -> None:
-        """Hand what was logged to the system; ``PeftlabError`` if the disk does not take it."""
+        """Write buffered lines to the file; ``PeftlabError`` if that fails, as on a full disk."""
         try:
             self._file.flush()
         except OSError as error:
             raise PeftlabError(
-                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is whole"
+                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is complete"
             ) from None
 
     def position(self) -> int:
@@ -59,14 +59,14 @@ class JsonlTracker(GeneralTracker):
         return self._file.tell()
 
     def finish(self) -> None:
-        """Close the file; what a full disk did not take was said by ``flush``."""
+        """Close the file; ``flush`` has already reported a full disk."""
         with suppress(OSError):
             self._file.close()
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -78,7 +78,7 @@ def check_trackers(names: list[str]) -> None:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested ``values`` under slash-joined names, as the other trackers want them."""
+    """Return the numbers in nested ``values`` under slash-joined names, as the other trackers need them."""
     result: dict[str, float] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

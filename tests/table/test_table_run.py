@@ -61,7 +61,7 @@ def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: 
     printed = capsys.readouterr().out
     assert printed.startswith("8 cells, 4 with results; 1 at a time\n[1/4] cola-lora-seed1: matthews_correlation ")
     after = finished(values)
-    assert len(after) == result["cells"] == 8
+    assert len(after) == result.cells == 8
     assert all(after[name] == when for name, when in before.items())
 
     cells = {name: read_json(directory / "cells" / name / "results.json") for name in after}

@@ -6,9 +6,9 @@ import sys
 
 import datasets
 import pytest
-from data_section import Data
 
 from peftlab.errors import PeftlabError
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import load_task_data
 from peftlab.tasks.table import TASKS, find_task
 
@@ -51,7 +51,7 @@ def write(tmp_path, name, *lines):
 
 
 def load(task, path, **options):
-    return load_task_data(f"glue/{task}", Data(path=str(path), **options))
+    return load_task_data(f"glue/{task}", DataConfig(path=str(path), **options))
 
 
 @pytest.mark.parametrize("task", COUNTS)
@@ -186,11 +186,11 @@ def test_all_bad_labels_are_told_at_once(tmp_path):
 def test_a_models_classes_must_be_the_tasks_in_its_order(tmp_path):
     path = write(tmp_path, "dev.tsv", "sentence\tlabel", "a\t1", "b\t0")
     for classes in (("negative", "positive"), ("NEGATIVE", "Positive"), ("LABEL_0", "LABEL_1"), ("0", "1")):
-        data = load_task_data("glue/sst2", Data(path=path), classes)
+        data = load_task_data("glue/sst2", DataConfig(path=path), classes)
         assert data.task.labels == ("negative", "positive") and data.splits["validation"]["label"][:] == [1, 0]
     for classes in (("positive", "negative"), ("LABEL_0",), ("a", "b", "c")):
         with pytest.raises(PeftlabError, match="the task's are negative, positive, in this order"):
-            load_task_data("glue/sst2", Data(path=path), classes)
+            load_task_data("glue/sst2", DataConfig(path=path), classes)
 
 
 def test_not_utf8_names_the_line(tmp_path):
@@ -217,10 +217,10 @@ def test_an_unknown_task_names_the_nearest():
 def test_an_unreachable_hub_says_how_to_use_a_directory(tmp_path):
     # A fresh process: the hub's client reads its settings once, when imported.
     code = (
-        "from data_section import Data\n"
+        "from peftlab.tasks.config import DataConfig\n"
         "from peftlab.errors import PeftlabError\n"
         "from peftlab.tasks.data import load_task_data\n"
-        "try: load_task_data('glue/rte', Data())\n"
+        "try: load_task_data('glue/rte', DataConfig())\n"
         "except PeftlabError as error: print(error)\n"
     )
     here = os.path.dirname(__file__)
@@ -247,8 +247,8 @@ def test_a_hub_copy_is_renamed_and_unlabelled_splits_lose_their_column(monkeypat
         test=datasets.Dataset.from_dict({**rows, "label": [-1, -1]}, features),
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: hub)
-    data = load_task_data("glue/sst2", Data())
+    data = load_task_data("glue/sst2", DataConfig())
     assert data.splits["train"][:] == {"text": ["good ", "bad"], "label": [1, 0]}
     assert data.splits["test"].column_names == ["text"]
     with pytest.raises(PeftlabError, match=r"classes \['negative', 'positive'\] where"):
-        load_task_data("glue/cola", Data())
+        load_task_data("glue/cola", DataConfig())

@@ -15,7 +15,8 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.metrics import compute_metrics, load_metric, majority_baseline
+from peftlab.tasks.evaluation import load_metric
+from peftlab.tasks.metrics import compute_metrics, majority_baseline
 from peftlab.tasks.table import TASKS, find_task
 
 COLA, MRPC, STSB = (find_task(f"glue/{name}") for name in ("cola", "mrpc", "stsb"))

@@ -70,8 +70,8 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(damage, parts, tmp_path, caps
     newest.write_bytes(bad.get(damage, content[:2000] + bytes([content[2000] ^ 1]) + content[2001:]))
     assert load_checkpoint(tmp_path, accelerator, model, optimiser).step == 1
     said = capsys.readouterr().out
-    assert f"passed over {newest}: damaged checkpoint (" in said
-    assert "going on from step-00000001.pt" in said
+    assert f"skipped {newest}: damaged checkpoint (" in said
+    assert "resuming from step-00000001.pt" in said
     assert names(tmp_path) == ["step-00000001.pt", "step-00000002.pt.damaged"]
     save(tmp_path, parts, 2, keep=1)
     assert names(tmp_path) == ["step-00000002.pt", "step-00000002.pt.damaged"]
@@ -84,7 +84,7 @@ def test_nothing_to_resume_from(parts, tmp_path):
     (tmp_path / "step-00000001.pt").write_bytes(b"")
     with pytest.raises(
         PeftlabError,
-        match=r"no checkpoint to resume from \(none of its .*--overwrite` starts anew\n.*step-00000001.pt: damaged",
+        match=r"no checkpoint to resume from \(none of its .*--overwrite` starts again\n.*step-00000001.pt: damaged",
     ):
         load_checkpoint(tmp_path, *parts)
 
@@ -102,5 +102,5 @@ def test_a_checkpoint_of_more_processes(parts, tmp_path):
     path = tmp_path / "step-00000001.pt"
     state = torch.load(path, weights_only=True)
     torch.save({**state, "rng": state["rng"] * 2}, path)
-    with pytest.raises(PeftlabError, match="was written by 2 processes; resume with as many, not 1"):
+    with pytest.raises(PeftlabError, match="was written by 2 processes; resume with the same number, not 1"):
         load_checkpoint(tmp_path, *parts)

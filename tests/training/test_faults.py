@@ -40,11 +40,11 @@ def test_a_full_disk_keeps_the_checkpoint_before(model, rows, tmp_path, disk):
     with pytest.raises(PeftlabError) as caught:
         tiny.fit(values, tmp_path / "run", at_call(4, lambda spec: disk()))
     assert "step-00000004.pt: cannot be written" in str(caught.value)
-    assert "step-00000002.pt is whole. Is the disk full?" in str(caught.value)
+    assert "step-00000002.pt is complete. Is the disk full?" in str(caught.value)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002.pt"]
 
 
-def test_going_on_with_room_on_the_disk(model, rows, tmp_path, disk):
+def test_resuming_with_room_on_the_disk(model, rows, tmp_path, disk):
     options = {"save_every": 2, "eval_every": 6, "max_steps": 6}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(PeftlabError, match="cannot be written"):
@@ -158,11 +158,11 @@ def test_other_precisions(precision, model, rows, tmp_path):
 
 
 def test_a_budget_below_one_example(model, rows, tmp_path):
-    with pytest.raises(ValueError, match="max_tokens 8 does not hold one example of max_length 16"):
+    with pytest.raises(ValueError, match="max_tokens 8 does not fit one example of max_length 16"):
         tiny.run(tiny.recipe(model, rows, tmp_path / "run", max_tokens=8))
 
 
-def test_a_compiler_that_fails_is_gone_without(model, rows, tmp_path, capsys, monkeypatch):
+def test_a_run_continues_without_a_compiler_that_fails(model, rows, tmp_path, capsys, monkeypatch):
     """The run says so, and gives what it gives without."""
     import torch._inductor.compile_fx
 
@@ -173,7 +173,7 @@ def test_a_compiler_that_fails_is_gone_without(model, rows, tmp_path, capsys, mo
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
     tiny.run(tiny.recipe(model, rows, tmp_path / "compiled", compile=True))
     said = capsys.readouterr().out
-    assert "train.compile: going on without, as torch.compile failed: " in said and "no such compiler" in said
+    assert "train.compile: continuing without it, as torch.compile failed: " in said and "no such compiler" in said
     tiny.run(tiny.recipe(model, rows, tmp_path / "plain"))
     tiny.assert_same_run(tmp_path / "compiled", tmp_path / "plain")
 
@@ -183,7 +183,7 @@ def test_a_compiled_run_scores_alike(rows, tmp_path, capsys):
     torch._dynamo.reset()
     still = tiny.save_model(tmp_path / "bert", dropout=0.0, layers=1)
     compiled = tiny.run(tiny.recipe(still, rows, tmp_path / "compiled", compile=True, eps=1e-4))
-    if "going on without" in capsys.readouterr().out:
+    if "continuing without it" in capsys.readouterr().out:
         pytest.skip("no compiler here")
     plain = tiny.run(tiny.recipe(still, rows, tmp_path / "plain", eps=1e-4))
     assert compiled["metrics"]["validation"]["loss"] == pytest.approx(plain["metrics"]["validation"]["loss"], abs=1e-4)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks.batches import epoch_batches
-from peftlab.training.feed import ahead
 from peftlab.training.optimiser import lr_factor
+from peftlab.training.prefetch import prefetch
 
 # Gradients that are zero but for rounding (a key's bias) would be blown up by Adam with its usual epsilon.
 CALM = {"eps": 1e-4, "lr": 1e-3}
@@ -147,14 +147,14 @@ def test_the_same_recipe_twice_gives_the_same_bytes(model, rows, tmp_path):
 
 
 def test_batches_made_ahead_are_the_same_batches():
-    assert list(ahead(iter(range(20)))) == list(range(20))
-    assert list(ahead(iter([]))) == []
+    assert list(prefetch(iter(range(20)))) == list(range(20))
+    assert list(prefetch(iter([]))) == []
 
     def broken():
         yield 1
         raise ValueError("no more")
 
-    items = ahead(broken())
+    items = prefetch(broken())
     assert next(items) == 1
     with pytest.raises(ValueError, match="no more"):
         next(items)
@@ -162,7 +162,7 @@ def test_batches_made_ahead_are_the_same_batches():
 
 def test_one_batch_is_made_ahead():
     made = []
-    items = ahead(made.append(i) or i for i in range(5))
+    items = prefetch(made.append(i) or i for i in range(5))
     assert next(items) == 0
     items.close()  # waits for the thread, which has made the next one and no more
     assert made == [0, 1]

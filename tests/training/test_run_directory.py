@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import tiny
 
-from peftlab import cli
+from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
 from peftlab.outputs import claimed
+from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN
+from peftlab.pipelines.finetune import FinetuneResults
+from peftlab.recipe.schema import FinetuneRecipe
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -119,7 +122,7 @@ def test_a_run_killed_before_its_first_checkpoint(model, rows, tmp_path):
     with claimed(tmp_path / "run", RUN) as claim:
         claim.begin()
         tiny.write_recipe(values, tmp_path / "run" / "recipe.yaml")
-    words = r"stopped before its first checkpoint\); `peftlab run .*/run/recipe.yaml --overwrite` starts anew"
+    words = r"stopped before its first checkpoint\); `peftlab run .*/run/recipe.yaml --overwrite` starts again"
     with pytest.raises(PeftlabError, match=words):
         cli.resume(tmp_path / "run")
     cli.run(str(tmp_path / "run" / "recipe.yaml"), overwrite=True)
@@ -142,3 +145,11 @@ def test_results_are_there_before_what_is_only_measured(model, rows, tmp_path, m
     monkeypatch.undo()
     tiny.run({**values, "merge": True}, resume=True)
     assert "merge" in json.loads((tmp_path / "run" / "results.json").read_text())
+
+
+def test_the_file_of_results_contains_the_typed_results(model, rows, tmp_path):
+    values = tiny.recipe(model, rows, tmp_path / "run", max_steps=1)
+    results = run_recipe(FinetuneRecipe.model_validate({**values, "merge": True}))
+    assert isinstance(results, FinetuneResults) and results.merge is not None
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results.to_dict()
+    assert "merge" not in tiny.run(values, overwrite=True)

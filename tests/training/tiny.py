@@ -70,11 +70,11 @@ def recipe(model: Path, rows: Path, run: Path, method: str = "lora", **train: An
 
 
 def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Run a recipe in this process."""
+    """Run a recipe in this process and return what results.json contains."""
     from peftlab.pipelines import run_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
-    return run_recipe(FinetuneRecipe.model_validate(values), **options)
+    return run_recipe(FinetuneRecipe.model_validate(values), **options).to_dict()
 
 
 def write_recipe(values: dict[str, Any], file: Path) -> Path:
@@ -147,7 +147,7 @@ def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: 
     """Train in this process; return the progress and the spec. ``change`` is called with the spec before."""
     from peftlab.outputs import write_mark
     from peftlab.pipelines.directory import RUN
-    from peftlab.pipelines.finetune import make_accelerator
+    from peftlab.training.distributed import make_accelerator
     from peftlab.training.loop import train
 
     settings, spec = prepare(values)

@@ -26,7 +26,7 @@ from peftlab.locks import is_locked
 from peftlab.outputs import remove
 from peftlab.pipelines.directory import RUN, recipe_inputs
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.recipe.table_cells import Cell
 from peftlab.reporting.facts import flatten
 
@@ -87,7 +87,7 @@ def _difference(cell: Cell) -> str:
     return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
 
 
-def _settings(recipe: Any) -> dict[str, Any]:
+def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe's values without its place on disk: a table may be moved."""
     values = recipe.model_dump(mode="json")
     values.pop("output_dir")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json, write_text
@@ -21,6 +21,14 @@ from peftlab.reporting.table_results import Table, print_table, summarise, table
 from peftlab.tasks.table import find_task
 
 
+@dataclass(frozen=True)
+class TableResults:
+    """A finished table and the number of its cells."""
+
+    cells: int
+    table: Table
+
+
 class CellsFailed(PeftlabError):
     """Some cells of a table failed; the others are in it."""
 
@@ -29,7 +37,7 @@ class CellsFailed(PeftlabError):
 
 def run_table(
     recipe: TableRecipe, *, overwrite: bool = False, resume: bool = False, slots: Sequence[str] | None = None
-) -> dict[str, Any]:
+) -> TableResults:
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
     Written into ``output_dir``: ``recipe.yaml``, ``table.csv``, ``table.tex``, ``table.html``, and each cell's run
@@ -38,9 +46,6 @@ def run_table(
     Args:
         overwrite: rerun cells whose recipe has changed; others are kept.
         slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
-
-    Returns:
-        ``cells``, the number of cells; ``table``, a ``peftlab.reporting.table_results.Table``.
 
     Raises:
         PeftlabError: a cell was run by another recipe, or the directory contains something else.
@@ -56,7 +61,7 @@ def run_table(
         return _run(recipe, claim, overwrite, slots)
 
 
-def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str] | None) -> dict[str, Any]:
+def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str] | None) -> TableResults:
     directory = claim.path
     cells = table_cells(recipe)
     let_end(cells)
@@ -85,7 +90,7 @@ def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str
     if lines:
         counts = f"{len(lines)} of {len(cells)} cells failed; running the table again tries them again"
         raise CellsFailed("\n".join([counts, *lines]))
-    return {"cells": len(cells), "table": table}
+    return TableResults(len(cells), table)
 
 
 def _outcome(cell: Cell) -> str:

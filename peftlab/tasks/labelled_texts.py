@@ -1,4 +1,4 @@
-"""Examples in memory: texts, labels, and what identifies them."""
+"""Examples in memory: texts and labels, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Examples:
         )
 
     def dataset(self, regression: bool) -> Dataset:
-        """Return them as an in-memory dataset: ``text``, ``text_pair`` and ``label`` as far as they exist."""
+        """Return them as an in-memory dataset: ``text``, ``text_pair`` and ``label`` where they exist."""
         from datasets import Dataset, Features, Value
 
         columns: dict[str, Sequence[object]] = {"text": self.text}

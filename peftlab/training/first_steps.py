@@ -1,4 +1,4 @@
-"""A look at the first two steps: does every trainable parameter learn?"""
+"""A check of the first two steps: every trainable parameter must learn."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.training.sharded import whole
+from peftlab.training.distributed import whole
 
 STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero
-LEAST_LR = 1e-6  # with less, a step of AdamW may be rounded away in a weight near 1
+LEAST_LR = 1e-6  # below this, a step of AdamW may be rounded away in a weight near 1
 
 
-class Canary:
+class FirstStepsCheck:
     """Watches the first two optimiser steps whose learning rate is above ``LEAST_LR``.
 
-    After the second one every trainable parameter has had a gradient, all gradients were finite, and in each
-    module group (the parameters of one parent module) at least one parameter has moved.
+    After the second one every trainable parameter must have had a gradient, all gradients must have been finite, and
+    in each module group (the parameters of one parent module) at least one parameter must have changed.
 
     Args:
-        gradients_stay: False where the step takes the gradients away (ZeRO): each is looked at as it comes.
+        gradients_kept: False where gradients are gone after the step (ZeRO): then each is checked in a hook.
     """
 
-    def __init__(self, model: nn.Module, *, gradients_stay: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, gradients_kept: bool = True) -> None:
         self._parameters = trainable_parameters(model)
         self._start = {name: whole(parameter).clone() for name, parameter in self._parameters.items()}
         self._reached: set[str] = set()
         self._broken: set[str] = set()
         self._steps = 0
         self._hooks = [
-            parameter.register_hook(partial(self._saw_gradient, name))
+            parameter.register_hook(partial(self._record_gradient, name))
             for name, parameter in self._parameters.items()
-            if not gradients_stay
+            if not gradients_kept
         ]
 
-    def saw_step(self, lr: float) -> None:
-        """Take note of a step of learning rate ``lr`` just taken, before the gradients are cleared."""
+    def record_step(self, lr: float) -> None:
+        """Record a step just taken with learning rate ``lr``; call it before the gradients are cleared."""
         if lr < LEAST_LR:
             return
         self._steps += 1
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                self._saw_gradient(name, parameter.grad)
+                self._record_gradient(name, parameter.grad)
 
-    def _saw_gradient(self, name: str, gradient: Tensor) -> None:
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
         self._reached.add(name)
         if not torch.isfinite(whole(gradient)).all():
             self._broken.add(name)
 
     def done(self) -> bool:
-        """Return whether the watch is over; raise ``PeftlabError`` naming what does not learn."""
+        """Return whether both steps were seen; raise ``PeftlabError`` naming the parameters that do not learn."""
         if self._steps < STEPS:
             return False
         for hook in self._hooks:
@@ -63,7 +63,7 @@ class Canary:
         for what, names in (
             ("have no gradient", unreached),
             ("have gradients that are not finite", sorted(self._broken)),
-            ("have not moved", stuck),
+            ("have not changed", stuck),
         ):
             if names:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -1,11 +1,11 @@
-"""Reading a table of examples without changing a character of its text.
+"""Reading tables of examples, the text unchanged.
 
-Every value keeps its own spelling: a sentence ``NA``, ``null`` or ``1.0`` in a text file stays that string.
+Every value keeps its spelling: a sentence ``NA``, ``null`` or ``1.0`` in a text file stays that string.
 
 =========  ============================================================================================
 ``.csv``   comma separated, standard quoting (``"`` quotes, doubled inside), strict about stray quotes
 ``.tsv``   tab separated, unquoted: a quotation mark is part of the text, a row is a line
-``.jsonl``  one JSON object a line
+``.jsonl``  one JSON object per line
 ``.json``  one JSON list of objects
 ``.parquet``  any Parquet file
 =========  ============================================================================================
@@ -25,14 +25,14 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import parse_json
-from peftlab.tasks.bad_rows import Fault, listed, quoted, refuse_rows
-from peftlab.tasks.content import read_text, text_lines
-from peftlab.tasks.parquet import ParquetColumns
+from peftlab.tasks.reading.bad_rows import Fault, listed, quoted, refuse_rows
+from peftlab.tasks.reading.content import read_text, text_lines
+from peftlab.tasks.reading.parquet import ParquetColumns
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length, and where each row stands in its file.
+    """Columns of equal length, and the position of each row in its file.
 
     Attributes:
         path: the file.
@@ -64,7 +64,7 @@ class Table:
         return f"{self.path}:{place}" if self.unit == "line" else f"{self.path} row {place}"
 
     def fault(self, column: str, problem: str, rows: Sequence[int]) -> list[Fault]:
-        """Return what is wrong with ``rows`` of a column as a list of one fault; an empty one for no rows."""
+        """Return a list with one fault about ``rows`` of a column; an empty list for no rows."""
         places = [self.positions[row] for row in rows]
         return [Fault(self.path, column, problem, places, self.unit, len(self))] if rows else []
 
@@ -196,7 +196,7 @@ def _tabular(
 class _ObjectColumns(Mapping[str, list[object]]):
     """Key to its value in every object, None where an object lacks it.
 
-    A column is made when it is asked for: as a table, objects that share no key would need rows times keys cells.
+    A column is built on access: as a full table, objects that share no keys would need rows times keys cells.
     """
 
     def __init__(self, rows: Sequence[dict[str, object]]) -> None:

@@ -1,4 +1,4 @@
-"""How bad rows are told: all of them in one message, the first few places of each."""
+"""Errors about bad rows: all kinds in one message, with the first few line or row numbers of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 
-_LISTED = 10  # places or names that a message lists
+_LISTED = 10  # places or names that a message lists at most
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 

@@ -1,4 +1,4 @@
-"""Columns of a Parquet file, each read when it is asked for."""
+"""Columns of a Parquet file, each read on access."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.bad_rows import quoted
-from peftlab.tasks.content import expansion_limit, regular_size
+from peftlab.tasks.reading.bad_rows import quoted
+from peftlab.tasks.reading.content import expansion_limit, regular_size
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-_ROWS = 4096  # rows decoded at once: the bound on memory is checked between them
+_ROWS = 4096  # rows decoded at once; the bound on memory is checked after each batch
 
 
 class ParquetColumns(Mapping[str, list[object]]):
@@ -25,7 +25,7 @@ class ParquetColumns(Mapping[str, list[object]]):
 
     Raises:
         PeftlabError: the file is damaged, two columns have one name, or (on access) a column expands beyond
-            ``expansion_limit`` or holds values that Python cannot.
+            ``expansion_limit`` or contains values that Python cannot represent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class ParquetColumns(Mapping[str, list[object]]):
         if doubled:
             raise PeftlabError(f"{path}: column {quoted(doubled[0])} appears more than once")
         if self.rows > self._limit:
-            raise PeftlabError(f"{path}: says it holds {self.rows:,} rows, more than a file of its size can")
+            raise PeftlabError(f"{path}: claims to contain {self.rows:,} rows, more than a file of its size can")
 
     def __getitem__(self, name: str) -> list[object]:
         if name not in self._names:
@@ -53,7 +53,7 @@ class ParquetColumns(Mapping[str, list[object]]):
                 values += batch.column(name).to_pylist()
         if len(values) != self.rows:
             raise PeftlabError(
-                f"{self.path}: column {quoted(name)} holds {len(values):,} values where the file says {self.rows:,}"
+                f"{self.path}: column {quoted(name)} contains {len(values):,} values, and the file claims {self.rows:,}"
             )
         return values
 

@@ -7,7 +7,7 @@ import tiny
 
 from peftlab.errors import PeftlabError
 from peftlab.training.config import TrainConfig
-from peftlab.training.zero import zero_plugin
+from peftlab.training.distributed import zero_plugin
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The text of a data file, whatever the file turns out to be: bounded, UTF-8, or an error that names it."""
+"""Reading the text of a data file: bounded in size and UTF-8, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftlab.files import open_regular
 
 _CHUNK = 2**20
 _ALWAYS_FITS = 64 * 2**20
-_EXPANSION = 100  # text shrinks 3- to 30-fold, a file made to fill the memory a thousandfold
+_EXPANSION = 100  # text compresses 3- to 30-fold, a decompression bomb a thousandfold
 
 
 def read_text(path: Path) -> str:
@@ -33,8 +33,8 @@ def read_text(path: Path) -> str:
                 content += chunk
                 if packed and len(content) > expansion_limit(size):
                     raise PeftlabError(
-                        f"{path}: {size:,} bytes expand to more than {expansion_limit(size):,}; if that is meant, "
-                        "decompress the file yourself"
+                        f"{path}: {size:,} bytes expand to more than {expansion_limit(size):,}; if that is "
+                        "intended, decompress the file yourself"
                     )
     except (OSError, EOFError, zlib.error) as error:
         raise PeftlabError(f"{path}: cannot be read ({error})") from None
@@ -75,7 +75,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can hold ``text``; half a surrogate pair, which JSON can escape, is no character."""
+    """Return whether UTF-8 can encode ``text``; an unpaired surrogate, which JSON can escape, cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,0 +1,1 @@
+"""Data files become tables of columns: bounded in memory, text unchanged, every bad row named."""
