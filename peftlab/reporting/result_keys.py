@@ -74,8 +74,12 @@ _OTHERS = """\
 ## `draft bench --json` and `draft plan --json`
 
 ```{eval-rst}
-.. autofunction:: peftlab.decoding.analysis.benchmark.bench
-   :no-index:
+.. autoclass:: peftlab.decoding.analysis.results.BenchmarkResult
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.results.DrafterResult
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.results.CategoryResult
+   :exclude-members: __init__
 .. autofunction:: peftlab.decoding.analysis.planning.plan
    :no-index:
 ```
