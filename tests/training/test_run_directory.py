@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from peftlab import cli
+from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
 from peftlab.outputs import claimed
 from peftlab.pipelines.directory import RUN
