@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from peftlab.checkpoints.io.pickles import unpickle
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters
@@ -143,7 +144,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch itself does not check the checksums
             bad = archive.testzip()
         if bad is None:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return unpickle(path)
         reason = f"wrong checksum of {bad}"
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such checkpoint") from None
