@@ -38,19 +38,15 @@ UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
 CIRCLES = {frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"})}
-LONG_FILES = {"peftlab.methods.injection"}
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "peftlab.cli.app.merge",
-    "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }
 LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
 REPEATED_YET = {"examples"}
 UNDESCRIBED = {
     "peftlab.drafting.config",
-    "peftlab.methods.architectures",
-    "peftlab.methods.leaf",
-    "peftlab.tasks.config",
     "peftlab.training.config",
 }
 
