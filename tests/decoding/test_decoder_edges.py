@@ -15,10 +15,10 @@ from peftlab.decoding.drafters.heads import MedusaDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
-from peftlab.drafting.load import check_tokens, common_vocabulary
+from peftlab.drafting.checks import check_tokens, common_vocabulary
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods.medusa_heads import MedusaHeads
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
 
     other = load_tokenizer(str(stories))
     other.add_tokens(["zebra"])
-    with pytest.raises(PeftlabError, match=r"tokenizer is not the target's; 1 entries differ, the first is 'zebra'"):
+    with pytest.raises(PeftlabError, match=r"tokenizer is not the target's: 1 entries differ, the first is 'zebra'"):
         check_tokens(stories_tokenizer, other)
     with pytest.raises(PeftlabError, match="the draft has no tokenizer"):
         common_vocabulary(stories_model, tiny(), None)

@@ -15,8 +15,8 @@ from peftlab.decoding.drafters.base import ModelDrafter
 from peftlab.decoding.drafters.heads import MedusaDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
-from peftlab.methods.medusa_heads import MedusaHeads
 
 NEW = 32
 DRAFTERS = {

@@ -24,10 +24,10 @@ from peftlab.decoding.analysis.statistics import (
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
 from peftlab.decoding.drafters.base import Drafter, Sampling
+from peftlab.decoding.drafters.heads import Heads
 from peftlab.decoding.engines.build import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
-from peftlab.methods.medusa_heads import MedusaHeads, ReducedHeads
 
 PLAIN = "plain"
 
@@ -59,7 +59,7 @@ class Stopwatch:
         """See ``Engine.forward``."""
         return self._timed(self._engine.forward, cache, tokens, block, keep)
 
-    def including(self, heads: MedusaHeads | ReducedHeads) -> MedusaHeads | ReducedHeads:
+    def including(self, heads: Heads) -> Heads:
         """Return ``heads`` with their time counted as this engine's."""
         inner = heads.best
         heads.best = lambda hidden, width: self._timed(inner, hidden, width)  # type: ignore[method-assign]

@@ -10,10 +10,9 @@ from typing import Any
 from peftlab.decoding.analysis import planning
 from peftlab.decoding.analysis.benchmark import Question, Settings, Stopwatch, bench
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.heads import is_medusa
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.prompts import encode, read_prompts, spread
-from peftlab.drafting.load import BOTH, Pair, make_drafter
+from peftlab.drafting.load import BOTH, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 
@@ -99,7 +98,7 @@ def plan_draft(
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats)
-    if is_medusa(draft):
+    if drafts_with_heads(draft):
         raise PeftlabError(f"draft {draft}: heads have no step of their own to plan; time them with draft bench")
     pair = options.load(target, draft)
     assert pair.draft is not None
