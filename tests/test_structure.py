@@ -49,15 +49,11 @@ LONG_FUNCTIONS = {
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }
-LARGE_PACKAGES = {"peftlab/drafting", "peftlab/methods", "peftlab/tasks"}
-REPEATED_YET = {"examples", "heads", "prompts"}
+LARGE_PACKAGES = {"peftlab/tasks"}
+REPEATED_YET: set[str] = set()
 UNDESCRIBED = {
-    "peftlab.drafting.config",
     "peftlab.methods.architectures",
-    "peftlab.methods.bitfit.config",
-    "peftlab.methods.houlsby.config",
     "peftlab.methods.leaf",
-    "peftlab.methods.lora.config",
     "peftlab.tasks.config",
     "peftlab.training.config",
 }

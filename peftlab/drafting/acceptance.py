@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.drafting.examples import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
+from peftlab.drafting.text.continuations import Collate
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time
@@ -51,7 +51,7 @@ def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
 
     Args:
         target, draft: causal language models over the same vocabulary, on one device.
-        data: rows as ``examples.make_dataset`` makes them.
+        data: rows as ``continuations.make_dataset`` makes them.
     """
     sums = torch.zeros(4, len(data), dtype=torch.float64)
     heads = head_weight(target), head_weight(draft)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import Heads, MedusaDrafter
+from peftlab.decoding.drafters.heads import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.drafting.checks import eos_ids
@@ -112,7 +112,7 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
         names = ("draft", BOTH, *FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
-        return MedusaDrafter(pair.heads, width)
+        return HeadsDrafter(pair.heads, width)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)

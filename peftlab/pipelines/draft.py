@@ -11,13 +11,13 @@ from accelerate.utils import DistributedType, set_seed
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.run import merge_checkpoint, verify_merge
-from peftlab.drafting.acceptance_head import save_foresight, train_foresight
+from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.examples import Collate
 from peftlab.drafting.kinds.base import Draft, DraftJob, Saved
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
@@ -253,8 +253,10 @@ def _measure(
         }
     if recipe.acceptance_head:
         model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
-        head, results["acceptance_head"] = train_foresight(draft.target, model, sets.train, held_out, greedy=greedy)
-        save_foresight(head, run_dir / "acceptance_head.safetensors")
+        head, results["acceptance_head"] = train_acceptance_head(
+            draft.target, model, sets.train, held_out, greedy=greedy
+        )
+        save_acceptance_head(head, run_dir / "acceptance_head.safetensors")
 
 
 def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:

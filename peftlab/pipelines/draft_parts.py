@@ -14,11 +14,11 @@ from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.kinds.base import Draft, DraftJob
-from peftlab.drafting.prompts import Request, read_prompts, read_requests
-from peftlab.drafting.stored_top_k import stored_topk
-from peftlab.drafting.target_text import Writing, check_room, write_continuations
+from peftlab.drafting.text.continuations import make_dataset
+from peftlab.drafting.text.prompt_files import Request, read_prompts, read_requests
+from peftlab.drafting.text.stored_top_k import stored_topk
+from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import load_config, load_tokenizer

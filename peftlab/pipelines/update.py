@@ -8,7 +8,7 @@ from typing import Any
 
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.table import DRAFTS
-from peftlab.drafting.prompts import Request, read_requests
+from peftlab.drafting.text.prompt_files import Request, read_requests
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
 from peftlab.models.pretrained import load_tokenizer

@@ -26,16 +26,16 @@ import torch
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.heads import HeadsDrafter
 from peftlab.decoding.engines.build import Engine, build_engine
 from peftlab.drafting.acceptance import Acceptance, bootstrap, measure
 from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.head_files import read_medusa
 from peftlab.drafting.kinds.medusa.heads_loss import measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
-from peftlab.drafting.prompts import Request, read_prompts
+from peftlab.drafting.text.continuations import make_dataset
+from peftlab.drafting.text.prompt_files import Request, read_prompts
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
@@ -203,7 +203,7 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
             heads.blocks = blocks
         first = measure_heads(MedusaModel(target, heads), rows)[0][0]
         found.append(_row(f"{name} (acceptance: first head)", runs[run], first))
-        drafters[found[-1].name] = MedusaDrafter(heads)
+        drafters[found[-1].name] = HeadsDrafter(heads)
     asked = prompts[: size.clocked]
     clock(engine, found, drafters, asked, answers, ending, arguments.gamma)
     return found

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
-from peftlab.drafting.prompts import Request
+from peftlab.drafting.text.prompt_files import Request
 from peftlab.methods.injection import inject, make_config
 
 VOCAB = 40

@@ -22,7 +22,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import ModelDrafter, Sampling
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.acceptance_head import load_foresight
+from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
@@ -155,7 +155,10 @@ class TestRun:
         assert config["truncated_vocab_size"] == 128
         results = go(stories, place / "foreseen", "acceptance_head=true")
         assert set(results["acceptance_head"]) == {"brier", "brier_constant"}
-        assert float(load_foresight(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach()) > 0
+        assert (
+            float(load_acceptance_head(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
+            > 0
+        )
 
     def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
         chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]

@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.heads import HeadsDrafter
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.head_draft import check_trunk
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.objectives import Objective, kl
+from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters
 from peftlab.models.pretrained import load_base
@@ -255,7 +255,7 @@ class TestRun:
         model, _ = load_base(str(stories), "AutoModelForCausalLM")
         engine, prompts = build_engine(model), [[1, 403, 407, 261], [1, 410], [1, 300, 320, 290, 270, 280]]
         plain = [output.tokens for output in decode(engine, prompts, StoppingCriteria(40))]
-        drafter = MedusaDrafter(read_medusa(run / "heads"), width)
+        drafter = HeadsDrafter(read_medusa(run / "heads"), width)
         drafted = decode(engine, prompts, StoppingCriteria(40), drafter, policy=partial(Fixed, 3))
         assert [output.tokens for output in drafted] == plain
         assert sum(step.accepted for output in drafted for step in output.steps) > 10

@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftlab.drafting.acceptance import bootstrap, measure, overlap
 from peftlab.drafting.checks import check_head
-from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
 from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
 from peftlab.drafting.kinds.early_exit.exits import find_exit
@@ -20,8 +19,9 @@ from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.objectives import OBJECTIVES, Objective, selective_mask, topk_targets
-from peftlab.drafting.prompts import Request
-from peftlab.drafting.stored_top_k import stored_topk
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.text.prompt_files import Request
+from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters

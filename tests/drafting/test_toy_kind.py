@@ -42,9 +42,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.heads import HeadsDrafter
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.examples import Collate
+from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, last_hidden
 from peftlab.drafting.kinds.base import Draft, Opened, Served
 from peftlab.errors import PeftlabError
@@ -94,7 +94,7 @@ def save(job, draft, directory, train):
     save_file({"weight": draft.model.head.map.weight.detach()}, directory / "heads" / "ahead.safetensors")
 
 def drafter(draft, saved):
-    return None if saved is None else Served(draft.target, partial(MedusaDrafter, draft.model.head.eval()))
+    return None if saved is None else Served(draft.target, partial(HeadsDrafter, draft.model.head.eval()))
 
 def find(reference):
     file = Path(reference) / "heads" / "ahead.safetensors"

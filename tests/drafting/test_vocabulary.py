@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peftlab.drafting.examples import make_dataset
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
+from peftlab.drafting.text.continuations import make_dataset
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from peftlab.drafting import target_text as written
-from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.objectives import topk_targets
-from peftlab.drafting.prompts import read_prompts, read_requests
-from peftlab.drafting.stored_top_k import stored_topk
-from peftlab.drafting.target_text import Writing, check_room, write_continuations
+from peftlab.drafting.text import target_text as written
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.text.prompt_files import read_prompts, read_requests
+from peftlab.drafting.text.stored_top_k import stored_topk
+from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 
 EOS = frozenset({2})
@@ -98,7 +98,7 @@ def test_too_long() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5))
 def test_masks_cover_the_continuation_alone_even_where_padding_is_eos(sizes: list[tuple[int, int]]) -> None:
-    from peftlab.drafting.prompts import Request
+    from peftlab.drafting.text.prompt_files import Request
 
     rows = make_dataset([Request([2] * p, [*[2] * (r - 1), 2]) for p, r in sizes])  # every token is the EOS
     batch = Collate(pad=2)([rows[i] for i in range(len(rows))])

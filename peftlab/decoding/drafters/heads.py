@@ -29,7 +29,7 @@ class Heads(Protocol):
 
 
 @dataclass
-class MedusaDrafter:
+class HeadsDrafter:
     """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
 
     γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most promising nodes over

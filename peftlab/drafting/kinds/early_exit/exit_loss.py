@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
-from peftlab.drafting.examples import following
 from peftlab.drafting.hidden_states import forward_hidden, frozen_hidden, head_weight
 from peftlab.drafting.kinds.early_exit.exits import Exit
 from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import following
 from peftlab.methods.injection import disabled
 from peftlab.methods.modes import eval_mode
 

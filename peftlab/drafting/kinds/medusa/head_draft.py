@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.heads import MedusaDrafter
+from peftlab.decoding.drafters.heads import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
@@ -110,7 +110,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     heads = read_medusa(saved.directory / "heads").to(draft.target.device)
-    return Served(saved.merged if saved.merged is not None else draft.adapted, partial(MedusaDrafter, heads))
+    return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
 
 
 def find(reference: str) -> str | None:

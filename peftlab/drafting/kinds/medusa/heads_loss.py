@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
-from peftlab.drafting.examples import following
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
 from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import following
 from peftlab.methods.injection import disabled, is_injected
 from peftlab.methods.modes import eval_mode
 

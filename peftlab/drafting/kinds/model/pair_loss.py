@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.drafting.chunked_loss import chunked_loss
-from peftlab.drafting.examples import following
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden
 from peftlab.drafting.objectives import OBJECTIVES, Objective, TopK, selective_mask
+from peftlab.drafting.text.continuations import following
 
 Inputs = dict[str, Tensor]
 

@@ -19,7 +19,7 @@ from torch import nn
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafters.base import Sampling
 from peftlab.decoding.engines.build import Engine, build_engine
-from peftlab.drafting.prompts import Request
+from peftlab.drafting.text.prompt_files import Request
 from peftlab.errors import PeftlabError
 from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
 
