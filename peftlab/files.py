@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -37,9 +37,10 @@ def fsync_path(path: Path) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success sync it and rename it over ``path``.
 
-    On an exception the temporary file is removed and ``path`` is left as it was.
+    On an exception the temporary file and the directories made for it are removed, and ``path`` is left as it was.
     """
     path = Path(path)
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
@@ -49,13 +50,25 @@ def replacing(path: str | Path) -> Iterator[Path]:
         fsync_path(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        for parent in made:
+            with suppress(OSError):  # it is not empty: another process writes there as well
+                parent.rmdir()
         raise
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path`` atomically."""
+    """Write ``text`` (UTF-8) to ``path`` atomically.
+
+    Raises:
+        PeftlabError: the text names a file whose name is not UTF-8.
+    """
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = ascii(text[max(0, error.start - 40) : error.end + 20])
+        raise PeftlabError(f"{Path(path).name}: cannot hold the file name in {shown}, which is not UTF-8") from None
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def write_json(path: str | Path, value: Any) -> None:

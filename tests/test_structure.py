@@ -45,7 +45,6 @@ LONG_FUNCTIONS = {
     "peftlab.checkpoints.combine.combine",
     "peftlab.checkpoints.merge.run.merge_checkpoint",
     "peftlab.cli.app.merge",
-    "peftlab.decoding.decode.decode",
     "peftlab.recipe.source.parse",
     "peftlab.training.loop.train",
 }

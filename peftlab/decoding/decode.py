@@ -1,7 +1,7 @@
 """The decoder: plain and speculative decoding of a batch, exact for every drafter.
 
-A step reads the last known token and the drafted ones in one forward pass of the target, accepts a run of
-them, and emits one token more. Plain decoding is the same step with nothing drafted.
+A step reads the last known token and the drafted ones in one forward pass of the target, accepts some of the drafted
+tokens, and emits one token more. Plain decoding is the same step with nothing drafted.
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.base import (
-    Draft,
-    Drafter,
-    Row,
-    RowRandomSource,
-    Sampling,
-    TargetState,
-    Verified,
-    block_of,
-    prefill,
-    right_padded,
-)
-from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.verification.chain import verify_chain, verify_greedy, verify_onehot
-from peftlab.decoding.verification.multidraft import verify_tree
-from peftlab.decoding.verification.tree import walk_greedy
+from peftlab.decoding.engines.prefill import prefill, right_padded
+from peftlab.decoding.verification.accept import accept_chains, accept_trees
+from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verification.tree import TreeShape
 from peftlab.errors import PeftlabError
 
 
@@ -40,8 +29,8 @@ class Step:
     """One target step of one sequence.
 
     Attributes:
-        drafted: tokens offered one after the other (levels of a tree), as far as the output goes on.
-        accepted: how many of them stood and were emitted.
+        drafted: tokens offered one after the other (levels of a tree), up to the end of the output.
+        accepted: how many of them were accepted and emitted.
         emitted: tokens of the output that the step gave.
     """
 
@@ -70,9 +59,9 @@ class StoppingCriteria:
     """What ends an output.
 
     Attributes:
-        max_new_tokens: at most so many tokens.
+        max_new_tokens: its largest number of tokens.
         eos: token ids that end it; the token itself is part of the output.
-        stops: output ids -> whether they are complete, asked at every token (``streaming.stop_at``).
+        stops: output ids -> whether they are complete, asked at every token (``text_stream.stop_at``).
     """
 
     max_new_tokens: int
@@ -88,7 +77,7 @@ Observe = Callable[[list[Row], Verified], None]
 def decode(
     target: Engine,
     prompts: Sequence[Sequence[int]],
-    ending: StoppingCriteria,
+    stopping: StoppingCriteria,
     drafter: Drafter | None = None,
     *,
     policy: Callable[[], Policy] = partial(Fixed, 4),
@@ -105,14 +94,14 @@ def decode(
     Args:
         target: the model whose output it is.
         prompts: token ids; at least one each.
-        ending: what ends an output. The target's context limit ends it too.
+        stopping: what ends an output. The target's context limit ends it too.
         drafter: proposes tokens; None is plain decoding.
         policy: makes each sequence its draft length policy.
         sampling: default greedy.
         on_tokens: called with a prompt's number and its new tokens after every step.
-        observe: called with the rows of a step and its verification, before the rows take up their tokens.
-        group: take in each step only the most rows of equal length, which need no scatter and no mask of
-            their own (EXSPEC, arXiv 2510.22876); the others wait for their turn.
+        observe: called with the rows of a step and its verification, before the new tokens are appended to the rows.
+        group: take in each step only the largest set of rows of equal length, which need no scatter and no mask of
+            their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
 
     Returns:
         One output a prompt, in order.
@@ -121,38 +110,28 @@ def decode(
         PeftlabError: no prompt, an empty prompt, one longer than the context, or a token id out of range.
     """
     sampling = sampling or Sampling()
-    _check(target, prompts, ending)
+    _check(target, prompts, stopping)
     results = [Generation() for _ in prompts]
-    rows = _begin(target, prompts, ending, policy, sampling, results)
-    if not rows:
-        return results
-    cache = KVCache(target.layers, len(rows), _capacity(target, rows, ending))
-    hidden = prefill(target, cache, rows)
-    if drafter is not None:
-        drafter.start(rows, TargetState(cache, hidden, target.vocab_size, sampling))
-    while rows:
-        turn = _equal_lengths(rows) if group else rows
-        budgets = [_budget(target, row, ending) if drafter else 0 for row in turn]
-        draft = _nothing(len(turn), target)
-        if drafter is not None and any(budgets):
-            draft = drafter.propose(turn, budgets)
-        verified = _verify(target, cache, turn, draft, sampling)
-        if observe is not None:
-            observe(turn, verified)
-        ended = _emit(target, cache, turn, verified, ending, results, on_tokens)
-        if drafter is not None:
-            drafter.accept(turn, verified)
-        if ended:
-            rows = [row for row in rows if row.index not in ended]
-            _compact(rows, cache, drafter)
+    rows: list[Row] = []
+    for index, prompt in enumerate(prompts):
+        generator = torch.Generator(target.device).manual_seed(sampling.seed + index)
+        row = Row(index, len(rows), list(prompt), len(prompt), policy(), generator)
+        if _room(target, row, stopping) > 0:
+            rows.append(row)
+        elif stopping.max_new_tokens:
+            results[index].reason = "context"
+    if rows:
+        batch = _Batch(target, drafter, stopping, sampling, rows, results, on_tokens, observe)
+        while batch.rows:
+            batch.step(_equal_lengths(batch.rows) if group else batch.rows)
     return results
 
 
-def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: StoppingCriteria) -> None:
+def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingCriteria) -> None:
     if not prompts:
         raise PeftlabError("prompts: none given")
-    if ending.max_new_tokens < 0:
-        raise PeftlabError(f"max_new_tokens: {ending.max_new_tokens} is negative")
+    if stopping.max_new_tokens < 0:
+        raise PeftlabError(f"max_new_tokens: {stopping.max_new_tokens} is negative")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise PeftlabError(f"prompt {i}: empty; give at least one token, such as the tokenizer's BOS")
@@ -160,159 +139,128 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], ending: StoppingCri
             raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {target.limit}")
         if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
-            raise PeftlabError(f"prompt {i}: token {wrong} lies outside the vocabulary of {target.vocab_size}")
+            raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
 
 
-def _begin(
-    target: Engine,
-    prompts: Sequence[Sequence[int]],
-    ending: StoppingCriteria,
-    policy: Callable[[], Policy],
-    sampling: Sampling,
-    results: list[Generation],
-) -> list[Row]:
-    """Make a row of every prompt that may emit at least one token."""
-    rows: list[Row] = []
-    for place, prompt in enumerate(prompts):
-        generator = torch.Generator(target.device).manual_seed(sampling.seed + place)
-        row = Row(place, len(rows), list(prompt), len(prompt), policy(), generator)
-        if _room(target, row, ending) > 0:
-            rows.append(row)
-        elif ending.max_new_tokens:
-            results[place].reason = "context"
-    return rows
-
-
-def _room(target: Engine, row: Row, ending: StoppingCriteria) -> int:
+def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
     """How many tokens a row may still emit."""
-    room = ending.max_new_tokens - (len(row.tokens) - row.prompt_length)
+    room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
-_SLACK = 64  # slots past the longest sequence, for drafted tokens that cannot stand
-
-
-def _capacity(target: Engine, rows: list[Row], ending: StoppingCriteria) -> int:
-    return max(len(row.tokens) + _room(target, row, ending) for row in rows) + _SLACK
-
-
-def _budget(target: Engine, row: Row, ending: StoppingCriteria) -> int:
-    """How many tokens to draft: no more than could be emitted before the one that follows them."""
-    return max(0, min(row.policy.budget(), _room(target, row, ending) - 1, _SLACK))
-
-
 def _equal_lengths(rows: list[Row]) -> list[Row]:
-    """The most rows of one length; the shortest of equals, which then may catch up with others."""
+    """The largest set of rows of one length; the shortest of equals, which may then reach the length of others."""
     by_length: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_length[len(row.tokens)].append(row)
     return max(by_length.values(), key=lambda group: (len(group), -len(group[0].tokens)))
 
 
-def _nothing(b: int, target: Engine) -> Draft:
-    return Draft(torch.full((b, 0), -1, device=target.device))
+_SLACK = 64  # slots past the longest sequence, for drafted tokens that will be rejected
 
 
-def _verify(target: Engine, cache: KVCache, rows: list[Row], draft: Draft, sampling: Sampling) -> Verified:
-    last = right_padded([row.tokens[-1:] for row in rows], 1).to(target.device)
-    draft.tokens = draft.tokens.to(target.device)
-    inputs = torch.cat((last, draft.tokens.clamp_min(0)), 1)
-    starts = [len(row.tokens) - 1 for row in rows]
-    output = target.forward(cache, inputs, block_of(rows, cache, starts, inputs.shape[1], draft.shape))
-    if draft.shape is None:
-        counts, following = _verify_chains(output.logits, rows, draft, sampling)
-        paths = [list(range(n)) for n in counts.tolist()]
-        next_tokens = following.tolist()
-    else:
-        paths, next_tokens = _verify_trees(output.logits, rows, draft, sampling)
-    return Verified(inputs, draft, output, paths, next_tokens)
+@dataclass
+class _Batch:
+    """The sequences that are being decoded, and their state; sequences that end leave ``rows`` and every cache."""
 
+    target: Engine
+    drafter: Drafter | None
+    stopping: StoppingCriteria
+    sampling: Sampling
+    rows: list[Row]
+    results: list[Generation]
+    on_tokens: OnTokens | None
+    observe: Observe | None
+    cache: KVCache = field(init=False)
 
-def _verify_chains(logits: Tensor, rows: list[Row], draft: Draft, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    if sampling.greedy:
-        return verify_greedy(logits.argmax(-1), draft.tokens)
-    p, random = sampling.probabilities(logits), RowRandomSource(rows)
-    if draft.probs is None:
-        return verify_onehot(p, draft.tokens, random)
-    return verify_chain(p, draft.probs, draft.tokens.clamp_min(0), random)
+    def __post_init__(self) -> None:
+        longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in self.rows)
+        self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK)
+        hidden = prefill(self.target, self.cache, [row.tokens for row in self.rows], [row.slot for row in self.rows])
+        if self.drafter is not None:
+            self.drafter.start(self.rows, TargetState(self.cache, hidden, self.target.vocab_size, self.sampling))
 
+    def step(self, rows: list[Row]) -> None:
+        """Draft for some of the rows, verify, and append what they emit."""
+        verified = self._verify(rows, self._propose(rows))
+        if self.observe is not None:
+            self.observe(rows, verified)
+        draft = verified.draft
+        outcome = zip(rows, draft.tokens.tolist(), verified.paths, verified.next_tokens, strict=True)
+        ended = {
+            row.index for row, drafted, path, next_ in outcome if self._emit(row, draft.shape, drafted, path, next_)
+        }
+        if self.drafter is not None:
+            self.drafter.accept(rows, verified)
+        if ended:
+            self._drop(ended)
 
-def _verify_trees(
-    logits: Tensor, rows: list[Row], draft: Draft, sampling: Sampling
-) -> tuple[list[list[int]], list[int]]:
-    assert draft.shape is not None
-    parents = draft.shape.parents
-    if sampling.greedy:
-        choices, tokens = logits.argmax(-1).tolist(), draft.tokens.tolist()
-        walks = [walk_greedy(c, t, parents) for c, t in zip(choices, tokens, strict=True)]
-    else:
-        p, random = sampling.probabilities(logits), RowRandomSource(rows)
-        walks = []
-        for i, tokens_of in enumerate(draft.tokens):
-            # Candidates are certain: each node's row is one-hot, or zeros where nothing was drafted.
-            drafted = (tokens_of >= 0).to(p.dtype)[:, None]
-            q = torch.zeros_like(p[i, 1:]).scatter_(-1, tokens_of.clamp_min(0)[:, None], drafted)
-            walks.append(verify_tree(p[i], q, tokens_of, parents, random.of(i)))
-    return [path for path, _ in walks], [token for _, token in walks]
+    def _propose(self, rows: list[Row]) -> Draft:
+        if self.drafter is not None:
+            budgets = [self._budget(row) for row in rows]
+            if any(budgets):
+                return self.drafter.propose(rows, budgets)
+        return Draft.empty(len(rows), self.target.device)
 
+    def _budget(self, row: Row) -> int:
+        """How many tokens to draft: no more than could be emitted before the one that follows them."""
+        return max(0, min(row.policy.budget(), _room(self.target, row, self.stopping) - 1, _SLACK))
 
-def _emit(
-    target: Engine,
-    cache: KVCache,
-    rows: list[Row],
-    verified: Verified,
-    ending: StoppingCriteria,
-    results: list[Generation],
-    on_tokens: OnTokens | None,
-) -> set[int]:
-    """Append what stood to every row; return the places of those that ended."""
-    ended = set()
-    tokens = verified.draft.tokens.tolist()
-    depths = None if verified.draft.shape is None else verified.draft.shape.depths[1:]
-    for i, row in enumerate(rows):
-        path = verified.paths[i]
-        if depths is not None and path:
-            cache.move(row.slot, len(row.tokens), path)
-        drafted = max(((depths[j] if depths else j + 1) for j, t in enumerate(tokens[i]) if t >= 0), default=0)
+    def _verify(self, rows: list[Row], draft: Draft) -> Verified:
+        last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
+        draft.tokens = draft.tokens.to(self.target.device)
+        inputs = torch.cat((last, draft.tokens.clamp_min(0)), 1)  # [b, N+1]
+        tree = None if draft.shape is None else (draft.shape.depths, draft.shape.below)
+        starts = [len(row.tokens) - 1 for row in rows]
+        block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
+        output = self.target.forward(self.cache, inputs, block)
+        generators = [row.generator for row in rows]
+        if draft.shape is None:
+            accepted = accept_chains(output.logits, draft.tokens, draft.probs, self.sampling, generators)
+        else:
+            accepted = accept_trees(output.logits, draft.tokens, draft.shape.parents, self.sampling, generators)
+        return Verified(inputs, draft, output, *accepted)
+
+    def _emit(self, row: Row, shape: TreeShape | None, tokens: list[int], path: list[int], following: int) -> bool:
+        """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it."""
+        if shape is not None and path:
+            self.cache.move(row.slot, len(row.tokens), path)
+        depths = range(1, len(tokens) + 1) if shape is None else shape.depths[1:]
+        drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
         row.policy.update(drafted, len(path))
-        run = [*(tokens[i][node] for node in path), verified.next_tokens[i]]
-        result = results[row.index]
-        kept, reason = _cut(result.tokens, run, ending, target, row)
+        run = [*(tokens[node] for node in path), following]
+        result = self.results[row.index]
+        kept, reason = self._cut(result.tokens, run, row)
         result.tokens += run[:kept]
         row.tokens += run[:kept]
         # Tokens past the end were never output: neither they nor their acceptance count.
         whole = kept == len(run)
         result.steps.append(Step(drafted if whole else kept, len(path) if whole else kept, kept))
-        if on_tokens is not None:
-            on_tokens(row.index, run[:kept])
-        if reason is not None:
-            result.reason = reason
-            ended.add(row.index)
-    return ended
+        if self.on_tokens is not None:
+            self.on_tokens(row.index, run[:kept])
+        result.reason = reason or result.reason
+        return reason is not None
 
+    def _cut(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
+        """How many tokens of an accepted run are output, and why the output ends there, if it does."""
+        room = _room(self.target, row, self.stopping)
+        for n, token in enumerate(run, start=1):
+            if token in self.stopping.eos:
+                return n, "eos"
+            if self.stopping.stops is not None and self.stopping.stops(before + run[:n]):
+                return n, "stop"
+            if n == room:
+                return n, "length" if len(before) + n == self.stopping.max_new_tokens else "context"
+        return len(run), None
 
-def _cut(
-    before: list[int], run: list[int], ending: StoppingCriteria, target: Engine, row: Row
-) -> tuple[int, str | None]:
-    """How many tokens of an accepted run are output, and why it ends there, if it does."""
-    room = _room(target, row, ending)
-    for n, token in enumerate(run, start=1):
-        if token in ending.eos:
-            return n, "eos"
-        if ending.stops is not None and ending.stops(before + run[:n]):
-            return n, "stop"
-        if n == room:
-            return n, "length" if len(before) + n == ending.max_new_tokens else "context"
-    return len(run), None
-
-
-def _compact(rows: list[Row], cache: KVCache, drafter: Drafter | None) -> None:
-    """Drop the sequences that have ended from every cache."""
-    if not rows:
-        return
-    slots = [row.slot for row in rows]
-    cache.select(slots)
-    if drafter is not None:
-        drafter.select(slots)
-    for slot, row in enumerate(rows):
-        row.slot = slot
+    def _drop(self, ended: set[int]) -> None:
+        """Remove the sequences that have ended from every cache."""
+        self.rows = [row for row in self.rows if row.index not in ended]
+        if not self.rows:
+            return
+        slots = [row.slot for row in self.rows]
+        self.cache.select(slots)
+        if self.drafter is not None:
+            self.drafter.select(slots)
+        for slot, row in enumerate(self.rows):
+            row.slot = slot

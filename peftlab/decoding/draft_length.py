@@ -1,7 +1,7 @@
-"""How many tokens to draft: one small object a sequence, asked before, during and after each step.
+"""How many tokens to draft: one small object per sequence, called before, during and after each step.
 
-A policy may look at what was drafted before, and stop after it; it never takes a drafted token back. A token
-withdrawn because of its own q(x) would bias the output: what verification then emits is no longer p.
+A policy may stop after a drafted token, but never withdraws one: to withdraw a token because of its own q(x) would
+bias the output, which would no longer follow p.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Policy(Protocol):
     """Draft length for one sequence.
 
     Attributes:
-        needs_confidence: whether ``should_continue`` wants to be asked after each drafted token (it costs a softmax).
+        needs_confidence: whether ``should_continue`` is called after each drafted token (it costs a softmax).
     """
 
     needs_confidence: bool
@@ -36,13 +36,13 @@ class Policy(Protocol):
         ...
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Learn what the step came to."""
+        """Learn how many of the drafted tokens were accepted."""
         ...
 
 
 @dataclass
 class Fixed:
-    """γ tokens every step."""
+    """γ tokens in every step."""
 
     gamma: int
     needs_confidence = False
@@ -77,7 +77,7 @@ class Confidence(Fixed):
 
 @dataclass
 class Heuristic(Fixed):
-    """Start at γ; 2 more after a step in which all stood, 1 fewer (down to 1) after any other."""
+    """Start at γ; 2 more after a step in which all were accepted, 1 fewer (down to 1) after any other."""
 
     def update(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -86,13 +86,13 @@ class Heuristic(Fixed):
 
 @dataclass
 class AcceptanceHead(Fixed):
-    """Up to γ tokens; stop once 1 - Π p̂_i > h, with p̂ a head's estimate that a token will stand.
+    """Up to γ tokens; stop once 1 - Π p̂_i > h, with p̂ a head's estimate that a token will be accepted.
 
     SpecDec++ (Huang et al. 2024, arXiv 2405.19715).
 
     Attributes:
         head: the draft's hidden state [H] -> p̂, a number in [0, 1].
-        h: how sure of a rejection one must be to stop.
+        h: probability of a rejection above which drafting stops.
     """
 
     head: Callable[[Tensor], float] = lambda _: 1.0
@@ -102,15 +102,15 @@ class AcceptanceHead(Fixed):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_share("h", self.h)
-        self._all_stand = 1.0
+        self._all_accepted = 1.0
 
     def budget(self) -> int:
-        self._all_stand = 1.0
+        self._all_accepted = 1.0
         return self.gamma
 
     def should_continue(self, confidence: float, hidden: Tensor) -> bool:
-        self._all_stand *= float(self.head(hidden))
-        return 1 - self._all_stand <= self.h
+        self._all_accepted *= float(self.head(hidden))
+        return 1 - self._all_accepted <= self.h
 
 
 def _check_gamma(gamma: int) -> None:
@@ -120,4 +120,4 @@ def _check_gamma(gamma: int) -> None:
 
 def _check_share(name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise PeftlabError(f"{name}: {value} lies outside [0, 1]")
+        raise PeftlabError(f"{name}: {value} is outside [0, 1]")

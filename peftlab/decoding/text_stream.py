@@ -7,11 +7,11 @@ from typing import Any
 
 from peftlab.errors import PeftlabError
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not all there yet
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not complete
 
 
 def stop_at(tokenizer: Any, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """Return whether output ids contain a stop string, as ``decoder.StoppingCriteria.stops`` takes it.
+    """Return whether output ids contain a stop string, as ``decode.StoppingCriteria.stops`` takes it.
 
     The output then ends with the token that completes the stop string; ``cut_at`` removes it from the text.
 
@@ -22,7 +22,7 @@ def stop_at(tokenizer: Any, stops: Sequence[str]) -> Callable[[Sequence[int]], b
         raise PeftlabError("stop: an empty string ends every output before it begins")
     if not stops:
         return None
-    # A stop string spans at most as many tokens as it has bytes; one more may hang over at either end.
+    # A stop string spans at most as many tokens as it has bytes; one more may overlap either end.
     reach = max(len(stop.encode()) for stop in stops) + 2
 
     def complete(ids: Sequence[int]) -> bool:
@@ -38,7 +38,7 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 class TextStream:
-    """Turns ids into text piece by piece; what has been given is never taken back.
+    """Turns ids into text piece by piece; a returned piece never changes.
 
     Held back are characters whose bytes are incomplete and an ending that may become a stop string.
     """
@@ -46,17 +46,17 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
         self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
-        self._given = 0
+        self._returned = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids make certain."""
+        """Add ids and return the text that can no longer change."""
         self._ids += ids
         text = cut_at(self._text(), self._stops)
-        return self._give(text[: len(text) - self._unsure(text)])
+        return self._next(text[: len(text) - self._unsure(text)])
 
     def finish(self) -> str:
         """Return what was held back."""
-        return self._give(cut_at(self._text(), self._stops))
+        return self._next(cut_at(self._text(), self._stops))
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)
@@ -68,7 +68,7 @@ class TextStream:
         )
         return max(broken, max(prefixes, default=0))
 
-    def _give(self, text: str) -> str:
-        piece = text[self._given :]
-        self._given = max(self._given, len(text))
+    def _next(self, text: str) -> str:
+        piece = text[self._returned :]
+        self._returned = max(self._returned, len(text))
         return piece

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import Heads, HeadsDrafter
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.kinds.base import Opened, Opening
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind

@@ -16,13 +16,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.base import Draft, DraftJob
 from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.text.prompt_files import Request, read_prompts, read_requests
 from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.recipe.schema import DraftRecipe
+from peftlab.tasks.prompts import Request, read_prompt_ids, read_requests
 
 
 @dataclass
@@ -59,7 +59,7 @@ def read_text(recipe: DraftRecipe) -> Text:
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     prompts: list[list[int]] = []
     if data.prompts is not None:
-        prompts = read_prompts(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
+        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
         if len(prompts) <= data.held_out:
             raise PeftlabError(
                 f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "

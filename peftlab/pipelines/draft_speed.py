@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from peftlab.decoding.analysis.benchmark import Question, Settings, race
+from peftlab.decoding.analysis.benchmark import Question, Settings, compare
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.base import Served
@@ -36,17 +36,17 @@ def decoding_speed(
         return {}
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts[:_DECODED])]
     settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=repeats)
-    run = race(build_engine(served.model), {"draft": served.drafter}, questions, settings)
-    found = run.summary("draft")
+    run = compare(build_engine(served.model), {"draft": served.drafter}, questions, settings)
+    found = run.result("draft")
     return {
-        "block_efficiency": found["tau"],
-        "accepted": found["acceptance"],
-        "plain_tokens_per_second": round(found["baseline_tokens_per_second"], 2),
-        "tokens_per_second": round(found["tokens_per_second"], 2),
-        "speed_up": round(found["speedup"], 3),
-        "speed_up_interval": found["speedup_interval"],
-        "lossless": found["lossless"],
-        "verdict": found["verdict"],
+        "block_efficiency": found.statistics.tau,
+        "accepted": found.statistics.acceptance,
+        "plain_tokens_per_second": round(found.baseline_tokens_per_second, 2),
+        "tokens_per_second": round(found.tokens_per_second, 2),
+        "speed_up": round(found.speedup, 3),
+        "speed_up_interval": found.speedup_interval,
+        "lossless": found.lossless,
+        "verdict": found.verdict,
         "kernel": run.target.kind,
         "conditions": run.conditions.as_json(),
     }

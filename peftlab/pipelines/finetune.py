@@ -67,7 +67,7 @@ class LoadedTask:
         """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
         tokens = tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
         embeddings: Any = self.model.get_input_embeddings()
-        largest, embedded = largest_id(tokens), len(embeddings.weight)
+        largest, embedded = max(largest_id(tokens), self.collate.fill["input_ids"]), len(embeddings.weight)
         if largest >= embedded:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             raise PeftlabError(

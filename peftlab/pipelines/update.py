@@ -8,7 +8,6 @@ from typing import Any
 
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.table import DRAFTS
-from peftlab.drafting.text.prompt_files import Request, read_requests
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
 from peftlab.models.pretrained import load_tokenizer
@@ -19,6 +18,7 @@ from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
 from peftlab.rows import resolve
+from peftlab.tasks.prompts import Request, read_requests
 
 
 def run_update(

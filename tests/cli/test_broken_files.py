@@ -114,6 +114,11 @@ def test_token_ids_that_the_model_does_not_have(identity: int, said: str, world:
     assert str(identity) in message and "'good'" in message and said in message
 
 
+def test_a_padding_token_that_the_model_does_not_have(world: worlds.World, base: Path) -> None:
+    edited(base / "tokenizer_config.json", pad_token="[NEW]")
+    assert "'[NEW]' the id 17" in refused(base.parent, "eval", str(world.run), f"model={base}")
+
+
 @pytest.mark.parametrize("changes", [{"num_labels": 10**9}, {"num_hidden_layers": 10**6}])
 @pytest.mark.parametrize("place", ["base", "adapter"])
 def test_merging_sizes_that_no_model_has(changes: dict[str, int], place: str, adapter: Path, base: Path) -> None:
@@ -201,6 +206,15 @@ def test_a_run_whose_recipe_is_no_text(content: bytes | None, world: worlds.Worl
         (run / "recipe.yaml").write_bytes(content)
     for command in (["merge", "run", "-o", "out"], ["eval", "run"], ["resume", "run"]):
         assert "recipe.yaml" in refused(tmp_path, *command)
+
+
+def test_directories_made_for_a_file_that_fails_are_removed(tmp_path: Path) -> None:
+    refused(tmp_path, "recipes", "copy", "quickstart", "--to", "new/deep/..")
+
+
+def test_a_file_name_that_is_not_utf_8(adapter: Path, base: Path) -> None:
+    message = refused(base.parent, "merge", "adapter", "--base", "base", "-o", os.fsdecode(b"\xffout"))
+    assert "\\udcffout" in message and "not UTF-8" in message
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:

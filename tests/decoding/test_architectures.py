@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
 
@@ -125,7 +125,7 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
             assert output.tokens == want or parted_at_a_tie(model, prompt, want, output.tokens)
         statistics = acceptance_statistics(outputs)
         if drafter is not None:
-            assert 0 < statistics["accepted"] < statistics["drafted"]
+            assert 0 < statistics.accepted < statistics.drafted
 
 
 def test_outputs_are_not_all_alike(expected):

@@ -11,7 +11,7 @@ import torch
 from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
 from peftlab.decoding.analysis.planning import plan_from_repeats, step_seconds
-from peftlab.decoding.analysis.statistics import Timings, rate_intervals
+from peftlab.decoding.analysis.statistics import RateIntervals, Timings, rate_intervals
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)
@@ -58,32 +58,32 @@ class TestPlan:
 
     def test_quiet_repeats_are_the_plan_of_their_medians(self):
         result = plan_of([[1.0, 1.01, 0.99], [1.02, 1.0, 1.01], [1.0, 1.0, 1.1]], [0.2, 0.2, 0.21])
-        assert result["c"] == pytest.approx(0.2) and result["target_seconds"] == [1.0, 1.01, 1.0]
-        low, high = result["c_interval"]
+        assert result.c == pytest.approx(0.2) and result.target_seconds == [1.0, 1.01, 1.0]
+        low, high = result.c_interval
         assert low <= 0.2 <= high < 0.22
-        assert result["target_range"][0] == (0.99, 1.01) and result["draft_range"] == (0.2, 0.21)
-        assert result["verdict"].startswith("pays from an acceptance of")
-        assert result["conditions"]["doubts"] == []
+        assert result.target_range[0] == (0.99, 1.01) and result.draft_range == (0.2, 0.21)
+        assert result.verdict.startswith("pays from an acceptance of")
+        assert result.conditions.doubts() == []
 
     def test_a_busy_machine_concludes_nothing(self):
         """Target and draft are the same model; the neighbour hit the draft's turns."""
         same = [1.0, 1.1, 0.9, 1.0, 21.0]
         hit = [22.0, 1.0, 21.9, 25.0, 1.1]
         result = plan_of([same] * 3, hit, BUSY)
-        low, high = result["c_interval"]
+        low, high = result.c_interval
         assert low <= 1.1 and high > 20, "the interval contains c = 1"
-        assert result["verdict"].startswith("uncertain, the machine was busy (load average 8.1 on 2 cores; ")
-        assert "by these times cannot pay here" in result["verdict"]
+        assert result.verdict.startswith("uncertain, the machine was busy (load average 8.1 on 2 cores; ")
+        assert "by these times cannot pay here" in result.verdict
 
     def test_repeats_that_disagree_are_uncertain_on_a_quiet_machine_too(self):
         result = plan_of([[1.0] * 6, [1.2, 2.8] * 3], [0.1] * 6)
-        low, high = result["cap_interval"]
+        low, high = result.cap_interval
         assert low <= 1 < high
-        assert result["verdict"].startswith("uncertain, as by some repeats a perfect draft reaches")
+        assert result.verdict.startswith("uncertain, as by some repeats a perfect draft reaches")
 
     def test_a_single_repeat_has_no_interval(self):
         result = plan_of([[1.0], [1.1]], [0.1], Conditions(0.1, 2, 0.99, None))
-        assert result["c_interval"] is None and result["cap_interval"] is None
+        assert result.c_interval is None and result.cap_interval is None
 
     def test_no_repeat_is_refused(self):
         with pytest.raises(PeftlabError, match="repeats: 0 measures nothing"):
@@ -95,20 +95,20 @@ class TestIntervals:
 
     def test_one_prompt_has_no_interval(self):
         one, other = Timings([10], [[1.0, 1.1, 0.9]]), Timings([10], [[2.0, 2.1, 1.9]])
-        assert rate_intervals(one, other) == {"rate": None, "baseline": None, "speedup": None}
+        assert rate_intervals(one, other) == RateIntervals(rate=None, baseline=None, speedup=None)
         said = benches.verdict(2.0, None)
         assert said == "2.00x plain decoding on a single batch, too few for an interval"
 
     def test_repeats_that_differ_widen_it(self):
         plain = Timings([10] * 4, [[2.0] * 5] * 4)
-        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain)["speedup"]
+        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain).speedup
         assert still == (2.0, 2.0)
-        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain)["speedup"]
+        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain).speedup
         assert low < 1.5 and high > 2.2
 
     def test_prompts_that_differ_widen_it(self):
         plain = Timings([10] * 20, [[1.0]] * 20)
-        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain)["speedup"]
+        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain).speedup
         assert low < 2 / 3.5 < high
 
     def test_slow_moments_that_hit_both_cancel(self):
@@ -116,8 +116,8 @@ class TestIntervals:
         noise = numpy.random.default_rng(1).uniform(1, 5, (6, 3))
         pair = [Timings([10] * 6, (scale * noise).tolist()) for scale in (1.0, 2.0)]
         found = rate_intervals(*pair)
-        assert found["speedup"] == pytest.approx((2.0, 2.0))
-        assert found["rate"][1] > 1.2 * found["rate"][0]
+        assert found.speedup == pytest.approx((2.0, 2.0))
+        assert found.rate[1] > 1.2 * found.rate[0]
 
     def test_the_interval_covers_the_truth_as_often_as_it_says(self):
         """Prompts with noisy repeats, 200 times over: 95 % intervals of 12 prompts contain the true ratio in most."""
@@ -127,7 +127,7 @@ class TestIntervals:
             seconds = dice.lognormal(0, 0.3, (12, 1)) * dice.lognormal(0, 0.1, (12, 3))
             plain = 2 * dice.lognormal(0, 0.1, (12, 3)) * seconds.mean(1, keepdims=True)
             found = rate_intervals(Timings([10] * 12, seconds.tolist()), Timings([10] * 12, plain.tolist()), draws=300)
-            low, high = found["speedup"]
+            low, high = found.speedup
             hits += low <= 2.0 <= high
         assert hits >= 170
 

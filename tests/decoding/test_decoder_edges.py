@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import ModelDrafter
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
@@ -136,8 +136,8 @@ def test_empty_stop_string(stories_tokenizer):
         ([], "prompts: none given"),
         ([[1], []], "prompt 1: empty"),
         ([[1], [1] * 513], "prompt 1: 513 tokens, but the model's context is 512"),
-        ([[1, 512]], "token 512 lies outside the vocabulary"),
-        ([[-1]], "token -1 lies outside"),
+        ([[1, 512]], "token 512 is outside the vocabulary"),
+        ([[-1]], "token -1 is outside"),
     ],
 )
 def test_prompts_that_make_no_sense(target, prompts, reason):

@@ -15,16 +15,17 @@ from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.statistics import Overlap, acceptance_statistics
 from peftlab.decoding.decode import Generation, Step, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.prompts import Prompt, encode, read_prompts, spread
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.head_files import write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,13 @@ def invoke(*arguments):
 def test_statistics_by_hand():
     steps = [Step(3, 3, 4), Step(3, 0, 1), Step(3, 1, 2), Step(0, 0, 1), Step(2, 2, 2)]
     result = acceptance_statistics([Generation([0] * 6, "eos", steps[:3]), Generation([0] * 4, "eos", steps[3:])])
-    assert result["tau"] == 10 / 5
+    assert result.tau == 10 / 5
     # Tried: 4, then 3 of which 1 falls, then 1: position by position 3/4, 2/3, 1/1.
-    assert result["acceptance_by_position"] == [3 / 4, 2 / 3, 1.0]
-    assert result["acceptance"] == 6 / 8
-    assert (result["drafted"], result["accepted"], result["steps"]) == (11, 6, 5)
-    assert result["histogram"] == {"1": 2, "2": 2, "4": 1}
-    assert acceptance_statistics([Generation()])["tau"] is None
+    assert result.acceptance_by_position == [3 / 4, 2 / 3, 1.0]
+    assert result.acceptance == 6 / 8
+    assert (result.drafted, result.accepted, result.steps) == (11, 6, 5)
+    assert result.histogram == {"1": 2, "2": 2, "4": 1}
+    assert acceptance_statistics([Generation()]).tau is None
 
 
 def test_overlap_is_that_of_the_models(stories_model):
@@ -86,10 +87,10 @@ def test_overlap_is_that_of_the_models(stories_model):
     p, q = p[looked], q[looked]
     result = overlap.result()
     assert overlap.positions == len(looked)
-    assert result["overlap"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
-    assert result["argmax"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
-    assert result["p_of_argmax"] == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
-    assert result["argmax"] == acceptance_statistics([output])["acceptance"]  # greedy: the same thing
+    assert result.overlap == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
+    assert result.argmax == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    assert result.p_of_argmax == pytest.approx(float(p.gather(1, q.argmax(-1)[:, None]).mean()), abs=1e-5)
+    assert result.argmax == acceptance_statistics([output]).acceptance  # greedy: the same thing
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (1, 0.8)])
@@ -150,6 +151,21 @@ def test_free_drafters_forget_between_passes(stories_model):
     questions = [benches.Question("1", "all", [1, 5])]
     benches.bench(build_engine(stories_model), {"recycling": make}, questions, settings)
     assert len(made) == 1 + 3 + 1  # warm-up, passes, overlap
+
+
+def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, generate_greedy):
+    questions = [benches.Question(str(i), "all", [1, i]) for i in (5, 9)]
+
+    def library():
+        return lambda batch: [Generation(generate_greedy(stories_model, q.ids, 8)) for q in batch]
+
+    target = build_engine(stories_model, pack=False)
+    run = benches.compare(
+        target, {"r": Recycling}, questions, benches.Settings(8, repeats=2), others={"other": library}
+    )
+    found = run.result("other")
+    assert found.lossless and found.tokens_per_second > 0 and found.statistics.tau is None
+    assert [len(times) for times in run.records["other"].seconds] == [2, 2]
 
 
 def test_bench_refuses(stories_model):
@@ -255,11 +271,11 @@ def test_an_empty_prompt_begins_with_bos_or_not_at_all(stories_tokenizer):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "p.jsonl:2: not valid JSON"),
-        ("[" * 100_000, "p.jsonl:2: not valid JSON .nested too deeply"),
-        ("[]", "p.jsonl:2: no prompt; an object needs one of turns"),
+        ("{", "p.jsonl:2: not a JSON object"),
+        ("[" * 100_000, "p.jsonl:2: not a JSON object .nested too deeply"),
+        ("[]", "p.jsonl:2: not a JSON object but"),
         ('{"promt": "x"}', "p.jsonl:2: no prompt"),
-        ('{"turns": []}', "p.jsonl:2: turns is not what it should be"),
+        ('{"turns": []}', "p.jsonl:2: turns is not a text, chat messages or token ids"),
         ('{"messages": [{"role": "user"}]}', "p.jsonl:2: messages is not"),
         ('{"prompt": 3}', "p.jsonl:2: prompt is not"),
     ],

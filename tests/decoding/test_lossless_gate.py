@@ -11,8 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import ModelDrafter
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
@@ -132,8 +132,8 @@ def test_drafts_do_stand_and_do_fall(stories_model, engines, uneven_prompts):
     for name in ("first layers", "lookup", "recycling", "medusa tree"):
         drafter = DRAFTERS[name](stories_model, WAYS["flat"])
         statistics = acceptance_statistics(run(engines["flat"], uneven_prompts, 3, drafter, 4))
-        assert 0 < statistics["accepted"] < statistics["drafted"], name
-        assert statistics["tau"] > 1, name
+        assert 0 < statistics.accepted < statistics.drafted, name
+        assert statistics.tau > 1, name
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -141,8 +141,8 @@ def test_a_draft_equal_to_the_target_is_always_right(stories_model, engines, une
     drafter = DRAFTERS["itself"](stories_model, WAYS["flat"])
     outputs = run(engines["flat"], uneven_prompts, batch, drafter, 4, new=40)
     statistics = acceptance_statistics(outputs)
-    assert statistics["acceptance"] == 1.0
-    assert statistics["acceptance_by_position"] == [1.0] * 4
+    assert statistics.acceptance == 1.0
+    assert statistics.acceptance_by_position == [1.0] * 4
     assert all([step.emitted for step in output.steps] == [5] * 8 for output in outputs)
 
 

@@ -12,10 +12,11 @@ from scipy.stats import chi2
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 
@@ -112,7 +113,7 @@ def test_follows_the_target(stories_model, target, prompt, law, name):
     )
     if drafter:
         statistics = acceptance_statistics(outputs)
-        assert statistics["accepted"] > 50 and statistics["acceptance"] < 1
+        assert statistics.accepted > 50 and statistics.acceptance < 1
     assert p_value(law, outputs) > 1e-3
 
 
@@ -141,7 +142,7 @@ def test_seeds_reproduce_and_differ(stories_model, target, prompt):
 def test_a_sampled_draft_equal_to_the_target_is_always_right(stories_model, target, prompt):
     drafter = ModelDrafter(build_engine(stories_model, pack=False))
     outputs = decode(target, [prompt] * 4, StoppingCriteria(30), drafter, sampling=Sampling(temperature=1.0, top_p=0.9))
-    assert acceptance_statistics(outputs)["acceptance"] == 1.0
+    assert acceptance_statistics(outputs).acceptance == 1.0
 
 
 @pytest.mark.parametrize("flags", [{"top_k": 5}, {"top_p": 0.9}])

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import Draft, Row, Sampling, TargetState, Verified
+from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
-from peftlab.decoding.engines.build import Output
+from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import best_tree, rank_probability, tree_shape, walk_greedy
 
 

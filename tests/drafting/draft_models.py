@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
-from peftlab.drafting.text.prompt_files import Request
 from peftlab.methods.injection import inject, make_config
+from peftlab.tasks.prompts import Request
 
 VOCAB = 40
 

@@ -20,8 +20,9 @@ from peftlab.cli.app import app
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import ModelDrafter, Sampling
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
@@ -212,7 +213,7 @@ class TestModes:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
             steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
         after = results["decoding"]["after"]
-        assert after["block_efficiency"] == acceptance_statistics(steps)["tau"] > 2
+        assert after["block_efficiency"] == acceptance_statistics(steps).tau > 2
 
     def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
         """The same engine, and the same number of steps for the same prompts."""
@@ -277,7 +278,7 @@ class TestRefused:
             (["data.max_new_tokens=600"], "the target's context"),
             (["train.max_length=16"], "train.max_length; raise it"),
             (["data.held_out=10"], "leaves none of 10 prompts"),
-            (["data.prompts=[]"], "holds no prompt"),
+            (["data.prompts=[]"], "no prompt in it"),
             (["method={name: medusa}"], "write draft: {kind: medusa, heads: ...}"),
             (["method={name: lora, trunk: {r: 2}}"], "method.trunk: unknown key"),
             (["draft={truncate: {layers: [0]}}"], "write draft: {kind: model, truncate: {layers: [...]}}"),
@@ -301,7 +302,7 @@ class TestRefused:
 
     def test_an_empty_prompt_file(self, stories: Path, tmp_path: Path) -> None:
         (tmp_path / "none.txt").write_text("\n")
-        assert "holds no prompt" in refused(stories, tmp_path / "out", f"data.prompts={tmp_path / 'none.txt'}")
+        assert "no prompt in it" in refused(stories, tmp_path / "out", f"data.prompts={tmp_path / 'none.txt'}")
 
     def test_a_draft_that_does_not_fit(self, stories: Path, tmp_path: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(stories)

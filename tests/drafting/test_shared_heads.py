@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.head_draft import check_trunk

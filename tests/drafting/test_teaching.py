@@ -20,11 +20,11 @@ from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.objectives import OBJECTIVES, Objective, selective_mask, topk_targets
 from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.text.prompt_files import Request
 from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
+from peftlab.tasks.prompts import Request
 
 
 def batch_of(rows: Any) -> dict[str, torch.Tensor]:

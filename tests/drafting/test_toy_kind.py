@@ -42,7 +42,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, last_hidden

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from peftlab.drafting.objectives import topk_targets
 from peftlab.drafting.text import target_text as written
 from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.text.prompt_files import read_prompts, read_requests
 from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
+from peftlab.tasks.prompts import read_prompt_ids, read_requests
 
 EOS = frozenset({2})
 PROMPTS = [[5, 6, 7], [9], [11, 12], [3, 4, 5, 6], [8, 8]]
@@ -61,7 +61,7 @@ def test_greedy_text_is_what_transformers_writes(stories: Path, tmp_path: Path) 
 
     target = AutoModelForCausalLM.from_pretrained(stories).eval()
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    prompts = read_prompts(["Once upon a time", "Tom had a big dog"], tokenizer, chat=False)
+    prompts = read_prompt_ids(["Once upon a time", "Tom had a big dog"], tokenizer, chat=False)
     _, ours = write_continuations(target, prompts, Writing(24), tmp_path, EOS)
     for prompt, request in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
@@ -98,7 +98,7 @@ def test_too_long() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5))
 def test_masks_cover_the_continuation_alone_even_where_padding_is_eos(sizes: list[tuple[int, int]]) -> None:
-    from peftlab.drafting.text.prompt_files import Request
+    from peftlab.tasks.prompts import Request
 
     rows = make_dataset([Request([2] * p, [*[2] * (r - 1), 2]) for p, r in sizes])  # every token is the EOS
     batch = Collate(pad=2)([rows[i] for i in range(len(rows))])
@@ -139,21 +139,21 @@ class TestPrompts:
         (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{t}", "answer": "x"}}\n' for t in texts))
         expected = [tokenizer(t)["input_ids"] for t in texts]
         for source in (texts, str(tmp_path / "p.txt"), str(tmp_path / "p.jsonl"), str(tmp_path / "q.jsonl")):
-            assert read_prompts(source, tokenizer) == expected
+            assert read_prompt_ids(source, tokenizer) == expected
 
     def test_chat_messages_go_through_the_template(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "m.jsonl"
         path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
         with pytest.raises(PeftlabError, match="no chat template"):
-            read_prompts(str(path), tokenizer)
+            read_prompt_ids(str(path), tokenizer)
         chatty = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
         chatty.chat_template = (
             "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}bot: "
         )
         expected = tokenizer("<s>user: Hi</s>bot: ", add_special_tokens=False)["input_ids"]
-        assert read_prompts(str(path), chatty) == [expected]
-        assert read_prompts(["Hi"], chatty) == [expected]
-        assert read_prompts(["Hi"], chatty, chat=False) == [tokenizer("Hi")["input_ids"]]
+        assert read_prompt_ids(str(path), chatty) == [expected]
+        assert read_prompt_ids(["Hi"], chatty) == [expected]
+        assert read_prompt_ids(["Hi"], chatty, chat=False) == [tokenizer("Hi")["input_ids"]]
 
     def test_a_template_that_raises_is_told_with_its_row(self, tokenizer: Any, tmp_path: Path) -> None:
         strict = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
@@ -164,20 +164,20 @@ class TestPrompts:
         path = tmp_path / "m.jsonl"
         rows = [[{"role": role, "content": "Hi"}] for role in ("user", "system")]
         path.write_text("".join(f'{{"messages": {json.dumps(messages)}, "response": "x"}}\n' for messages in rows))
-        for read in (read_prompts, read_requests):
+        for read in (read_prompt_ids, read_requests):
             with pytest.raises(PeftlabError, match=r"m\.jsonl:2: the tokenizer's chat template .*: only users speak"):
                 read(str(path), strict)
         strict.chat_template = "{% for m in messages %}"
         with pytest.raises(PeftlabError, match=r"m\.jsonl:1: the tokenizer's chat template .*endfor"):
-            read_prompts(str(path), strict)
+            read_prompt_ids(str(path), strict)
         strict.chat_template = "{{ missing.field.of }}"
         with pytest.raises(PeftlabError, match=r"data\.prompts, prompt 1: .*'missing' is undefined"):
-            read_prompts(["Hi"], strict)
+            read_prompt_ids(["Hi"], strict)
 
     def test_a_request_without_a_response_is_not_the_word_none(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "log.jsonl"
         path.write_text('{"prompt": "The cat", "response": null}\n')
-        with pytest.raises(PeftlabError, match=r"log\.jsonl:1: not a text, .* but None"):
+        with pytest.raises(PeftlabError, match=r"log\.jsonl:1: the response is not a text .* but None"):
             read_requests(path, tokenizer)
 
     def test_requests_end_with_the_end_of_sequence_unless_cut(self, tokenizer: Any, tmp_path: Path) -> None:
@@ -195,14 +195,14 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("empty.txt", "\n\n", "holds no prompt"),
-            ("empty.jsonl", "", "holds no|empty|no rows"),
+            ("empty.txt", "\n\n", "no prompt in it"),
+            ("empty.jsonl", "", "no prompt in it"),
             ("blank.jsonl", '{"prompt": "  "}\n', r"blank\.jsonl:1: empty"),
-            ("null.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"null\.jsonl:2: not a text, .* but None"),
+            ("null.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"null\.jsonl:2: no prompt; a row needs one of"),
             ("other.jsonl", '{"sentence": "x"}\n', "no prompt column"),
         ],
     )
     def test_bad_files(self, tokenizer: Any, tmp_path: Path, name: str, text: str, message: str) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(PeftlabError, match=message):
-            read_prompts(str(tmp_path / name), tokenizer)
+            read_prompt_ids(str(tmp_path / name), tokenizer)

@@ -285,7 +285,7 @@ def prompts(world: World, folder: Path, rng: random.Random) -> Case:
     options = ["--max-new-tokens", "2", "--repeats", "1", "--gamma", "2", "--json", "bench.json"]
 
     def check(outcome: Outcome) -> str:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
         found = len(json.loads((folder / "bench.json").read_text())["prompts"])
         return "" if found == len(lines) else f"{found} prompts measured, the file has {len(lines)}"
 

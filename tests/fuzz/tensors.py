@@ -72,8 +72,9 @@ def merged(base: Mapping[str, np.ndarray], adapter: Mapping[str, np.ndarray], co
 
 
 def _scaling(module: str, config: Mapping[str, Any]) -> float:
+    # Where the file does not say them, r and lora_alpha are peft's defaults.
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 16))
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 
 

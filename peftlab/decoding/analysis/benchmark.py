@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
+from peftlab.decoding.analysis.results import (
+    BenchmarkResult,
+    CategoryResult,
+    DrafterResult,
+    PromptDivergence,
+    PromptResult,
+)
 from peftlab.decoding.analysis.statistics import (
     Interval,
     Overlap,
+    OverlapRates,
     Timings,
     acceptance_statistics,
     divergence,
     rate_intervals,
 )
+from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.base import Drafter, Sampling
-from peftlab.decoding.drafters.heads import Heads
-from peftlab.decoding.engines.build import Engine, Output
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 PLAIN = "plain"
@@ -46,32 +53,8 @@ class Question:
     ids: list[int]
 
 
-class Stopwatch:
-    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.seconds = 0.0
-        self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        return self._timed(self._engine.forward, cache, tokens, block, keep)
-
-    def including(self, heads: Heads) -> Heads:
-        """Return ``heads`` with their time counted as this engine's."""
-        inner = heads.best
-        heads.best = lambda hidden, width: self._timed(inner, hidden, width)  # type: ignore[method-assign]
-        return heads
-
-    def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
-        output = work(*arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds += time.perf_counter() - began
-        return output
+Decode = Callable[[Sequence[Question]], list[Generation]]
+"""Decodes a batch of prompts, one output each."""
 
 
 @dataclass
@@ -84,7 +67,7 @@ class Settings:
         policy: draft length; the same for every drafter.
         sampling: default greedy.
         batch_size: prompts decoded together.
-        repeats: timed passes over all prompts, contestants in turn; one batch of each warms up.
+        repeats: timed passes over all prompts, contenders in turn; one batch of each warms up.
 
     Raises:
         PeftlabError: a number of tokens, prompts or repeats below 1.
@@ -105,14 +88,14 @@ class Settings:
 
 @dataclass
 class _Record:
-    """One contestant: seconds of each batch in each repeat, and the outputs of the last."""
+    """One contender: seconds of each batch in each repeat, and the outputs of the last."""
 
     seconds: list[list[float]]
     outputs: list[Generation]
 
 
 @dataclass
-class Race:
+class Comparison:
     """Plain decoding and drafters, timed in turn on the same prompts.
 
     Attributes:
@@ -127,36 +110,38 @@ class Race:
     records: dict[str, _Record]
     conditions: Conditions
 
-    def summary(self, name: str) -> dict[str, Any]:
-        """Return one drafter's figures: those of ``bench`` but ``alpha``."""
-        record, plain = self.records[name], self.records[PLAIN]
-        mine, theirs = self.timed(name), self.timed(PLAIN)
-        intervals = rate_intervals(mine, theirs)
-        speedup = mine.rate() / theirs.rate()
+    def result(self, name: str) -> DrafterResult:
+        """Return one drafter's figures, without ``alpha``."""
+        record = self.records[name]
+        mine, plain = self.timed(name), self.timed(PLAIN)
+        intervals = rate_intervals(mine, plain)
+        speedup = mine.rate() / plain.rate()
+        differing = self._divergences(name)
+        return DrafterResult(
+            tokens_per_second=mine.rate(),
+            tokens_per_second_interval=intervals.rate,
+            baseline_tokens_per_second=plain.rate(),
+            baseline_tokens_per_second_interval=intervals.baseline,
+            speedup=speedup,
+            speedup_interval=intervals.speedup,
+            verdict=verdict(speedup, intervals.speedup, self.conditions.doubts()),
+            statistics=acceptance_statistics(record.outputs),
+            lossless=not differing,
+            lossless_by="comparison" if self.settings.sampling.greedy else "construction",
+            divergences=differing,
+        )
+
+    def _divergences(self, name: str) -> list[PromptDivergence]:
+        """Where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
+        if not self.settings.sampling.greedy:
+            return []
         questions = [q for batch in self.batches for q in batch]
-        apart = []
-        if self.settings.sampling.greedy:
-            for q, one, other in zip(questions, plain.outputs, record.outputs, strict=True):
-                parting = divergence(self.target, q.ids, one.tokens, other.tokens)
-                if parting is not None:
-                    apart.append({"id": q.id, **asdict(parting)})
-        return {
-            "tokens_per_second": mine.rate(),
-            "tokens_per_second_interval": intervals["rate"],
-            "baseline_tokens_per_second": theirs.rate(),
-            "baseline_tokens_per_second_interval": intervals["baseline"],
-            "speedup": speedup,
-            "speedup_interval": intervals["speedup"],
-            "verdict": verdict(speedup, intervals["speedup"], self.conditions.doubts()),
-            **acceptance_statistics(record.outputs),
-            # A sampled output cannot be compared token for token: that the scheme is exact is proved elsewhere.
-            "lossless": not apart,
-            "lossless_by": "comparison" if self.settings.sampling.greedy else "construction",
-            "divergences": apart,
-        }
+        outputs = zip(questions, self.records[PLAIN].outputs, self.records[name].outputs, strict=True)
+        found = [(q.id, divergence(self.target, q.ids, plain.tokens, mine.tokens)) for q, plain, mine in outputs]
+        return [PromptDivergence(id=id_, **asdict(at)) for id_, at in found if at is not None]
 
     def timed(self, name: str, batches: Sequence[int] | None = None) -> Timings:
-        """Return one contestant's tokens and times, of all batches or of those numbered."""
+        """Return one contender's tokens and times, of all batches or of those numbered."""
         record, tokens, place = self.records[name], [], 0
         for batch in self.batches:
             tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
@@ -172,67 +157,63 @@ def bench(
     settings: Settings,
     *,
     models: Sequence[Stopwatch] = (),
-) -> dict[str, Any]:
+) -> BenchmarkResult:
     """Measure drafters against plain decoding.
 
     Args:
-        target, drafters, questions, settings: as for ``race``; the first drafter is the one the result is about,
-            the others stand beside it. Pass a ``Stopwatch`` as target to learn the decoder's own share of the time.
+        target, drafters, questions, settings: as for ``compare``; the first drafter is the one the result is about,
+            the others are reported beside it. Pass a ``Stopwatch`` as target to learn the time outside the models.
         models: every stopwatch that runs inside, for ``overhead``.
-
-    Returns:
-        ``tokens_per_second``, ``baseline_tokens_per_second``, ``speedup`` (each with an ``_interval``, null for a
-        single batch), ``tau``, ``acceptance``, ``acceptance_by_position``, ``histogram``, ``alpha``, ``lossless``,
-        ``divergences``, ``verdict``, ``overhead``, all of the first drafter; ``drafters``, the same for each;
-        ``categories``; ``conditions`` of the machine, with ``doubts``; ``prompts`` with the generated ids of each;
-        ``skipped``.
 
     Raises:
         PeftlabError: no drafter, or no prompt that fits.
     """
-    run = race(target, drafters, questions, settings, models=models)
+    run = compare(target, drafters, questions, settings, models=models)
     everything = sum(map(sum, (row for record in run.records.values() for row in record.seconds)))
     within = sum(model.seconds for model in models)
-    summaries = {name: run.summary(name) for name in drafters}
     first = next(iter(drafters))
-    for name, make in drafters.items():
-        summaries[name]["alpha"] = _overlap(target, run.batches, make(), settings)
-    fitting = [q for batch in run.batches for q in batch]
-    return summaries[first] | {
-        "drafter": first,
-        "overhead": 1 - within / everything if models else None,
-        "batch_size": settings.batch_size,
-        "temperature": settings.sampling.temperature,
-        "max_new_tokens": settings.max_new_tokens,
-        "repeats": settings.repeats,
-        "kernel": target.kind,
-        "threads": torch.get_num_threads(),
-        "device": str(target.device),
-        "conditions": run.conditions.as_json(),
-        "drafters": summaries,
-        "categories": _categories(run, first),
-        "prompts": [_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
-        "skipped": [q.id for q in questions if not _fits(target, q)],
+    found = {
+        name: replace(run.result(name), alpha=_overlap(target, run.batches, make(), settings))
+        for name, make in drafters.items()
     }
+    fitting = [q for batch in run.batches for q in batch]
+    return BenchmarkResult(
+        drafter=first,
+        drafters=found,
+        overhead=1 - within / everything if models else None,
+        batch_size=settings.batch_size,
+        temperature=settings.sampling.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        repeats=settings.repeats,
+        kernel=target.kind,
+        threads=torch.get_num_threads(),
+        device=str(target.device),
+        conditions=run.conditions,
+        categories=_categories(run, first),
+        prompts=[_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
+        skipped=[q.id for q in questions if not _fits(target, q)],
+    )
 
 
-def race(
+def compare(
     target: Engine,
     drafters: dict[str, Callable[[], Drafter]],
     questions: Sequence[Question],
     settings: Settings,
     *,
     models: Sequence[Stopwatch] = (),
-) -> Race:
+    others: Mapping[str, Callable[[], Decode]] = MappingProxyType({}),
+) -> Comparison:
     """Time plain decoding and every drafter on every prompt, after one batch of each to warm up.
 
     Who goes first changes from batch to batch. Every pass makes its drafters anew, so that none remembers the
-    answers of the pass before.
+    outputs of the pass before.
 
     Args:
         target: the model. drafters: name -> maker.
         questions: those that do not fit the context are left out.
         models: stopwatches, set to 0 when the timing begins.
+        others: name -> maker of another way to decode the same prompts, such as another library's.
 
     Raises:
         PeftlabError: no drafter, or no prompt that fits.
@@ -244,25 +225,33 @@ def race(
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
     batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
-    contestants: dict[str, Callable[[], Drafter] | None] = {PLAIN: None, **drafters}
-    for make in contestants.values():
-        _decode(target, batches[0], make and make(), settings)
+    contenders: dict[str, Callable[[], Decode]] = {
+        name: partial(_decoder, target, settings, make) for name, make in {PLAIN: None, **drafters}.items()
+    }
+    contenders |= others
+    for make in contenders.values():
+        make()(batches[0])
     for model in models:
         model.seconds = 0.0
     with Watch(target.device) as watch:
-        records = _timed(target, batches, contestants, settings)
-    return Race(target, settings, batches, records, watch.conditions(records[PLAIN].seconds))
+        records = _timed(batches, contenders, settings.repeats)
+    return Comparison(target, settings, batches, records, watch.conditions(records[PLAIN].seconds))
 
 
 def _fits(target: Engine, question: Question) -> bool:
     return target.limit is None or len(question.ids) < target.limit
 
 
+def _decoder(target: Engine, settings: Settings, make: Callable[[], Drafter] | None) -> Decode:
+    """Decode with a new drafter, or plainly."""
+    return partial(_decode, target, settings, make and make())
+
+
 def _decode(
     target: Engine,
-    batch: Sequence[Question],
-    drafter: Drafter | None,
     settings: Settings,
+    drafter: Drafter | None,
+    batch: Sequence[Question],
     observe: Overlap | None = None,
 ) -> list[Generation]:
     return decode(
@@ -277,23 +266,20 @@ def _decode(
 
 
 def _timed(
-    target: Engine,
-    batches: list[Sequence[Question]],
-    contestants: dict[str, Callable[[], Drafter] | None],
-    settings: Settings,
+    batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int
 ) -> dict[str, _Record]:
-    """Decode every batch with every contestant in turn, as often as asked."""
-    records = {name: _Record([[] for _ in batches], []) for name in contestants}
-    names = list(contestants)
-    for repeat in range(settings.repeats):
-        drafters = {name: make and make() for name, make in contestants.items()}
+    """Decode every batch with every contender in turn, as often as asked."""
+    records = {name: _Record([[] for _ in batches], []) for name in contenders}
+    names = list(contenders)
+    for repeat in range(repeats):
+        decoders = {name: make() for name, make in contenders.items()}
         for record in records.values():
             record.outputs = []
         for i, batch in enumerate(batches):
             turn = (i + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
                 began = time.perf_counter()
-                outputs = _decode(target, batch, drafters[name], settings)
+                outputs = decoders[name](batch)
                 records[name].seconds[i].append(time.perf_counter() - began)
                 records[name].outputs += outputs
     return records
@@ -319,17 +305,17 @@ def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> s
 
 def _overlap(
     target: Engine, batches: list[Sequence[Question]], drafter: Drafter, settings: Settings
-) -> dict[str, float] | None:
-    """Measured in a pass of its own, because looking at every distribution takes time."""
+) -> OverlapRates | None:
+    """Measured in a pass of its own, because reading every distribution takes time."""
     overlap = Overlap(settings.sampling)
     if getattr(drafter, "engine", None) is not None:
         for batch in batches:
-            _decode(target, batch, drafter, settings, overlap)
+            _decode(target, settings, drafter, batch, overlap)
     return overlap.result()
 
 
-def _categories(run: Race, name: str) -> dict[str, Any]:
-    """Acceptance by category, and speed where no batch holds two categories."""
+def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:
+    """Acceptance by category, and speed where no batch contains two categories."""
     outputs: dict[str, list[Generation]] = defaultdict(list)
     questions = [q for batch in run.batches for q in batch]
     for q, generation in zip(questions, run.records[name].outputs, strict=True):
@@ -340,23 +326,16 @@ def _categories(run: Race, name: str) -> dict[str, Any]:
         pure = all(q.category == category for i in mine for q in run.batches[i])
         rate, baseline = run.timed(name, mine).rate(), run.timed(PLAIN, mine).rate()
         statistics = acceptance_statistics(generations)
-        result[category] = {
-            "prompts": len(generations),
-            "tau": statistics["tau"],
-            "acceptance": statistics["acceptance"],
-            "tokens_per_second": rate if pure else None,
-            "speedup": rate / baseline if pure else None,
-        }
+        result[category] = CategoryResult(
+            prompts=len(generations),
+            tau=statistics.tau,
+            acceptance=statistics.acceptance,
+            tokens_per_second=rate if pure else None,
+            speedup=rate / baseline if pure else None,
+        )
     return result
 
 
-def _prompt(question: Question, records: dict[str, _Record], first: str, i: int) -> dict[str, Any]:
+def _prompt(question: Question, records: dict[str, _Record], first: str, i: int) -> PromptResult:
     mine, plain = records[first].outputs[i], records[PLAIN].outputs[i]
-    return {
-        "id": question.id,
-        "category": question.category,
-        "prompt_tokens": len(question.ids),
-        "ids": mine.tokens,
-        "baseline_ids": plain.tokens,
-        "reason": mine.reason,
-    }
+    return PromptResult(question.id, question.category, len(question.ids), mine.tokens, plain.tokens, mine.reason)

@@ -1,4 +1,4 @@
-"""Was the machine ours while something was timed? What is measured beside a busy neighbour is said to be uncertain."""
+"""The state of the machine during a measurement, and why a measurement on a busy machine is called uncertain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_LOAD = 1.25  # of the cores: our own threads alone reach 1
+_LOAD = 1.25  # of the cores: this process's own threads reach 1
 _RUNNING = 0.9
 _SPREAD = 0.15
 
@@ -34,7 +34,7 @@ class Conditions:
     spread: float | None
 
     def doubts(self) -> list[str]:
-        """Return in words why figures measured under these conditions may be wrong; empty on a quiet machine."""
+        """Return the reasons why figures measured under these conditions may be wrong; none on an idle machine."""
         doubts = []
         if self.load is not None and self.load > _LOAD * self.cores:
             doubts.append(f"load average {self.load:.1f} on {self.cores} cores")
@@ -50,7 +50,7 @@ class Conditions:
 
 
 class Watch:
-    """A context manager that looks at the machine while what is inside it is timed."""
+    """A context manager that observes the machine while its block is timed."""
 
     def __init__(self, device: torch.device):
         self._waits_for_device = device.type != "cpu"

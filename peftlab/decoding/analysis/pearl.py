@@ -6,7 +6,7 @@ the draft writes γ tokens further along the sequence while the target verifies.
 - pre-verify: the target reads the prefix and verifies the first of these tokens alone. It yields 1 token: the
   accepted one, after which the γ-1 others await verification, or its correction.
 - post-verify: the target reads the tokens that await, and verifies these γ-1 and the first new one, γ in all.
-  If all stand, it yields γ, and the γ-1 newest await; at the first rejection after n it yields n+1, and the
+  If all are accepted, it yields γ, and the γ-1 newest await; at the first rejection after n it yields n+1, and the
   schedule is back in pre-verify.
 """
 
@@ -23,7 +23,7 @@ def pearl_schedule(accepted: Iterable[bool], gamma: int) -> Iterator[tuple[str, 
 
     Args:
         accepted: whether each verified token is accepted, in the order of verification.
-        gamma: tokens drafted a phase, at least 1.
+        gamma: tokens drafted per phase, at least 1.
     """
     if gamma < 1:
         raise PeftlabError(f"gamma: {gamma} drafts nothing; PEARL needs 1 or more")
@@ -31,22 +31,22 @@ def pearl_schedule(accepted: Iterable[bool], gamma: int) -> Iterator[tuple[str, 
     mode = "pre"
     while True:
         window = 1 if mode == "pre" else gamma
-        stood = 0
+        accepted_now = 0
         for coin in coins:
             if not coin:
                 break
-            stood += 1
-            if stood == window:
+            accepted_now += 1
+            if accepted_now == window:
                 break
         else:
             return
-        all_stand = stood == window
-        yield mode, stood if all_stand else stood + 1
-        mode = "post" if all_stand else "pre"
+        all_accepted = accepted_now == window
+        yield mode, accepted_now if all_accepted else accepted_now + 1
+        mode = "post" if all_accepted else "pre"
 
 
 def pearl_tokens_per_phase(alpha: float, gamma: int) -> float:
-    """Return the expected tokens a phase, Σ_{i<γ} α^i / (1 + α - α^γ), for independent acceptances.
+    """Return the expected tokens per phase, Σ_{i<γ} α^i / (1 + α - α^γ), for independent acceptances.
 
     From one pre-verify to the next, 1/(1-α) tokens come out in 1 + α/(1 - α^γ) phases. At α = 1 it is γ.
     """
@@ -56,7 +56,7 @@ def pearl_tokens_per_phase(alpha: float, gamma: int) -> float:
 
 
 def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Return the gain over plain decoding, tokens a phase / max(1, γc).
+    """Return the gain over plain decoding, tokens per phase / max(1, γc).
 
     A perfect draft gains min(γ, 1/c). The two models are taken not to slow each other down.
     """

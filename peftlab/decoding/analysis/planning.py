@@ -1,4 +1,4 @@
-"""Can a draft pay on this device? Measured step times, and the arithmetic of what they allow."""
+"""Whether a draft can make decoding faster on this device: measured step times, and the gains that they allow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,101 @@ import torch
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import Interval, percentiles
 from peftlab.decoding.analysis.theory import goodput
-from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
+
+
+@dataclass(frozen=True)
+class LengthGain:
+    """The gains of a draft length.
+
+    Attributes:
+        gamma: drafted tokens per step.
+        cap: gain at α = 1.
+        break_even: the least α at which the gain is 1; None where no draft gains anything.
+    """
+
+    gamma: int
+    cap: float
+    break_even: float | None
+
+
+@dataclass(frozen=True)
+class AcceptanceGain:
+    """The gain at an acceptance.
+
+    Attributes:
+        alpha: acceptance.
+        gamma: its best draft length; 0: do not draft.
+        gain: at that length.
+    """
+
+    alpha: float
+    gamma: int
+    gain: float
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The gain over plain decoding by draft length and acceptance.
+
+    Attributes:
+        c: d/t(1).
+        target_seconds: t(1), t(2), ... draft_seconds: d.
+        verification: t(k)/t(1).
+        gammas, alphas: by draft length, and by acceptance.
+        pays: whether some draft can gain anything.
+        verdict: in words.
+    """
+
+    c: float
+    target_seconds: list[float]
+    draft_seconds: float
+    verification: list[float]
+    gammas: list[LengthGain]
+    alphas: list[AcceptanceGain]
+    pays: bool
+    verdict: str
+
+
+@dataclass(frozen=True)
+class DraftPlan(Gains):
+    """The gains by the medians of repeated measurements, and how sure they are.
+
+    Attributes:
+        c_interval, cap_interval: 95 % bootstrap intervals over repeats of c and of the largest gain at α = 1; None for
+            a single repeat.
+        target_range, draft_range: the shortest and the longest repeat.
+        conditions: of the machine.
+    """
+
+    c_interval: Interval
+    cap_interval: Interval
+    target_range: list[tuple[float, float]]
+    draft_range: tuple[float, float]
+    conditions: Conditions
+
+
+@dataclass(frozen=True)
+class MeasuredPlan(DraftPlan):
+    """A plan for two engines.
+
+    Attributes:
+        context: tokens in the cache.
+        kernels: how target and draft compute a step.
+        threads, device: where.
+    """
+
+    context: int
+    kernels: dict[str, str]
+    threads: int
+    device: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the attributes, and the doubts beside the conditions."""
+        return asdict(self) | {"conditions": self.conditions.as_json()}
+
 
 ALPHAS = tuple(i / 20 for i in range(1, 21))
 
@@ -64,8 +157,8 @@ def check_repeats(repeats: int) -> None:
         raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
 
 
-def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
-    """Return what step times allow.
+def plan_from_times(target: list[float], draft: float) -> Gains:
+    """Return the gains that step times allow.
 
     With t(k) the time of a target step over k tokens and d that of a draft step, γ drafted tokens at
     acceptance α gain τ(α, γ)·t(1) / (t(γ+1) + γ·d) over plain decoding; where t is flat this is τ/(γc+1).
@@ -73,38 +166,29 @@ def plan_from_times(target: list[float], draft: float) -> dict[str, Any]:
     Args:
         target: t(1), t(2), ..., t(γ_max + 1) in seconds.
         draft: d in seconds.
-
-    Returns:
-        ``c`` = d/t(1); ``verification`` [t(k)/t(1)]; ``gammas``, a list of gamma, ``cap`` (gain at α = 1) and
-        ``break_even`` (α at gain 1, or None); ``alphas``, a list of alpha, its best gamma (0: do not draft) and
-        gain; ``pays``; ``verdict``.
     """
     longest = len(target) - 1
     if longest < 1:
         raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
     gain = partial(_gain, target, draft)
-    gammas: list[dict[str, Any]] = [
-        {"gamma": g, "cap": gain(1.0, g), "break_even": _break_even(partial(gain, gamma=g))}
-        for g in range(1, longest + 1)
-    ]
+    gammas = [LengthGain(g, gain(1.0, g), _break_even(partial(gain, gamma=g))) for g in range(1, longest + 1)]
     alphas = []
     for alpha in ALPHAS:
-        best = max(range(longest + 1), key=lambda g: gain(alpha, g))
-        alphas.append({"alpha": alpha, "gamma": best, "gain": gain(alpha, best)})
-    pays = any(row["break_even"] is not None for row in gammas)
-    return {
-        "c": draft / target[0],
-        "target_seconds": target,
-        "draft_seconds": draft,
-        "verification": [t / target[0] for t in target],
-        "gammas": gammas,
-        "alphas": alphas,
-        "pays": pays,
-        "verdict": _verdict(gammas, pays),
-    }
+        best = max(range(longest + 1), key=partial(gain, alpha))
+        alphas.append(AcceptanceGain(alpha, best, gain(alpha, best)))
+    return Gains(
+        c=draft / target[0],
+        target_seconds=target,
+        draft_seconds=draft,
+        verification=[t / target[0] for t in target],
+        gammas=gammas,
+        alphas=alphas,
+        pays=any(row.break_even is not None for row in gammas),
+        verdict=_verdict(gammas),
+    )
 
 
-def plan_from_repeats(target: list[list[float]], draft: list[float], conditions: Conditions) -> dict[str, Any]:
+def plan_from_repeats(target: list[list[float]], draft: list[float], conditions: Conditions) -> DraftPlan:
     """Return what measured step times allow, and how sure that is.
 
     Args:
@@ -112,52 +196,56 @@ def plan_from_repeats(target: list[list[float]], draft: list[float], conditions:
         conditions: of the measurement.
 
     Returns:
-        That of ``plan_from_times`` for the medians; ``c_interval`` and ``cap_interval`` (of the largest gain at α = 1),
-        95 % bootstrap intervals over repeats, None for a single one; ``target_range`` and ``draft_range``, the
-        shortest and the longest repeat; ``conditions``, with ``doubts``. With doubts, or if the repeats do not
-        agree on whether a draft can pay, the verdict is called uncertain.
+        The gains by the medians. With doubts, or if the repeats do not agree on whether a draft can pay, the verdict is
+        called uncertain.
     """
-    result = plan_from_times([statistics.median(times) for times in target], statistics.median(draft))
-    intervals = _intervals(target, draft)
+    gains = plan_from_times([statistics.median(times) for times in target], statistics.median(draft))
+    c, cap = _intervals(target, draft)
     doubts = conditions.doubts()
-    result["verdict"] = uncertain(doubts, result["verdict"])
-    cap = intervals["cap_interval"]
+    verdict = uncertain(doubts, gains.verdict)
     if not doubts and cap is not None and cap[0] <= 1 < cap[1]:
-        result["verdict"] = (
+        verdict = (
             f"uncertain, as by some repeats a perfect draft reaches {cap[0]:.2f}x and by others {cap[1]:.2f}x: by the "
-            f"median {result['verdict']}"
+            f"median {verdict}"
         )
-    return result | {
-        **intervals,
-        "target_range": [(min(times), max(times)) for times in target],
-        "draft_range": (min(draft), max(draft)),
-        "conditions": conditions.as_json(),
-    }
+    return DraftPlan(
+        **_attributes(replace(gains, verdict=verdict)),
+        c_interval=c,
+        cap_interval=cap,
+        target_range=[(min(times), max(times)) for times in target],
+        draft_range=(min(draft), max(draft)),
+        conditions=conditions,
+    )
 
 
-def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> dict[str, Interval]:
-    """Draw repeats with replacement, the same for all steps: they took turns."""
+def _attributes(of: Gains) -> dict[str, Any]:
+    """The attributes as they are, for a plan that has more of them."""
+    return {field.name: getattr(of, field.name) for field in fields(of)}
+
+
+def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> tuple[Interval, Interval]:
+    """The intervals of c and of the largest gain at α = 1; repeats are drawn together, as the steps took turns."""
     if len(draft) < 2:
-        return {"c_interval": None, "cap_interval": None}
+        return None, None
     times = numpy.asarray([*target, draft])  # [γ_max + 2, repeats]
     drawn = numpy.random.default_rng(0).integers(times.shape[1], size=(draws, times.shape[1]))
     medians = numpy.median(times[:, drawn], -1)  # [γ_max + 2, draws]
     caps = [max(_gain(list(t[:-1]), t[-1], 1.0, g) for g in range(1, len(target))) for t in medians.T]
-    ratios = {"c_interval": medians[-1] / medians[0], "cap_interval": numpy.asarray(caps)}
-    return {name: percentiles(values) for name, values in ratios.items()}
+    return percentiles(medians[-1] / medians[0]), percentiles(numpy.asarray(caps))
 
 
 def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
     return goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft) * target[0]
 
 
-def _verdict(gammas: list[dict[str, Any]], pays: bool) -> str:
-    best = max(gammas, key=lambda row: row["cap"])
-    most = f"a perfect draft reaches {best['cap']:.2f}x (gamma {best['gamma']})"
-    if not pays:
+def _verdict(gammas: list[LengthGain]) -> str:
+    best = max(gammas, key=lambda row: row.cap)
+    most = f"a perfect draft reaches {best.cap:.2f}x (gamma {best.gamma})"
+    paying = [(row.break_even, row.gamma) for row in gammas if row.break_even is not None]
+    if not paying:
         return f"cannot pay here: even {most}"
-    first = min((row for row in gammas if row["break_even"] is not None), key=lambda row: row["break_even"])
-    return f"pays from an acceptance of {first['break_even']:.2f} (gamma {first['gamma']}); {most}"
+    alpha, gamma = min(paying)
+    return f"pays from an acceptance of {alpha:.2f} (gamma {gamma}); {most}"
 
 
 def _break_even(gain: Callable[[float], float]) -> float | None:
@@ -178,8 +266,8 @@ def check_plan(max_gamma: int, repeats: int) -> None:
     check_repeats(repeats)
 
 
-def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> dict[str, Any]:
-    """Measure target and draft on this device; see ``plan_from_repeats`` for the result.
+def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> MeasuredPlan:
+    """Measure target and draft on this device.
 
     Raises:
         PeftlabError: ``max_gamma`` or ``repeats`` below 1, or a context that does not fit.
@@ -189,12 +277,14 @@ def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 12
     with Watch(target.device) as watch:
         seconds = step_seconds(both, context=context, repeats=repeats)
     times = [seconds["target", k] for k in range(1, max_gamma + 2)]
-    return plan_from_repeats(times, seconds["draft", 1], watch.conditions(list(seconds.values()))) | {
-        "context": context,
-        "kernels": {"target": target.kind, "draft": draft.kind},
-        "threads": torch.get_num_threads(),
-        "device": str(target.device),
-    }
+    found = plan_from_repeats(times, seconds["draft", 1], watch.conditions(list(seconds.values())))
+    return MeasuredPlan(
+        **_attributes(found),
+        context=context,
+        kernels={"target": target.kind, "draft": draft.kind},
+        threads=torch.get_num_threads(),
+        device=str(target.device),
+    )
 
 
 def finite(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Numbers about generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
+"""Statistics of generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
 
 from __future__ import annotations
 
@@ -6,54 +6,89 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy
 import torch
 
 from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.decode import Generation
-from peftlab.decoding.drafters.base import Row, Sampling, Verified
-from peftlab.decoding.engines.build import Engine
+from peftlab.decoding.drafters.base import Row, Verified
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.sampling import Sampling
 
 Interval = tuple[float, float] | None
-"""Of 95 %; None where the data cannot tell."""
+"""Of 95 %; None where there are too few data."""
 
 
-def acceptance_statistics(generations: Iterable[Generation]) -> dict[str, Any]:
-    """Return what the target's steps came to, pooled over all of them.
+@dataclass(frozen=True)
+class AcceptanceStatistics:
+    """The target's steps, pooled over all of them.
 
-    ``tau``: tokens a target step. ``acceptance``: of the drafted tokens that were tried, each after all before
-    it had stood, the share that stood. ``acceptance_by_position``: the same for the first, second, ... of a
-    step. ``drafted``, ``accepted``: tokens. ``histogram``: tokens a step -> steps.
+    Attributes:
+        tau: tokens per target step; None without a step.
+        acceptance: accepted share of the drafted tokens that were tried, which are those after which all earlier ones
+            were accepted; None where none was tried.
+        acceptance_by_position: the same for the first, second, ... of a step.
+        drafted, accepted: tokens.
+        steps: target steps, one per sequence and forward pass.
+        histogram: tokens per step -> steps.
     """
+
+    tau: float | None
+    acceptance: float | None
+    acceptance_by_position: list[float | None]
+    drafted: int
+    accepted: int
+    steps: int
+    histogram: dict[str, int]
+
+
+def acceptance_statistics(generations: Iterable[Generation]) -> AcceptanceStatistics:
+    """Return the statistics of all target steps of these outputs."""
     steps = [step for generation in generations for step in generation.steps]
     emitted, accepted = sum(s.emitted for s in steps), sum(s.accepted for s in steps)
     longest = max((s.drafted for s in steps), default=0)
     tried = [sum(s.drafted > i and s.accepted >= i for s in steps) for i in range(longest)]
-    stood = [sum(s.accepted > i for s in steps) for i in range(longest)]
-    return {
-        "tau": emitted / len(steps) if steps else None,
-        "acceptance": accepted / sum(tried) if sum(tried) else None,
-        "acceptance_by_position": [s / t if t else None for s, t in zip(stood, tried, strict=True)],
-        "drafted": sum(s.drafted for s in steps),
-        "accepted": accepted,
-        "steps": len(steps),
-        "histogram": {str(n): count for n, count in sorted(Counter(s.emitted for s in steps).items())},
-    }
+    passed = [sum(s.accepted > i for s in steps) for i in range(longest)]
+    return AcceptanceStatistics(
+        tau=emitted / len(steps) if steps else None,
+        acceptance=accepted / sum(tried) if sum(tried) else None,
+        acceptance_by_position=[a / t if t else None for a, t in zip(passed, tried, strict=True)],
+        drafted=sum(s.drafted for s in steps),
+        accepted=accepted,
+        steps=len(steps),
+        histogram={str(n): count for n, count in sorted(Counter(s.emitted for s in steps).items())},
+    )
+
+
+@dataclass(frozen=True)
+class OverlapRates:
+    """Three readings of α at the same positions, averaged.
+
+    Attributes:
+        overlap: Σ min(p, q), the acceptance of a sampled draft.
+        argmax: share of equal argmax, the acceptance of greedy decoding.
+        p_of_argmax: p(argmax q), the acceptance of a greedy draft by a sampled target.
+    """
+
+    overlap: float
+    argmax: float
+    p_of_argmax: float
 
 
 @dataclass
 class Overlap:
-    """How well a draft model agrees with its target, at every position whose drafted prefix stood.
+    """How well a draft model agrees with its target, at every position whose drafted prefix was accepted.
 
-    An ``observe`` for ``decoder.decode``. At temperature 0 it compares at temperature 1.
+    An ``observe`` for ``decode.decode``. At temperature 0 it compares at temperature 1.
     """
 
     sampling: Sampling
-    _sums: dict[str, float] = field(default_factory=lambda: {"overlap": 0.0, "argmax": 0.0, "p_of_argmax": 0.0})
-    positions: int = 0
+    positions: int = field(default=0, init=False)
+    _overlap: float = field(default=0.0, init=False)
+    _argmax: float = field(default=0.0, init=False)
+    _p_of_argmax: float = field(default=0.0, init=False)
 
     def __call__(self, rows: list[Row], verified: Verified) -> None:
         logits = verified.draft.logits
@@ -66,21 +101,22 @@ class Overlap:
             p = settings.probabilities(verified.output.logits[i, :n])
             q = settings.probabilities(logits[i, :n])
             guess = q.argmax(-1)
-            self._sums["overlap"] += float(acceptance_rate(p, q).sum())
-            self._sums["argmax"] += float((guess == p.argmax(-1)).sum())
-            self._sums["p_of_argmax"] += float(p.gather(-1, guess[:, None]).sum())
+            self._overlap += float(acceptance_rate(p, q).sum())
+            self._argmax += float((guess == p.argmax(-1)).sum())
+            self._p_of_argmax += float(p.gather(-1, guess[:, None]).sum())
             self.positions += n
 
-    def result(self) -> dict[str, float] | None:
-        """Return α as Σ min(p, q), as share of equal argmax, and as p(argmax q); None without a draft model."""
+    def result(self) -> OverlapRates | None:
+        """Return the rates; None without a draft model."""
         if not self.positions:
             return None
-        return {name: total / self.positions for name, total in self._sums.items()}
+        n = self.positions
+        return OverlapRates(self._overlap / n, self._argmax / n, self._p_of_argmax / n)
 
 
 @dataclass(frozen=True)
 class Timings:
-    """What one way of decoding took.
+    """How long one way of decoding took.
 
     Attributes:
         tokens: of each batch. seconds: of each batch in each repeat.
@@ -90,15 +126,25 @@ class Timings:
     seconds: list[list[float]]
 
     def rate(self) -> float:
-        """Return tokens a second; a batch takes the median of its repeats."""
+        """Return tokens per second; a batch takes the median of its repeats."""
         return sum(self.tokens) / sum(map(statistics.median, self.seconds))
 
 
-def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> dict[str, Interval]:
-    """Return 95 % bootstrap intervals of both rates (``rate``, ``baseline``) and of their ratio (``speedup``).
+@dataclass(frozen=True)
+class RateIntervals:
+    """95 % bootstrap intervals of two rates in tokens per second, and of their ratio; None for a single batch."""
 
-    Batches are drawn with replacement, and so are the repeats of each batch drawn. Both ways of decoding are drawn
-    alike: they took turns, so that a slow moment of the machine met both.
+    rate: Interval
+    baseline: Interval
+    speedup: Interval
+
+
+def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> RateIntervals:
+    """Return 95 % bootstrap intervals of both rates and of their ratio.
+
+    Batches are drawn with replacement, and so are the repeats of each batch drawn, which ``scipy.stats.bootstrap``
+    cannot do: it has one level of resampling. Both ways of decoding are drawn alike: they took turns, so that a slow
+    moment of the machine delayed both.
 
     Args:
         one, baseline: times of the same batches in the same repeats.
@@ -109,18 +155,17 @@ def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> dic
     """
     count, repeats = len(one.tokens), len(one.seconds[0])
     if count < 2:
-        return dict.fromkeys(("rate", "baseline", "speedup"))
-    dice = numpy.random.default_rng(0)
-    batch = dice.integers(count, size=(draws, count))
-    repeat = dice.integers(repeats, size=(draws, count, repeats))
+        return RateIntervals(None, None, None)
+    rng = numpy.random.default_rng(0)
+    batch = rng.integers(count, size=(draws, count))
+    repeat = rng.integers(repeats, size=(draws, count, repeats))
 
     def drawn(of: Timings) -> numpy.ndarray:
         seconds = numpy.median(numpy.asarray(of.seconds)[batch[..., None], repeat], -1)  # [draws, count]
         return numpy.asarray(of.tokens)[batch].sum(-1) / seconds.sum(-1)
 
     rate, plain = drawn(one), drawn(baseline)
-    samples = {"rate": rate, "baseline": plain, "speedup": rate / plain}
-    return {name: percentiles(values) for name, values in samples.items()}
+    return RateIntervals(percentiles(rate), percentiles(plain), percentiles(rate / plain))
 
 
 def percentiles(values: numpy.ndarray) -> tuple[float, float]:
@@ -131,12 +176,12 @@ def percentiles(values: numpy.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs of one model part.
+    """Where two greedy outputs of one model first differ.
 
     Attributes:
         position: index of the first different output token.
         margin: top-1 minus top-2 logit of the target there.
-        near_tie: whether that lies within rounding, so that the order of a sum may decide.
+        near_tie: whether that is within rounding, so that the order of a sum may decide.
     """
 
     position: int
@@ -145,7 +190,7 @@ class Divergence:
 
 
 def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
-    """Return where two greedy outputs part, and whether the target was undecided there; None if they are equal.
+    """Return where two greedy outputs first differ, and whether the target was undecided there; None if they are equal.
 
     A near tie is a margin of at most 8 units in the last place of the largest logit, in the logits' dtype.
     """

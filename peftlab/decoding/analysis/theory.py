@@ -1,7 +1,7 @@
-"""What a draft is worth: the arithmetic of speculative decoding, without a model.
+"""The arithmetic of speculative decoding, without a model.
 
-α is the probability that a drafted token is accepted, γ the number of drafted tokens a step, c the time of
-one draft step over that of one target step, τ (block efficiency) the tokens a target step yields.
+α is the probability that a drafted token is accepted, γ the number of drafted tokens per step, c the time of
+one draft step over that of one target step, τ (block efficiency) the tokens of output per target step.
 Formulas without a paper named are those of Leviathan et al. 2023 (arXiv 2211.17192).
 """
 
@@ -41,7 +41,7 @@ def block_efficiency(alpha: float, gamma: int) -> float:
 
 
 def block_efficiency_by_position(alphas: Iterable[float]) -> float:
-    """Return τ = 1 + Σ_k Π_{i≤k} α_i, with α_i the acceptance at position i once all before it stand."""
+    """Return τ = 1 + Σ_k Π_{i≤k} α_i, with α_i the acceptance at position i given that all before it were accepted."""
     total = reached = 1.0
     for alpha in alphas:
         _check(alpha)
@@ -57,11 +57,11 @@ def speedup(alpha: float, gamma: int, c: float) -> float:
 
 
 def operations_growth(alpha: float, gamma: int, c_hat: float) -> float:
-    """Return the growth in arithmetic a token, (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)) = (γĉ + γ + 1) / τ.
+    """Return the growth in arithmetic per token, (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)) = (γĉ + γ + 1) / τ.
 
     Args:
         alpha: acceptance.
-        gamma: drafted tokens a step.
+        gamma: drafted tokens per step.
         c_hat: arithmetic of the draft a token over that of the target.
     """
     _check(alpha, gamma, c_hat)
@@ -119,7 +119,7 @@ def goodput(
     target_time: Callable[[int], float],
     draft_time: Callable[[int], float],
 ) -> float:
-    """Return tokens a second of a batch: B·τ / (target_time(B(γ+1)) + γ·draft_time(B)).
+    """Return tokens per second of a batch: B·τ / (target_time(B(γ+1)) + γ·draft_time(B)).
 
     SmartSpec (Liu et al. 2024, arXiv 2406.14066). A target step over few tokens is bound by memory and costs
     the same for 1 as for 8; as the batch grows, verification becomes bound by arithmetic and drafting stops
@@ -127,7 +127,7 @@ def goodput(
 
     Args:
         alpha: acceptance.
-        gamma: drafted tokens a step; 0 is plain decoding.
+        gamma: drafted tokens per step; 0 is plain decoding.
         batch: sequences B.
         target_time: tokens in one target forward -> seconds.
         draft_time: tokens in one draft forward -> seconds.

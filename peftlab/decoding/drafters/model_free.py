@@ -1,4 +1,4 @@
-"""Drafters without a model: they cost nothing but the tokens that the target verifies in vain."""
+"""Drafters without a model: their only cost is the rejected tokens that the target has to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified, right_padded
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.tree import best_tree, tree_shape
 
 
@@ -17,10 +18,10 @@ def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], lis
 
 @dataclass
 class PromptLookup:
-    """What followed the last few tokens when they last stood in this sequence.
+    """What followed the last few tokens at their last occurrence in this sequence.
 
     Prompt lookup decoding (Saxena 2023): the longest suffix of at most ``longest`` tokens that occurred
-    before wins, and of its occurrences the latest. Suffixes shorter than ``shortest`` are not looked up.
+    before is taken, and of its occurrences the latest. Suffixes shorter than ``shortest`` are not looked up.
     """
 
     longest: int = 3
@@ -57,7 +58,7 @@ class PromptLookup:
 
 @dataclass
 class NGram:
-    """The most frequent continuation of the last tokens in all text seen so far; the baseline to beat.
+    """The most frequent continuation of the last tokens in all text seen so far; a baseline.
 
     Counts of every context of up to ``order - 1`` tokens, over all sequences since the drafter was made; the
     longest known context decides.
@@ -102,13 +103,13 @@ class NGram:
 
 @dataclass
 class Recycling:
-    """The target's own runners-up: a table token -> its likeliest followers when it was last read.
+    """The target's most probable next tokens: a table token -> its followers when it was last read.
 
     Token Recycling (Luo et al. 2024, arXiv 2408.08696). Every token the target reads, accepted or not,
-    refreshes its line; a tree of γ nodes over the table is the draft. The table outlives a sequence.
+    updates its entry; a tree of γ nodes over the table is the draft. The table is kept from one sequence to the next.
 
     Attributes:
-        width: followers kept a token.
+        width: followers kept per token.
         name: for reports.
     """
 
@@ -146,14 +147,14 @@ class Recycling:
 
 @dataclass
 class LookupOrDraft:
-    """What the text itself proposes, and in steps where it has nothing for some row, what a trained draft does.
+    """Prompt lookup; a trained draft in every step in which lookup has no proposal for some row.
 
-    Copied text is long and certain where there is any; a draft guesses anywhere. Each step is wholly one or the
-    other's, so the draft may draw its tokens and form trees.
+    Copied text is long and usually accepted where there is any; a draft proposes everywhere. Each step uses one of the
+    two for all rows, so the draft may sample its tokens and form trees.
 
     Attributes:
-        first: asked at every step; it must not learn from what it did not propose.
-        second: asked where ``first`` leaves a row empty; it must bear steps that were not its own.
+        first: used first in every step; it must not learn from what it did not propose.
+        second: used where ``first`` leaves a row empty; it must accept the outcome of steps that it did not propose.
     """
 
     first: PromptLookup

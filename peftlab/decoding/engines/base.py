@@ -1,4 +1,4 @@
-"""One seam for the forward pass: tokens and a cache in, logits and hidden states out."""
+"""The interface of a forward pass: tokens and a cache in, logits and hidden states out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftlab.decoding.engines.cache import Block, KVCache
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives for the tokens asked for.
+    """What a forward pass returns for the tokens asked for.
 
     Attributes:
         logits: [b, kept, V].
@@ -30,7 +30,7 @@ class Engine(Protocol):
     Attributes:
         kind: how the step is computed, for reports.
         vocab_size: V, the rows of the LM head.
-        limit: how many positions the model knows; None if it has no limit.
+        limit: how many positions the model has; None if it has no limit.
         layers: layers of the cache.
         device: where tokens go.
     """
@@ -42,7 +42,7 @@ class Engine(Protocol):
     device: torch.device
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """Run tokens [b, n] whose places in the cache ``block`` gives.
+        """Run tokens [b, n] whose slots in the cache ``block`` gives.
 
         ``keep`` selects tokens of the n whose output is returned, default all. Tokens past the model's limit may be
         among the n; their output is undefined.

@@ -1,4 +1,4 @@
-"""Which forward pass decodes a model: the fastest that is exact, by a trial on the model itself."""
+"""Choosing the forward pass that decodes a model: the fastest that a trial on the model shows to be exact."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.llama import LlamaEngine, flattens
 from peftlab.decoding.engines.proof import Trial
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
 from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
-
-__all__ = ["Engine", "Output", "build_engine"]
 
 
 def build_engine(
@@ -22,17 +20,17 @@ def build_engine(
 ) -> Engine:
     """Return the fastest engine that gives ``model``'s own logits.
 
-    For Llama-like models that is a flattened step (``flat.py``), else the forward of ``transformers`` with masks of
-    ours, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a tree
+    For Llama-like models that is a flattened step (``llama.py``), else the forward of ``transformers`` with peftlab's
+    masks, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a tree
     (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
-    (``split.py``). ``Engine.kind`` tells which it is.
+    (``split.py``). ``Engine.kind`` says which it is.
 
     Args:
         model: a causal language model; its weights must not change afterwards.
-        vocabulary: give logits for the first so many tokens only, where the LM head is padded past the
+        vocabulary: return logits for this many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
-        pack: on the CPU, lay every weight out once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
-            ``flat.py``). Sums are then rounded in another order than in ``transformers``.
+        pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
+            ``llama.py``). Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
 
     Raises:
@@ -45,7 +43,7 @@ def build_engine(
     except _FAULTS as fault:
         raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
     if not trial.causal:
-        raise PeftlabError(f"{name} is not causal: what it gives for a token changes with the tokens read beside it")
+        raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
     if flat and flattens(model) and (engine := _exact(LlamaEngine(model, vocabulary, pack=pack), trial, [])):
         return engine
     failures: list[str] = []
@@ -58,14 +56,14 @@ def build_engine(
     )
 
 
-# What a model raises that is given a mask, a position or a cache of a form that it does not know.
+# What a model raises when it is given a mask, a position or a cache of a form that it does not know.
 _FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
 def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
-    """Return the engine, split as far as it must be; None if single rows are wrong. ``failures`` takes up what was."""
+    """Return the engine, its blocks split where necessary; None if single rows are wrong. ``failures`` says why."""
 
-    def holds(check: Callable[[Engine], bool], engine: Engine) -> bool:
+    def passes(check: Callable[[Engine], bool], engine: Engine) -> bool:
         try:
             right = check(engine)
         except torch.OutOfMemoryError:
@@ -77,10 +75,10 @@ def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
             failures.append(f"its logits of {check.__name__} are not those of its own forward on single rows")
         return right
 
-    if not holds(trial.chains, engine):
+    if not passes(trial.chains, engine):
         return None
-    if not holds(trial.batches, engine):
+    if not passes(trial.batches, engine):
         engine = EqualLengths(engine)
-    if not holds(trial.trees, engine):
+    if not passes(trial.trees, engine):
         engine = PathByPath(engine)
-    return engine if holds(trial.batches, engine) and holds(trial.trees, engine) else None
+    return engine if passes(trial.batches, engine) and passes(trial.trees, engine) else None

@@ -1,8 +1,8 @@
-"""The key-value cache of a batch of unequal sequences, and which of its slots a token may see.
+"""The key-value cache of a batch of sequences of different lengths, and which of its slots a token may attend to.
 
-Token i of row b lies in slot i of row b, whatever the other rows' lengths. So nothing is padded, positions are
+Token i of row b is stored in slot i of row b, whatever the other rows' lengths. So nothing is padded, positions are
 slots, a crop is a smaller length, and a rejected token's slot is simply written again. No mask is ever
-derived from token ids, so a padding token that equals the end-of-sequence token does no harm.
+derived from token ids, so a padding token that equals the end-of-sequence token is harmless.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class KVCache:
 
     Attributes:
         batch: rows B.
-        capacity: slots a row.
-        states: one tensor a layer.
+        capacity: slots per row.
+        states: one tensor per layer.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int):
@@ -28,33 +28,40 @@ class KVCache:
         self.states: list[Tensor | None] = [None] * layers
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may look at.
+        """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
 
         Returns:
             Keys and values [b, H_kv, block.end, D] of the block's rows.
         """
-        held = self.states[layer]
-        if held is None:
-            held = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
-            self.states[layer] = held
+        stored = self.states[layer]
+        if stored is None:
+            stored = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
+            self.states[layer] = stored
         if block.rows is None and block.even:
-            held[:, :, block.starts[0] : block.end] = new
-            seen = held[:, :, : block.end]
+            stored[:, :, block.starts[0] : block.end] = new
+            seen = stored[:, :, : block.end]
         else:
             rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
-            held[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
-            seen = held[:, :, : block.end] if block.rows is None else held[rows, :, : block.end]
+            stored[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
+            seen = stored[:, :, : block.end] if block.rows is None else stored[rows, :, : block.end]
         keys, values = seen.chunk(2, 1)
         return keys, values
+
+    def block(
+        self, slots: Sequence[int], starts: Sequence[int], n: int, tree: tuple[tuple[int, ...], Tensor] | None = None
+    ) -> Block:
+        """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
+        whole = tuple(slots) == tuple(range(self.batch))
+        return Block(tuple(starts), n, None if whole else tuple(slots), tree)
 
     def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
         """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
         copies = KVCache(len(self.states), len(rows), capacity)
-        for layer, held in enumerate(self.states):
-            if held is not None:
-                state = held.new_zeros(len(rows), held.shape[1], capacity, held.shape[3])
+        for layer, stored in enumerate(self.states):
+            if stored is not None:
+                state = stored.new_zeros(len(rows), stored.shape[1], capacity, stored.shape[3])
                 kept = min(capacity, self.capacity)
-                state[:, :, :kept] = held[list(rows), :, :kept]
+                state[:, :, :kept] = stored[list(rows), :, :kept]
                 copies.states[layer] = state
         return copies
 
@@ -62,24 +69,24 @@ class KVCache:
         """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
         if list(nodes) == list(range(len(nodes))):
             return
-        for held in self.states:
-            if held is not None:
-                kept = held[row, :, [start + node for node in nodes]]
-                held[row, :, start : start + len(nodes)] = kept
+        for stored in self.states:
+            if stored is not None:
+                kept = stored[row, :, [start + node for node in nodes]]
+                stored[row, :, start : start + len(nodes)] = kept
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.batch = len(rows)
-        self.states[:] = [held if held is None else held[list(rows)] for held in self.states]
+        self.states[:] = [stored if stored is None else stored[list(rows)] for stored in self.states]
 
 
 @dataclass(frozen=True)
 class Block:
-    """n new tokens for each of b rows: where they go and what they see.
+    """n new tokens for each of b rows: where they go and what they attend to.
 
     Attributes:
         starts: first slot of each row's new tokens, which is the row's length so far.
-        n: new tokens a row.
+        n: new tokens per row.
         rows: rows of the cache; None is all of them.
         tree: depth of each new token and [n, n] booleans "row's token descends from column's or is it", in
             place of a chain's depth 0, 1, ... and lower triangle.
@@ -97,7 +104,7 @@ class Block:
 
     @property
     def even(self) -> bool:
-        """Whether all rows have the same length, so that a plain slice does for a scatter."""
+        """Whether all rows have the same length, so that a slice can replace a scatter."""
         return self.starts.count(self.starts[0]) == len(self.starts)
 
     def positions(self, device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
-"""The forward pass of Llama-like models written out flat: some twenty operations a layer and nothing else.
+"""The forward pass of Llama-like models as some twenty operations per layer and nothing else.
 
 At one token, most of the time of ``transformers``' forward is Python. Here q, k, v are one product, gate and
 up are one, attention folds the query heads that share a key head into the query length, and on the CPU every weight is
-laid out once: in float32, weights that 16 bits hold exactly are kept in 16 (FBGEMM), which halves what a step reads
-from memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens.
+packed once: in float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step
+reads from memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, additive
 
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
-_PACKED_FOR = 8  # rows that oneDNN lays the weights out for; measured no slower at 1 and at 64
+_PACKED_FOR = 8  # rows that oneDNN packs the weights for; measured no slower at 1 and at 64
 Product = Callable[[Tensor], Tensor]
 Added = Callable[[Tensor, Tensor], Tensor]
 
@@ -65,7 +65,7 @@ class _Layer:
 
 
 class LlamaEngine:
-    """See ``engine.Engine``; made by ``engine.build_engine``."""
+    """See ``base.Engine``; made by ``build.build_engine``."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, pack: bool = True):
         config: Any = model.config
@@ -90,7 +90,7 @@ class LlamaEngine:
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
-        # Asking packed weights whether they override torch's functions would take longer than a small product.
+        # Checking packed weights for overrides of torch's functions would take longer than a small product.
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             return self._forward(cache, tokens, block, keep)
 
@@ -103,8 +103,8 @@ class LlamaEngine:
         for i, layer in enumerate(self._blocks):
             x = layer.qkv(self._normed(h, layer.before_attention))
             x = x.view(b, n, heads + 2 * self._kv_heads, self._dim)
-            turning = x[:, :, : heads + self._kv_heads]
-            torch.addcmul(turning * cos, turning.roll(self._dim // 2, -1), sin, out=turning)
+            rotated = x[:, :, : heads + self._kv_heads]
+            torch.addcmul(rotated * cos, rotated.roll(self._dim // 2, -1), sin, out=rotated)
             keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
             h = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window]), h)
             gate, up = layer.gate_up(self._normed(h, layer.before_mlp)).chunk(2, -1)
@@ -141,7 +141,7 @@ class LlamaEngine:
         if len(self._angles[0]) < capacity:
             positions = torch.arange(capacity, device=self.device)[None]
             cos, sin = self._rope(self._embed[:1], positions)
-            # (x1, x2) turns into (x1 cos - x2 sin, x2 cos + x1 sin): the halves change places, the sign is the sine's.
+            # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
             first, second = sin[0].chunk(2, -1)
             self._angles = cos[0], torch.cat((-first, second), -1)
         if block.even and block.tree is None:
@@ -152,7 +152,7 @@ class LlamaEngine:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether this model's weights can be laid out for the CPU: with oneDNN, in float32 or bfloat16."""
+    """Return whether this model's weights can be packed for the CPU: with oneDNN, in float32 or bfloat16."""
     return (
         model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
@@ -185,7 +185,7 @@ def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
 
 
 def _stacked(linears: list[nn.Linear], outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of linears that read the same input, one under the other."""
+    """Weights and biases of linears that read the same input, stacked along the outputs."""
     weights = [linear.weight.detach() for linear in linears]
     weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]
     biases = [linear.bias for linear in linears]
@@ -193,7 +193,7 @@ def _stacked(linears: list[nn.Linear], outputs: int | None = None) -> tuple[Tens
 
 
 def _product(linears: list[nn.Linear], pack: bool, outputs: int | None = None) -> tuple[Product, float]:
-    """x -> (x / shrink) Wᵀ + bias, its first ``outputs`` numbers; and shrink, which the norm before it takes in."""
+    """x -> (x / shrink) Wᵀ + bias, its first ``outputs`` numbers; and shrink, a factor of the norm before it."""
     weight, bias = _stacked(linears, outputs)
     if not pack:
         return lambda x: F.linear(x, weight, bias), 1.0
@@ -232,8 +232,9 @@ def _packed(weight: Tensor) -> Tensor:
 def growth(weight: Tensor) -> float | None:
     """The power of two that moves float32 weights into float16 without rounding a single one; None where none does.
 
-    Checkpoints in bfloat16 or float16 hold numbers that float16 can hold, too, once the largest is moved to the top of
-    its range: with activations, products and sums in float32, the result is the same from half the bytes.
+    Checkpoints in bfloat16 or float16 contain numbers that float16 represents, too, once the largest is
+    moved to the top of its range: with activations, products and sums in float32, the result is the same from half the
+    bytes.
     """
     if (
         weight.dtype != torch.float32

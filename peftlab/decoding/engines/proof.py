@@ -3,7 +3,7 @@
 Architectures differ in how they place and mask tokens, and a wrong mask gives wrong text without an error. So each
 engine reads a handful of tokens, past the model's attention window, and its logits are compared with those of the
 model's own forward on one row and the library's cache. The keys and values of the tokens before those are a short
-prompt's, repeated: to read a whole window would take seconds, and who sees whom does not depend on what was read.
+prompt's, repeated: to read a whole window would take seconds, and the mask does not depend on what was read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NODES = len(_SHAPE.depths)
 _PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
 _PROMPT = 12
 _WIDEST = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
-_LOUD = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
+_AMPLIFIED = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
 
 
 class Trial:
@@ -83,7 +83,7 @@ class Trial:
             block = engine.forward(cache, path, Block((self._long,), path.shape[1]))
             again = engine.forward(cache, path[:, 1:2], Block((self._long + 1,), 1))
         expected = self._paths[self._long][0]
-        # The first tokens of a text are those that rounding changes most: by four times as much, it was measured.
+        # Rounding changes the first tokens of a text most: four times as much was measured.
         return (
             self._agree(first.logits[0], self._prompt_logits, times=4)
             and self._agree(block.logits[0], expected)
@@ -119,9 +119,9 @@ class Trial:
         for i, keys, values in self._states:
             slot = torch.arange(length, device=keys.device)
             edge = (slot - max(0, length - self._window)).abs() <= _NODES
-            loud = torch.where(edge, _LOUD, 1).to(values.dtype)[:, None]
+            amplified = torch.where(edge, _AMPLIFIED, 1).to(values.dtype)[:, None]
             some = slot % keys.shape[2]
-            yield i, keys[:, :, some], values[:, :, some] * loud
+            yield i, keys[:, :, some], values[:, :, some] * amplified
 
     def _library_cache(self, length: int) -> DynamicCache:
         cache = DynamicCache(config=self._config)
@@ -164,7 +164,7 @@ def _window(config: Any) -> int:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout for a while: a model that is being trained stays in training."""
+    """Switch off dropout within a block: a model that is being trained stays in training."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """A draft model that computes the logits of some of its vocabulary only: for a small draft, most of its time.
 
-The draft's directory stays a plain model that anything loads; the token ids lie beside the weights.
+The draft's directory stays a plain model that any library loads; the token ids are stored beside the weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.build import Engine, Output, build_engine
+from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
@@ -21,13 +22,13 @@ FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file 
 
 
 def write_tokens(directory: str | Path, tokens: Tensor) -> None:
-    """Note in a draft's directory which tokens it is confined to, [V_d]."""
+    """Store in a draft's directory the only tokens that it proposes, [V_d]."""
     record(Path(directory), FILE)
     write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
 
 
 def read_tokens(directory: str | Path) -> Tensor | None:
-    """Return the tokens that a draft's directory confines it to, [V_d]; None for all."""
+    """Return the only tokens that the draft in a directory proposes, [V_d]; None for all."""
     file = Path(directory) / FILE
     if not file.exists():
         return None

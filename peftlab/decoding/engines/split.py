@@ -1,8 +1,8 @@
-"""Exact steps for models whose own forward is exact for less: a block is split into what the model can read.
+"""Exact steps for models whose own forward is exact for simpler blocks only: a block is split into such blocks.
 
 Some architectures place tokens by their slot instead of the position that they are given (ALiBi, GPT-Neo's
 local layers) or build their own mask. Such a model reads rows of different lengths in several passes, and a tree as one
-row per path from the root to a leaf. Both give what the single rows would have given, at the price of more work.
+row per path from the root to a leaf. Both return what the single rows would have returned, at the price of more work.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class PathByPath:
         slots = [slot for slot in block.rows or range(b) for _ in range(leaves)]
         copies = cache.copy(slots, max(starts) + n)
         out = self._engine.forward(copies, tokens[:, paths.nodes].flatten(0, 1), Block(starts, n))
-        for layer, held in enumerate(copies.states):
-            if held is not None:  # [b * leaves, 2 H_kv, capacity, D]
-                slot = torch.tensor(block.starts, device=held.device)[:, None] + paths.depth
-                row = torch.arange(b, device=held.device)[:, None] * leaves + paths.leaf
-                cache.write(layer, held[row, :, slot].transpose(1, 2), block)
+        for layer, stored in enumerate(copies.states):
+            if stored is not None:  # [b * leaves, 2 H_kv, capacity, D]
+                slot = torch.tensor(block.starts, device=stored.device)[:, None] + paths.depth
+                row = torch.arange(b, device=stored.device)[:, None] * leaves + paths.leaf
+                cache.write(layer, stored[row, :, slot].transpose(1, 2), block)
         wanted = slice(None) if keep is None else keep
         logits, hidden = (x.unflatten(0, (b, leaves))[:, paths.leaf, paths.depth] for x in (out.logits, out.hidden))
         return Output(logits[:, wanted], hidden[:, wanted])

@@ -15,10 +15,10 @@ from peftlab.errors import PeftlabError
 
 
 class TransformersEngine:
-    """The model's own forward, with our positions and a four-dimensional mask, or with its own mask.
+    """The model's own forward, with peftlab's positions and a four-dimensional mask, or with its own mask.
 
     Args:
-        model: a causal language model. vocabulary: see ``engine.build_engine``.
+        model: a causal language model. vocabulary: see ``build.build_engine``.
         masks: give the model a mask of what each token sees. Without, the model masks as in its own ``generate``, which
             is right for rows of one length without trees only.
 
@@ -74,7 +74,7 @@ class TransformersEngine:
         ).logits
 
     def _seen(self, block: Block) -> int:
-        """How many slots the model is shown. None past its limit in a chain: it may have no bias or mask for them."""
+        """How many slots the model is shown. In a chain none past its limit: it may have no bias or mask for them."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
     def _mask(self, block: Block) -> Any:
@@ -94,7 +94,7 @@ class TransformersEngine:
 
 def limit_of(config: Any) -> int | None:
     """Return how many positions a model of this (text) config knows; None if it states no limit."""
-    # MPT has no other name for it: its biases are made for so many positions.
+    # MPT has no other name for it: its biases are made for this number of positions.
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 

@@ -1,8 +1,8 @@
-"""Verification of a chain of drafted tokens: how many stand, and which token follows.
+"""Verification of a chain of drafted tokens: how many are accepted, and which token follows.
 
 p is the target's distribution, q the draft's, γ the number of drafted tokens, V the vocabulary. Leading
 dimensions are free: each row has its own number of accepted tokens. A step emits the accepted tokens and then
-the next token, so n_accepted + 1 in all; cutting at an end-of-sequence token is the caller's part.
+the next token, so n_accepted + 1 in all; cutting at an end-of-sequence token is left to the caller.
 """
 
 from __future__ import annotations
@@ -13,17 +13,6 @@ from torch import Tensor
 
 from peftlab.decoding.verification.sampling import RandomSource
 from peftlab.errors import PeftlabError
-
-LOSSLESS: dict[str, bool] = {
-    "chain": True,
-    "onehot": True,
-    "greedy": True,
-    "drafts": True,
-    "tree": True,
-    "kseq": True,
-    "typical": False,
-}
-"""Scheme (``verify_<scheme>``, here or in ``multidraft``) -> does its output follow the target exactly."""
 
 
 def acceptance_probability(p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -124,14 +113,14 @@ def verify_typical(
     """LOSSY: accept x while p(x) > min(ε, δ·exp(-H(p))), then sample p; the output does not follow p.
 
     Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774), H the entropy in nats. With δ < 1 the
-    target's greedy token always stands.
+    target's greedy token is always accepted.
 
     Args:
         target_probs: [..., γ+1, V].
         tokens: [..., γ].
         random: the draw; acceptance is deterministic.
-        epsilon: threshold where the target is sure.
-        delta: its fall where the target is unsure.
+        epsilon: threshold where the target is confident.
+        delta: factor that lowers it where the target is uncertain.
 
     Returns:
         n_accepted [...] and next_token [...].

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peftlab.errors import PeftlabError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, by target and draft alike.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p: cuts, see ``probabilities``; an error at temperature 0, which ignores them.
+        seed: row i of the prompts has its own generator, seeded ``seed + i``.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_settings(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., V] -> [..., V]."""
+        return probabilities(logits, self.temperature, self.top_k, self.top_p)
 
 
 def probabilities(
@@ -57,13 +85,13 @@ def _check_settings(temperature: float, top_k: int | None, top_p: float | None) 
     if top_k is not None and top_k < 1:
         raise PeftlabError(f"top_k: {top_k} keeps no token; give 1 or more, or None for all")
     if top_p is not None and not 0 < top_p <= 1:
-        raise PeftlabError(f"top_p: {top_p} lies outside (0, 1]")
+        raise PeftlabError(f"top_p: {top_p} is outside (0, 1]")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise PeftlabError("temperature: 0 is greedy and ignores top_k and top_p; leave them out")
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index a row, [..., V] -> [...], by a race of exponential clocks: argmax(p / E), E ~ Exp(1).
+    """Draw one index per row, [..., V] -> [...], as argmax(p / E) with E ~ Exp(1) (the exponential form of Gumbel-max).
 
     Rows need not sum to 1. An index of probability 0 is never drawn from a row that has any mass.
 
@@ -71,12 +99,12 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         probs: [..., V], not negative.
         generator: on the device of ``probs``.
     """
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    # A clock of exactly 0 would make 0 / 0 of an impossible index.
-    return (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
+    exponentials = torch.empty_like(probs).exponential_(generator=generator)
+    # An exponential of exactly 0 would make 0 / 0 of an impossible index.
+    return (probs / exponentials.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RandomSource:
     """The randomness of a verification: yes-or-no decisions and draws, and nothing else.
 
@@ -97,5 +125,26 @@ class RandomSource:
         return uniform < probability
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Return one index a row: [..., V] -> [...]."""
+        """Return one index per row: [..., V] -> [...]."""
         return sample(probs, self.generator)
+
+
+class RowRandomSource(RandomSource):
+    """A source with one generator per row, so that a row's output does not depend on its neighbours.
+
+    Attributes:
+        generators: of each row.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]):
+        super().__init__()
+        self.generators = generators
+
+    def bernoulli(self, probability: Tensor) -> Tensor:
+        """Return booleans [b, ...], row i's from generator i."""
+        rows = zip(self.generators, probability, strict=True)
+        return torch.stack([RandomSource(generator).bernoulli(row) for generator, row in rows])
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """Return one index per row: [b, ..., V] -> [b, ...], row i's from generator i."""
+        return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])

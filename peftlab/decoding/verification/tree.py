@@ -1,7 +1,7 @@
-"""Token trees: which candidates to try together, who sees whom, and the greedy walk down.
+"""Token trees: which candidates to try together, which token attends to which, and the greedy walk down.
 
 A node is the path of ranks that leads to it: (0, 2) is the third choice after the first choice. Trees are
-lists of paths in which a parent stands before its children.
+lists of paths in which a parent comes before its children.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Path = tuple[int, ...]
 
 
 def rank_probability(depth: int, rank: int) -> float:
-    """Return a guess at how often the candidate of this rank (from 0) is the right one: .55, .19, .07, ..."""
+    """Return an estimate of how often the candidate of this rank (from 0) is the right one: .55, .19, .07, ..."""
     return 0.55 * 0.35**rank
 
 

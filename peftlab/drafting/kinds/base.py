@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.heads import Heads
+from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.methods.config import MethodConfig

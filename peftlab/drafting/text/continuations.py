@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from peftlab.drafting.objectives import TopK
-from peftlab.drafting.text.prompt_files import Request
+from peftlab.tasks.prompts import Request
 
 
 def make_dataset(requests: Sequence[Request], stored: Sequence[TopK] | None = None) -> Dataset:

@@ -15,10 +15,10 @@ from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text.continuations import Collate
-from peftlab.drafting.text.prompt_files import Request
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing
+from peftlab.tasks.prompts import Request
 
 _PART = 32  # requests a file
 

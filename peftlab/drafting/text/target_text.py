@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafters.base import Sampling
-from peftlab.decoding.engines.build import Engine, build_engine
-from peftlab.drafting.text.prompt_files import Request
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
+from peftlab.tasks.prompts import Request
 
 _SAMPLED = 1024  # elements a tensor that tell one set of weights from another
 

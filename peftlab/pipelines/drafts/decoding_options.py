@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from peftlab.decoding.draft_length import Confidence, Fixed, Heuristic, Policy
-from peftlab.decoding.drafters.base import Sampling
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.dtypes import torch_dtype

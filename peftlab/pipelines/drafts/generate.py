@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.prompts import Prompt, encode
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import BOTH, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+from peftlab.tasks.prompts import Prompt, encode
 
 
 @dataclass(frozen=True)
@@ -87,5 +87,5 @@ def generate(
     seconds = time.perf_counter() - began
     show(stream.finish())
     found = acceptance_statistics([result])
-    tau, acceptance = (found["tau"], found["acceptance"]) if name else (None, None)
+    tau, acceptance = (found.tau, found.acceptance) if name else (None, None)
     return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance)

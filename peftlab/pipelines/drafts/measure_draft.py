@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from peftlab.decoding.analysis import planning
-from peftlab.decoding.analysis.benchmark import Question, Settings, Stopwatch, bench
+from peftlab.decoding.analysis.benchmark import Question, Settings, bench
+from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.prompts import encode, read_prompts, spread
 from peftlab.drafting.load import BOTH, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+from peftlab.tasks.prompts import encode, read_prompts, spread
 
 
 def benchmark(
@@ -39,7 +40,7 @@ def benchmark(
 
     Returns:
         What ``draft bench --json`` writes: the settings, ``warnings``, and the keys of
-        ``peftlab.decoding.analysis.benchmark.bench``.
+        ``peftlab.decoding.analysis.results.BenchmarkResult``.
 
     Raises:
         PeftlabError: a setting, the prompts, target or draft cannot be used.
@@ -70,7 +71,7 @@ def benchmark(
         "policy": options.policy,
         **_dtypes(options),
         "warnings": list(pair.warnings),
-        **bench(watches[0], drafters, questions, settings, models=watches),
+        **bench(watches[0], drafters, questions, settings, models=watches).as_json(),
     }
 
 
@@ -91,7 +92,7 @@ def plan_draft(
 
     Returns:
         What ``draft plan --json`` writes: the settings, ``warnings``, and the keys of
-        ``peftlab.decoding.analysis.planning.plan``.
+        ``peftlab.decoding.analysis.planning.MeasuredPlan``.
 
     Raises:
         PeftlabError: the draft is a directory of heads, which have no step of their own, or cannot be loaded.
@@ -107,7 +108,7 @@ def plan_draft(
         "draft": draft,
         **_dtypes(options),
         "warnings": list(pair.warnings),
-        **planning.plan(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats),
+        **planning.plan(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats).as_json(),
     }
 
 

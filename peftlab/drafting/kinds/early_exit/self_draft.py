@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.base import ModelDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.heads import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.medusa.config import MedusaDraft

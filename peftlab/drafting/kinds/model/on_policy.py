@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafters.base import Sampling
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.methods.modes import eval_mode
 
 

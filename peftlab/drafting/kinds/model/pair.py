@@ -12,8 +12,9 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.drafters.base import ModelDrafter
-from peftlab.decoding.engines.build import Engine, build_engine
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import (

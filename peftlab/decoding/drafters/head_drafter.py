@@ -15,28 +15,33 @@ from peftlab.errors import PeftlabError
 
 
 class Heads(Protocol):
-    """Guesses at the tokens after the next one from the target's last hidden state: an ``nn.Module`` with ``best``."""
+    """What a drafter needs of Medusa heads.
+
+    Attributes:
+        vocab_size: V.
+    """
 
     @property
-    def vocab_size(self) -> int:
-        """V, the target's."""
+    def vocab_size(self) -> int: ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield its parameters: the first one's dtype and device are those of its input."""
+        """Yield the weights; their dtype and device are those of the computation."""
+        ...
 
     def best(self, hidden: Tensor, width: int) -> Tensor:
         """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
+        ...
 
 
 @dataclass
 class HeadsDrafter:
     """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
 
-    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most promising nodes over
-    the heads' best choices. Candidates are the heads' top tokens, so verification takes them as certain.
+    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most probable nodes over
+    the heads' best choices. Candidates are the heads' top tokens, so verification treats them as deterministic.
 
     Attributes:
-        heads: their ``best`` is asked; head i predicts i + 2 positions ahead.
+        heads: head i predicts i + 2 positions ahead.
         width: choices of a head that a tree may use; 1 is a chain.
         name: for reports.
     """
@@ -47,18 +52,18 @@ class HeadsDrafter:
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        held = zip(rows, state.hidden, strict=True)
-        self._hidden = {row.index: hidden for row, hidden in held if hidden is not None}
+        states = zip(rows, state.hidden, strict=True)
+        self._hidden = {row.index: hidden for row, hidden in states if hidden is not None}
         self._vocab = state.vocab_size
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         weight = next(self.heads.parameters())
         device = weight.device
-        # A prompt of one token has left no hidden state: nothing is drafted for it in the first step.
+        # A prompt of one token has no hidden state yet: nothing is drafted for it in the first step.
         budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
-            return Draft(torch.full((len(rows), 0), -1, device=device))
+            return Draft.empty(len(rows), device)
         blank = torch.zeros_like(next(iter(self._hidden.values())))
         hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
         if self.heads.vocab_size != self._vocab:
@@ -70,7 +75,7 @@ class HeadsDrafter:
         return Draft(torch.where(allowed, tokens, -1), shape=tree_shape(tree) if self.width > 1 else None)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
-        # The state that gave a row its newest token: that of the last accepted node, or of the root.
+        # The state from which a row's newest token was chosen: that of the last accepted node, or of the root.
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
             self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 

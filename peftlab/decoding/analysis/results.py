@@ -1,0 +1,127 @@
+"""What a benchmark found: one drafter's figures, and the whole comparison."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
+
+
+@dataclass(frozen=True)
+class PromptDivergence(Divergence):
+    """Where a prompt's output differs from plain decoding's.
+
+    Attributes:
+        id: of the prompt.
+    """
+
+    id: str
+
+
+@dataclass(frozen=True)
+class DrafterResult:
+    """One drafter against plain decoding.
+
+    Attributes:
+        tokens_per_second, baseline_tokens_per_second: with the drafter, and plain; a batch takes the median of its
+            repeats. ``..._interval``: 95 % bootstrap intervals, None for a single batch.
+        speedup: their ratio.
+        verdict: in words, see ``benchmark.verdict``.
+        statistics: of the target's steps.
+        lossless: no output differs from plain decoding's.
+        lossless_by: "comparison" of greedy outputs, or "construction": that the scheme keeps the target's
+            distribution is proved elsewhere.
+        divergences: the outputs that differ.
+        alpha: agreement of draft and target; None without a draft model, or where it was not measured.
+    """
+
+    tokens_per_second: float
+    tokens_per_second_interval: Interval
+    baseline_tokens_per_second: float
+    baseline_tokens_per_second_interval: Interval
+    speedup: float
+    speedup_interval: Interval
+    verdict: str
+    statistics: AcceptanceStatistics
+    lossless: bool
+    lossless_by: str
+    divergences: list[PromptDivergence]
+    alpha: OverlapRates | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the attributes, those of ``statistics`` among them."""
+        values = asdict(self)
+        statistics = values.pop("statistics")
+        return values | statistics
+
+
+@dataclass(frozen=True)
+class CategoryResult:
+    """One category of prompts.
+
+    Attributes:
+        prompts: how many.
+        tau, acceptance: see ``AcceptanceStatistics``.
+        tokens_per_second, speedup: None where a batch contains prompts of another category, too.
+    """
+
+    prompts: int
+    tau: float | None
+    acceptance: float | None
+    tokens_per_second: float | None
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt's output.
+
+    Attributes:
+        id, category: of the prompt. prompt_tokens: its length.
+        ids, baseline_ids: new tokens with the drafter, and plain. reason: why the first ended.
+    """
+
+    id: str
+    category: str
+    prompt_tokens: int
+    ids: list[int]
+    baseline_ids: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Plain decoding and drafters, timed on the same prompts.
+
+    Attributes:
+        drafter: the one that ``categories`` and ``prompts`` are about.
+        drafters: name -> figures.
+        overhead: share of the time outside the models; None where it was not measured.
+        batch_size, temperature, max_new_tokens, repeats: the settings.
+        kernel: how the target's step is computed. threads, device: where.
+        conditions: of the machine.
+        skipped: ids of the prompts that do not fit the context.
+    """
+
+    drafter: str
+    drafters: dict[str, DrafterResult]
+    overhead: float | None
+    batch_size: int
+    temperature: float
+    max_new_tokens: int
+    repeats: int
+    kernel: str
+    threads: int
+    device: str
+    conditions: Conditions
+    categories: dict[str, CategoryResult]
+    prompts: list[PromptResult]
+    skipped: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the attributes, and beside them the figures of ``drafter``."""
+        drafters = {name: of.as_json() for name, of in self.drafters.items()}
+        values = asdict(self) | {"drafters": drafters, "conditions": self.conditions.as_json()}
+        return drafters[self.drafter] | values

@@ -1,0 +1,61 @@
+"""Which drafted tokens of a batch the target accepts: chains or trees, greedily or sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.verification.chain import verify_chain, verify_greedy, verify_onehot
+from peftlab.decoding.verification.multidraft import verify_tree
+from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, Sampling
+from peftlab.decoding.verification.tree import walk_greedy
+
+Accepted = tuple[list[list[int]], list[int]]
+"""Accepted nodes of each row, as indices into its draft, and the token after them."""
+
+
+def accept_chains(
+    logits: Tensor, tokens: Tensor, probs: Tensor | None, sampling: Sampling, generators: Sequence[torch.Generator]
+) -> Accepted:
+    """Accept drafted chains.
+
+    Args:
+        logits: [b, N+1, V] of the target, after the last known token and each drafted one.
+        tokens: [b, N], -1 where a row has fewer.
+        probs: [b, N, V], what each token was drawn from; None if the draft is deterministic.
+        sampling: how the target's tokens are chosen.
+        generators: one per row.
+    """
+    if sampling.greedy:
+        counts, following = verify_greedy(logits.argmax(-1), tokens)
+    else:
+        p, random = sampling.probabilities(logits), RowRandomSource(generators)
+        if probs is None:
+            counts, following = verify_onehot(p, tokens, random)
+        else:
+            counts, following = verify_chain(p, probs, tokens.clamp_min(0), random)
+    return [list(range(n)) for n in counts.tolist()], following.tolist()
+
+
+def accept_trees(
+    logits: Tensor, tokens: Tensor, parents: Sequence[int], sampling: Sampling, generators: Sequence[torch.Generator]
+) -> Accepted:
+    """Accept one path of each row's tree; its tokens are deterministic. Arguments as for ``accept_chains``.
+
+    Args:
+        parents: of the N nodes, -1 for the root; the same for all rows.
+    """
+    if sampling.greedy:
+        rows = zip(logits.argmax(-1).tolist(), tokens.tolist(), strict=True)
+        walks = [walk_greedy(choices, drafted, parents) for choices, drafted in rows]
+    else:
+        p = sampling.probabilities(logits)
+        walks = []
+        for i, (drafted, generator) in enumerate(zip(tokens, generators, strict=True)):
+            # Each node's q is one-hot, or zeros where nothing was drafted.
+            mass = (drafted >= 0).to(p.dtype)[:, None]
+            q = torch.zeros_like(p[i, 1:]).scatter_(-1, drafted.clamp_min(0)[:, None], mass)
+            walks.append(verify_tree(p[i], q, drafted, parents, RandomSource(generator)))
+    return [path for path, _ in walks], [token for _, token in walks]

@@ -1,0 +1,249 @@
+"""Prompts and served requests: read from files, and as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from peftlab.errors import PeftlabError
+from peftlab.references import locate
+from peftlab.tasks.bad_rows import listed, quoted
+from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.content import is_unicode, text_lines
+from peftlab.tasks.readers import Table, read_table, table_suffix
+
+_TEXTS = ("prompt", "text")
+_QUESTIONS = ("question", "instruction")
+_PROMPTS = (*_TEXTS, *_QUESTIONS, "messages", "turns", "prompt_ids")
+_RESPONSES = ("response", "completion", "answer", "output", "response_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: the file's own, else the line or row number.
+        category: the file's own, else "all".
+        text: its text; None for a conversation or token ids.
+        messages: the conversation, or a question as one user turn; None for a text that is meant literally.
+        ids: token ids; None otherwise.
+        where: file and line, for error messages; empty: ``prompt ID``.
+    """
+
+    id: str
+    category: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    ids: list[int] | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what the target answered.
+
+    Attributes:
+        prompt: token ids. response: token ids, with the end-of-sequence token if it was written.
+    """
+
+    prompt: list[int]
+    response: list[int]
+
+
+def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None) -> list[Prompt]:
+    """Read prompts, in order.
+
+    Args:
+        source: the texts themselves, or a file: a table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), or
+            one prompt a line in any other. A row has ``prompt`` or ``text``, ``question`` or ``instruction`` (one user
+            turn), ``messages`` (role and content), ``turns`` (Spec-Bench: a list of which the first is asked) or
+            ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
+        field: the column; None for the first of these that a row has.
+
+    Raises:
+        PeftlabError: no such file, no prompt in it, or a row without one; file and line are named.
+    """
+    if not isinstance(source, (str, Path)):
+        texts = [(f"data.prompts, prompt {i}", text) for i, text in enumerate(source, start=1)]
+        prompts = [Prompt(str(i), "all", text, where=where) for i, (where, text) in enumerate(texts, start=1)]
+    elif table_suffix(path := _file(source)) is None:
+        prompts = [Prompt(str(n), "all", line, where=f"{path}:{n}") for n, line in text_lines(path) if line.strip()]
+    else:
+        prompts = _rows(read_table(path), field)
+    if not prompts:
+        raise PeftlabError(f"{source if isinstance(source, (str, Path)) else 'data.prompts'}: no prompt in it")
+    return prompts
+
+
+def read_prompt_ids(
+    source: str | Path | Sequence[str], tokenizer: Any, *, field: str | None = None, chat: bool | None = None
+) -> list[list[int]]:
+    """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
+
+    Args:
+        chat: put a text into the tokenizer's chat template as one user turn; None: if it has a template.
+
+    Raises:
+        PeftlabError: as ``read_prompts``; an empty prompt; or messages without a chat template.
+    """
+    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field)]
+
+
+def read_requests(path: str | Path, tokenizer: Any, *, chat: bool | None = None) -> list[Request]:
+    """Return served requests: rows with a prompt (as in ``read_prompt_ids``) and a response.
+
+    The response is text (column response, completion, answer or output) or ids (response_ids). A text's end of
+    sequence is added unless the row's ``finish_reason`` is ``length``.
+
+    Raises:
+        PeftlabError: no row, no such column, or an empty prompt or response.
+    """
+    table = read_table(_file(path))
+    if not len(table):
+        raise PeftlabError(f"{path}: no request in it")
+    prompts = _rows(table, None)
+    responses = table.columns[_column(table.columns, _RESPONSES, table.path, "response")]
+    reasons = table.columns.get("finish_reason", ["stop"] * len(table))
+    requests = []
+    for prompt, response, reason in zip(prompts, responses, reasons, strict=True):
+        ids = response if _is_ids(response) else None
+        if ids is None:
+            if not isinstance(response, str) or not is_unicode(response):
+                raise PeftlabError(f"{prompt.where}: the response is not a text or token ids, but {quoted(response)}")
+            ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+            if reason != "length" and tokenizer.eos_token_id is not None:
+                ids = [*ids, tokenizer.eos_token_id]
+        if not ids:
+            raise PeftlabError(f"{prompt.where}: an empty response")
+        requests.append(Request(_ids(tokenizer, prompt, chat), ids))
+    return requests
+
+
+def encode(tokenizer: Any, prompt: Prompt, chat: bool | None = None) -> list[int]:
+    """Return a prompt's token ids; an empty text is the BOS token.
+
+    Args:
+        chat: whether a text is a user turn for the chat template; conversations then need one. None: questions and
+            conversations go through the template where there is one, texts are literal.
+
+    Raises:
+        PeftlabError: an empty prompt and no BOS token to begin with, messages without a chat template, or a
+            conversation that the template refuses.
+    """
+    where = prompt.where or f"prompt {prompt.id}"
+    if prompt.ids is not None:
+        return prompt.ids
+    template = bool(getattr(tokenizer, "chat_template", None))
+    messages, text = prompt.messages, prompt.text
+    if messages is not None and (template if chat is None else chat or text is None):
+        return _through_template(tokenizer, messages, where)
+    if text is None:
+        text = "\n".join(str(message["content"]) for message in messages or ())
+    if not is_unicode(text):
+        raise PeftlabError(f"{where}: not valid Unicode (half a surrogate pair)")
+    if chat:
+        return _through_template(tokenizer, [_user_turn(text)], where)
+    ids = list(tokenizer(text).input_ids)
+    if not ids:
+        if tokenizer.bos_token_id is None:
+            raise PeftlabError(f"{where}: empty, and the tokenizer has no BOS token to begin with")
+        ids = [tokenizer.bos_token_id]
+    return ids
+
+
+def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
+    """Return at most ``most`` prompts, taken in turn from every category, in the file's order.
+
+    Raises:
+        PeftlabError: ``most < 1``.
+    """
+    if most < 1:
+        raise PeftlabError(f"max_prompts: {most} leaves none")
+    prompts = list(prompts)
+    seen: dict[str, int] = {}
+    ranked = []
+    for place, prompt in enumerate(prompts):
+        ranked.append((seen.get(prompt.category, 0), place))
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+    return [prompts[place] for place in sorted(place for _, place in sorted(ranked)[:most])]
+
+
+def _ids(tokenizer: Any, prompt: Prompt, chat: bool | None) -> list[int]:
+    """The ids of a prompt to train on, which must not be empty."""
+    if prompt.text is not None and not prompt.text.strip():
+        raise PeftlabError(f"{prompt.where}: empty")
+    return encode(tokenizer, prompt, bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat)
+
+
+def _through_template(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise PeftlabError(
+            f"{where}: chat messages, but the target's tokenizer has no chat template; give plain texts, or a "
+            "tokenizer with a chat_template"
+        )
+    return chat_ids(tokenizer, messages, where)
+
+
+def _rows(table: Table, field: str | None) -> list[Prompt]:
+    """The prompts of a table's rows."""
+    if not len(table):
+        return []
+    if field is not None:
+        fields = {field: table.column(field, "data.field")}
+    else:
+        _column(table.columns, _PROMPTS, table.path, "prompt")
+        fields = {name: table.columns[name] for name in _PROMPTS if name in table.columns}
+    named = [table.columns[name] for name in ("question_id", "id") if name in table.columns]
+    categories = table.columns.get("category")
+    prompts = []
+    for row, position in enumerate(table.positions):
+        own = next((values[row] for values in named if values[row] is not None), position)
+        category = categories[row] if categories is not None else None
+        name = next((name for name, values in fields.items() if values[row] is not None), None)
+        if name is None:
+            raise PeftlabError(f"{table.where(row)}: no prompt; a row needs one of {', '.join(_PROMPTS)}")
+        labels = str(own), "all" if category is None else str(category)
+        prompts.append(_prompt(*labels, name, fields[name][row], table.where(row)))
+    return prompts
+
+
+def _prompt(id_: str, category: str, name: str, value: Any, where: str) -> Prompt:
+    if name == "turns" and isinstance(value, list) and value:
+        value = value[0]
+    if isinstance(value, str) and is_unicode(value):
+        asked = name in _QUESTIONS or name == "turns"
+        return Prompt(id_, category, value, [_user_turn(value)] if asked else None, where=where)
+    if _is_ids(value):
+        return Prompt(id_, category, ids=value, where=where)
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return Prompt(id_, category, messages=value, where=where)
+    raise PeftlabError(f"{where}: {name} is not a text, chat messages or token ids, but {quoted(value)}")
+
+
+def _user_turn(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _is_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _file(reference: str | Path) -> Path:
+    path = locate(str(reference), "prompts")
+    if not isinstance(path, Path) or not path.is_file():
+        raise PeftlabError(f"prompts {str(reference)!r}: no such file")
+    return path
+
+
+def _column(columns: Mapping[str, Any], names: Sequence[str], path: Path, what: str) -> str:
+    found = next((name for name in names if name in columns), None)
+    if found is None:
+        raise PeftlabError(f"{path}: no {what} column ({', '.join(names)}); columns: {listed(columns, 50)}")
+    return found
