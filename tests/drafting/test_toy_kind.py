@@ -149,16 +149,12 @@ def test_from_recipe_to_report(toy: Path, stories: Path, tmp_path: Path) -> None
     one, other = (load_file(run / "heads" / "ahead.safetensors")["weight"] for run in (whole, cut))
     assert one.equal(other), "resumed equals uninterrupted"
 
-    peftlab(toy, "report", cut, "-o", tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "acceptance" in page
+    assert "acceptance" in (cut / "report.html").read_text()
     plain = peftlab(toy, "generate", "--target", stories, "--prompt", "Once upon", "--max-new-tokens", 20)
     drafted = peftlab(
         toy, "generate", "--target", stories, "--draft", cut, "--prompt", "Once upon", "--max-new-tokens", 20
     )
-    assert plain.split(" [")[0] == drafted.split(" [")[0] and "per target step" in drafted.replace(
-        "a target", "per target"
-    )
+    assert plain.split(" [")[0] == drafted.split(" [")[0]
     refused = peftlab(
         toy, "draft", "export", cut, "--for", "vllm", "--out", tmp_path / "x", "--target", stories, status=2
     )
