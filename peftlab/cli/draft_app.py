@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option("--target", help="The model whose output is wanted.")]
-DraftName = Annotated[str | None, typer.Option("--draft", help="The draft model, or a directory of Medusa heads.")]
+DraftName = Annotated[str | None, typer.Option("--draft", help="A draft model, heads, a draft run, or exit:K.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Length of the longest output.")]
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted per target step.")]
-Width = Annotated[int, typer.Option("--width", help="Choices of each Medusa head in a tree of gamma tokens.")]
+Width = Annotated[int, typer.Option("--width", help="Choices of each head in a tree of gamma tokens.")]
 Length = Annotated[
     str, typer.Option("--policy", help="Draft length: fixed, confidence (at most gamma), heuristic (from gamma).")
 ]

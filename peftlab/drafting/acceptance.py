@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.drafting.examples import Collate
-from peftlab.drafting.exits import Exit
-from peftlab.drafting.hidden_states import forward_hidden, frozen_hidden, head_weight
-from peftlab.methods.injection import disabled
-from peftlab.methods.modes import eval_mode
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight
+from peftlab.drafting.text.continuations import Collate
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time
@@ -54,13 +51,13 @@ def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
 
     Args:
         target, draft: causal language models over the same vocabulary, on one device.
-        data: rows as ``examples.make_dataset`` makes them.
+        data: rows as ``continuations.make_dataset`` makes them.
     """
     sums = torch.zeros(4, len(data), dtype=torch.float64)
     heads = head_weight(target), head_weight(draft)
-    for rows, places, ids, mask in _batches(data, batch_size, heads[0].device):
+    for rows, places, ids, mask in batches(data, batch_size, heads[0].device):
         own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
-        _add(sums, rows[places.nonzero()[:, 0].cpu()], own, other, *heads)
+        add_rates(sums, rows[places.nonzero()[:, 0].cpu()], own, other, *heads)
     return Acceptance(*sums)
 
 
@@ -70,7 +67,7 @@ def each_token(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t]."""
     heads = head_weight(target), head_weight(draft)
-    for _, places, ids, mask in _batches(data, batch_size, heads[0].device):
+    for _, places, ids, mask in batches(data, batch_size, heads[0].device):
         own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
         for mine, theirs in zip(own.split(_CHUNK), other.split(_CHUNK), strict=True):
             p, q = (F.linear(h, w).float().softmax(-1) for h, w in zip((mine, theirs), heads, strict=True))
@@ -80,52 +77,8 @@ def each_token(
 @torch.no_grad()
 def target_states(target: nn.Module, data: Any, batch_size: int = 16) -> Iterator[Tensor]:
     """Yield the target's states [t, H] at a few predictions at a time."""
-    for _, places, ids, mask in _batches(data, batch_size, head_weight(target).device):
+    for _, places, ids, mask in batches(data, batch_size, head_weight(target).device):
         yield from frozen_hidden(target, ids, mask)[places].split(_CHUNK)
-
-
-@torch.no_grad()
-def measure_exit(model: Any, exit_: Exit, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
-    """Return the acceptance of an early exit, and of the whole model as trained.
-
-    Both by the base model, which is what ``model`` computes with its injection switched off.
-    """
-    sums = torch.zeros(2, 4, len(data), dtype=torch.float64)
-    head = head_weight(model)
-    for rows, places, ids, mask in _batches(data, batch_size, head.device):
-        with eval_mode(model):
-            states = forward_hidden(model, ids, mask)
-            early = exit_.states(model, states, places)
-        with disabled(model):
-            base = frozen_hidden(model, ids, mask)[places]
-        for total, mine in zip(sums, (early, states[-1][places]), strict=True):
-            _add(total, rows[places.nonzero()[:, 0].cpu()], base, mine, head, head)
-    return Acceptance(*sums[0]), Acceptance(*sums[1])
-
-
-@torch.no_grad()
-def measure_heads(model: Any, data: Any, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
-    """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
-
-    Head i's guess at place t, of token t+2+i, is compared with what the base model says at t+1+i; examples too
-    short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
-    trained one it says how much of the model is left: heads are easily right about a trunk that has collapsed.
-    """
-    head = model.get_output_embeddings()
-    medusa = list(head.medusa_heads)
-    sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)
-    for rows, places, ids, mask in _batches(data, batch_size, head.weight.device):
-        hidden = frozen_hidden(model, ids, mask)
-        with disabled(model):
-            base = frozen_hidden(model, ids, mask)
-        for i, (block, weight) in enumerate(medusa):
-            both = places[:, : -(i + 1)] & places[:, i + 1 :]
-            late, early = base[:, i + 1 :][both], block(hidden[:, : -(i + 1)][both])
-            _add(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head.weight, weight)
-        kept = rows[places.nonzero()[:, 0].cpu()]
-        _add(sums[-1], kept, base[places], hidden[places], head.weight, head.weight)
-    *heads, trunk = (Acceptance(*part) for part in sums)
-    return heads, trunk
 
 
 def bootstrap(
@@ -148,7 +101,8 @@ def bootstrap(
     return low, high
 
 
-def _batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """Yield row numbers [b], which predictions count [b, n], token ids [b, n] and their mask [b, n]."""
     collate = Collate()
     keys = ("input_ids", "prompt", "length")
     for batch in eval_batches(data["length"], batch_size):
@@ -157,7 +111,9 @@ def _batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple
         yield torch.tensor(batch), inputs["weights"] > 0, inputs["input_ids"], inputs["attention_mask"]
 
 
-def _add(sums: Tensor, rows: Tensor, target: Tensor, draft: Tensor, target_head: Tensor, draft_head: Tensor) -> None:
+def add_rates(
+    sums: Tensor, rows: Tensor, target: Tensor, draft: Tensor, target_head: Tensor, draft_head: Tensor
+) -> None:
     """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time."""
     for part in torch.arange(len(rows)).split(_CHUNK):
         p = F.linear(target[part], target_head).float().softmax(-1)

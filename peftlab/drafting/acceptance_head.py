@@ -15,7 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import replacing
 
 
-class Foresight(nn.Module):
+class AcceptancePredictor(nn.Module):
     """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the chance that what is drafted from state h stands.
 
     Huang et al. 2024 (arXiv 2405.19715). ``decoding.lengths.AcceptanceHead`` takes it as its ``head``.
@@ -34,7 +34,7 @@ class Foresight(nn.Module):
         return self.logit(hidden).sigmoid()
 
 
-def train_foresight(
+def train_acceptance_head(
     target: nn.Module,
     draft: nn.Module,
     train: Any,
@@ -45,14 +45,14 @@ def train_foresight(
     batch_size: int = 256,
     lr: float = 1e-3,
     seed: int = 0,
-) -> tuple[Foresight, dict[str, float]]:
+) -> tuple[AcceptancePredictor, dict[str, float]]:
     """Fit a head on a finished draft's hidden states; target and draft stay as they are.
 
     Binary cross-entropy against the exact chance that a token stands: α = Σ min(p, q) for sampling at
     temperature 1, or whether both have the same largest token for greedy decoding.
 
     Args:
-        train, held_out: rows as ``examples.make_dataset`` makes them.
+        train, held_out: rows as ``continuations.make_dataset`` makes them.
 
     Returns:
         The head, and on the held-out text: ``brier``, the mean squared error of p̂, and ``brier_constant``, that
@@ -61,7 +61,7 @@ def train_foresight(
     states, chances = _states(target, draft, train, greedy)
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    head = Foresight(states.shape[-1]).to(states.device)
+    head = AcceptancePredictor(states.shape[-1]).to(states.device)
     optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
     for _ in range(epochs):
         for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
@@ -77,15 +77,15 @@ def train_foresight(
     return head.eval(), {"brier": error, "brier_constant": constant}
 
 
-def save_foresight(head: Foresight, path: Path) -> None:
+def save_acceptance_head(head: AcceptancePredictor, path: Path) -> None:
     """Write a head to a safetensors file."""
     with replacing(path) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
         write_tensors(temporary, tensors, {"format": "pt"})
 
 
-def load_foresight(path: str | Path) -> Foresight:
-    """Read a head that ``save_foresight`` wrote.
+def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
+    """Read a head that ``save_acceptance_head`` wrote.
 
     Raises:
         PeftlabError: the file holds something else.
@@ -96,7 +96,7 @@ def load_foresight(path: str | Path) -> Foresight:
     inner = tensors["inner.weight"]
     if inner.ndim != 2:
         raise PeftlabError(f"{path}: inner.weight has shape {tuple(inner.shape)}, which is no matrix")
-    head = Foresight(inner.shape[1], inner.shape[0])
+    head = AcceptancePredictor(inner.shape[1], inner.shape[0])
     for name, parameter in head.state_dict().items():
         if tensors[name].shape != parameter.shape:
             raise PeftlabError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")

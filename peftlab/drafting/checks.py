@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.errors import PeftlabError
@@ -15,21 +15,31 @@ from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import plan
 
 
+def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
+    """Refuse a draft whose tokenizer gives a token another id; a draft saved without a tokenizer passes.
+
+    Raises:
+        PeftlabError: naming the first token that differs and the way out.
+    """
+    own, other = target.get_vocab(), draft.get_vocab() if draft is not None else None
+    if other is None or own == other:
+        return
+    differ = sorted(set(own.items()) ^ set(other.items()), key=lambda item: (item[1], item[0]))
+    token = differ[0][0]
+    raise PeftlabError(
+        f"draft: its tokenizer is not the target's: {len(differ)} entries differ, the first is {token!r} "
+        f"(target {own.get(token)}, draft {other.get(token)}). A draft must have been trained with the target's "
+        "token ids; use one of the same family, or draft: {kind: model, truncate: {layers: [...]}}"
+    )
+
+
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
     """Refuse tokenizers that give a token another id, special ids that differ, and, for chat, other templates.
 
     Raises:
         PeftlabError: naming the first difference and the way out.
     """
-    own, other = target.get_vocab(), draft.get_vocab()
-    differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-    if differ:
-        token = differ[0]
-        raise PeftlabError(
-            f"draft: its tokenizer is not the target's: {len(differ)} tokens differ, among them {token!r} "
-            f"(target {own.get(token)}, draft {other.get(token)}). A draft must have been trained with the target's "
-            "token ids; use one of the same family, or draft: {truncate: {layers: [...]}}"
-        )
+    check_tokens(target, draft)
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(target, name) != getattr(draft, name):
             raise PeftlabError(
@@ -92,7 +102,7 @@ def check_method(model: Any, config: MethodConfig) -> None:
     """
     head = model.get_output_embeddings()
     for name in plan(model, config).replace:
-        if model.get_submodule(name) is head and config.name != "medusa":
+        if model.get_submodule(name) is head:
             raise PeftlabError(
                 f"method {config.name}: an addition on {name}, the LM head, cannot be trained as part of a draft; take "
                 f"it out of target_modules, or train the head whole (modules_to_save: [{name}])"
@@ -122,3 +132,41 @@ def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
             f"(off by {gap:.1e} of the largest): it caps or scales them, or its last state lacks the final norm. "
             "Draft training does not know such models"
         )
+
+
+def common_vocabulary(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> int:
+    """Return how many logits target and draft share: all, or what is left without one's padding.
+
+    Args:
+        tokenizer: of both; None where the draft has none.
+
+    Raises:
+        PeftlabError: the LM heads differ in size with no tokenizer to explain it.
+    """
+    sizes = [head_weight(model).shape[0] for model in (target, draft)]
+    if sizes[0] != sizes[1] and tokenizer is None:
+        raise PeftlabError(
+            f"draft: vocabulary of {sizes[1]}, but the target's has {sizes[0]}, and the draft has no tokenizer"
+        )
+    if sizes[0] != sizes[1] and tokenizer is not None and min(sizes) < len(tokenizer):
+        raise PeftlabError(
+            f"draft: LM heads of {sizes[0]} (target) and {sizes[1]} (draft) rows, fewer than "
+            f"the {len(tokenizer)} tokens of their tokenizer"
+        )
+    return min(sizes)
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return the token ids that end the model's outputs."""
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the token ids that end the target's outputs, its tokenizer's where the model names none."""
+    return eos_ids(target) or frozenset(filter(None, [tokenizer.eos_token_id]))

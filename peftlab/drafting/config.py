@@ -1,11 +1,13 @@
-"""TODO: say what this module is."""
+"""The sections that all draft recipes share, and the base of the kinds' own sections."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from peftlab.methods.config import MethodConfig
 from peftlab.section import Section, Seed
 
 
@@ -87,3 +89,24 @@ class DraftData(Section):
         if self.top_p is not None and self.temperature == 0:
             raise ValueError("top_p: temperature 0 is greedy and ignores it")
         return self
+
+
+class DraftConfig(Section):
+    """Base of the kinds' sections, told apart by ``kind`` in a recipe's ``draft``."""
+
+    kind: str
+    usual_method: ClassVar[str | None] = "lora"
+    """The method of a recipe that names none; None: nothing is put into the model."""
+
+    def problems(
+        self,
+        *,
+        method: MethodConfig | None,
+        objective: DraftObjective,
+        data: DraftData,
+        merge: bool | None,
+        acceptance_head: bool,
+    ) -> Iterator[tuple[str, str]]:
+        """Yield each key of the recipe that does not go with this draft, and why."""
+        if method is None:
+            yield "method", f"null, and draft kind {self.kind} has no parameters of its own to train; name a method"

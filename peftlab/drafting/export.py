@@ -5,7 +5,7 @@ transformers  a plain directory, for ``generate(assistant_model=...)``
 vllm          a plain directory, for the speculative method ``draft_model``
 ============  ==========================================================
 
-Which engine loads what is listed in ``docs/drafts/training_drafts.md``. Medusa heads have no consumer but this package.
+Which engine loads what is in ``docs/drafts/training_drafts.md``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Literal, get_args
 import torch
 
 from peftlab.drafting.checks import check_tokenizers
+from peftlab.drafting.load import find_draft
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import read_object
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.outputs import MARK, staged_directory
 from peftlab.references import locate, similar_path
+from peftlab.rows import resolve
 
 Consumer = Literal["transformers", "vllm"]
 CONSUMERS: tuple[str, ...] = get_args(Consumer)
@@ -49,7 +50,10 @@ def export_draft(
     if consumer not in CONSUMERS:
         raise PeftlabError(f"--for {consumer}: one of {', '.join(CONSUMERS)}{did_you_mean(consumer, CONSUMERS)}")
     source, out = Path(source), Path(out)
-    plain = _plain(source, consumer)
+    if not source.is_dir():
+        raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
+    kind, place = find_draft(str(source))
+    plain: Path = resolve(kind.export)(place, consumer)
     command = _serve(target, out, gamma) if consumer == "vllm" else _assisted(target, out)
     config, goal = load_config(str(plain)), load_config(target)
     check_tokenizers(load_tokenizer(target), load_tokenizer(str(plain)), chat=False)
@@ -68,23 +72,6 @@ def export_draft(
     return command, difference
 
 
-def _plain(source: Path, consumer: str) -> Path:
-    if not source.is_dir():
-        raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
-    found = next((p for p in (source / "merged", source) if (p / "config.json").exists()), None)
-    heads = "Medusa heads, which no released engine loads; peftlab generate and peftlab draft bench do"
-    if (source / "heads" / "config.json").exists():
-        raise PeftlabError(f"--for {consumer}: {source} trained {heads}")
-    if found is None:
-        raise PeftlabError(
-            f"--for {consumer}: {source} holds no plain model directory (no merged/ and no config.json); drafts of "
-            "methods without a linear fold cannot be loaded there"
-        )
-    if read_object(found / "config.json").get("model_type") == "medusa":
-        raise PeftlabError(f"--for {consumer}: {found} holds {heads}")
-    return found
-
-
 @torch.no_grad()
 def _compare(source: Path, written: Path) -> float:
     ids = torch.arange(1, 17)[None]
@@ -96,7 +83,7 @@ def _compare(source: Path, written: Path) -> float:
         answers.append(model(input_ids=ids % model.config.vocab_size).logits)
     difference = float((answers[0] - answers[1]).abs().max())
     if difference > 0:
-        raise PeftlabError(f"{written}: answers other logits than {source} (by {difference:.2g}); nothing was written")
+        raise PeftlabError(f"{written}: computes other logits than {source} (by {difference:.2g}); nothing was written")
     return difference
 
 

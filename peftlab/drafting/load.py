@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.head_drafter import Heads, MedusaDrafter, is_medusa, read_medusa
+from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens
+from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.kinds.base import Opened, Opening
+from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import read_object
-from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.models.pretrained import load_tokenizer
+from peftlab.rows import resolve
 
 BOTH = "lookup+draft"
 FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
@@ -28,10 +28,10 @@ FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": R
 
 @dataclass
 class Pair:
-    """A target with its tokenizer, and a draft model or Medusa heads if there are any.
+    """A target with its tokenizer, and its draft if there is one: an engine, or heads.
 
     Attributes:
-        warnings: what a user should know before he goes on.
+        warnings: what a user should know before he continues.
     """
 
     target: Engine
@@ -42,6 +42,20 @@ class Pair:
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
+
+
+def find_draft(reference: str) -> tuple[DraftKind, str]:
+    """Return the kind of the draft that a reference names, and the reference of the draft itself.
+
+    Args:
+        reference: as ``models.pretrained.load_base`` takes it; a run directory of a draft recipe; a directory of
+            heads; or ``exit:K``, the target's first K layers.
+    """
+    for kind in reversed([*DRAFTS.values()]):  # the first row takes any reference
+        place = resolve(kind.find)(reference)
+        if place is not None:
+            return kind, place
+    raise PeftlabError(f"{reference}: no draft of any kind")
 
 
 def load_pair(
@@ -55,122 +69,35 @@ def load_pair(
     """Load a target and, if named, its draft.
 
     Args:
-        target, draft: references as ``checkpoints.base.load_base`` takes them; a draft may also be a directory
-            of Medusa heads.
+        target: reference as ``models.pretrained.load_base`` takes it.
+        draft: reference as ``find_draft`` takes it.
         dtype: of the target.
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,
             never exactness.
-        pack: see ``engine.build_engine``.
+        pack: see ``engines.build.build_engine``.
 
     Raises:
-        PeftlabError: something cannot be loaded, or the two do not speak the same tokens.
+        PeftlabError: something cannot be loaded, or the two do not have the same tokens.
     """
-    tokenizer = load_tokenizer(target)
-    heads_given = draft is not None and is_medusa(draft)
-    draft_tokenizer = None
-    if draft is not None and not heads_given:
-        load_config(draft)  # a wrong name is found before any weights are read
-        draft_tokenizer = _tokenizer_of(draft)
-        check_tokens(tokenizer, draft_tokenizer)
-    model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
-    eos = eos_ids(model)
+    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, pack)
+    opened: Opened | None = None
+    if draft is not None:
+        kind, place = find_draft(draft)
+        opened = resolve(kind.open)(place, opening)
+    model = opening.target
     size = model.num_parameters()
-    if draft is None:
-        return Pair(build_engine(model, pack=pack), tokenizer, eos, target_parameters=size)
-    if heads_given:
-        _check_heads(draft, model)
-        heads = read_medusa(draft).to(draft_dtype or dtype)
-        return Pair(
-            target=build_engine(model, pack=pack),
-            tokenizer=tokenizer,
-            eos=eos,
-            heads=heads,
-            target_parameters=size,
-            draft_parameters=sum(parameter.numel() for parameter in heads.parameters()),
-        )
-    small, _ = load_base(draft, "AutoModelForCausalLM", dtype=draft_dtype or dtype)
-    vocabulary = common_vocabulary(model, small, draft_tokenizer)
-    return Pair(
-        target=build_engine(model, vocabulary=vocabulary, pack=pack),
-        tokenizer=tokenizer,
-        eos=eos,
-        draft=draft_engine(small, vocabulary, read_tokens(draft), pack=pack),
-        target_parameters=size,
-        draft_parameters=small.num_parameters(),
-        warnings=_size_warning(size, small.num_parameters()),
-    )
-
-
-def draft_engine(
-    draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
-) -> Engine:
-    """Return a draft's engine, confined to ``tokens`` if they are given (see ``confined.ReducedVocabulary``)."""
-    if tokens is None:
-        return build_engine(draft, vocabulary=vocabulary, pack=pack)
-    return ReducedVocabulary(draft, tokens, vocabulary or draft.get_output_embeddings().weight.shape[0], pack=pack)
-
-
-def _check_heads(directory: str, target: PreTrainedModel) -> None:
-    config, (rows, width) = read_object(Path(directory) / "config.json"), target.get_output_embeddings().weight.shape
-    tokens, states = config.get("vocab_size"), config.get("hidden_size")
-    if (tokens, states) != (rows, width):
-        raise PeftlabError(
-            f"{directory}: heads for states of {states} and {tokens} tokens, but the target has {width} and {rows}"
-        )
-
-
-def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
-    """Refuse a draft whose tokenizer gives a token another id; a draft saved without a tokenizer passes.
-
-    Raises:
-        PeftlabError: naming the first token that differs.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab() if draft is not None else None
-    if theirs is not None and ours != theirs:
-        apart = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
-        token = apart[0][0]
-        raise PeftlabError(
-            f"draft: its tokenizer is not the target's; {len(apart)} entries differ, the first is {token!r} "
-            f"(id {ours.get(token, 'none')} in the target's, {theirs.get(token, 'none')} in the draft's)"
-        )
-
-
-def common_vocabulary(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> int:
-    """Return how many logits target and draft share: all, or what is left without one's padding.
-
-    Args:
-        tokenizer: of both; None where the draft has none.
-
-    Raises:
-        PeftlabError: the LM heads differ in size with no tokenizer to explain it.
-    """
-    sizes = [m.get_output_embeddings().weight.shape[0] for m in (target, draft)]
-    if sizes[0] != sizes[1] and tokenizer is None:
-        raise PeftlabError(
-            f"draft: vocabulary of {sizes[1]}, but the target's has {sizes[0]}, and the draft has no tokenizer"
-        )
-    if sizes[0] != sizes[1] and tokenizer is not None and min(sizes) < len(tokenizer):
-        raise PeftlabError(
-            f"draft: LM heads of {sizes[0]} (target) and {sizes[1]} (draft) rows, fewer than "
-            f"the {len(tokenizer)} tokens of their tokenizer"
-        )
-    return min(sizes)
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the token ids that end the model's outputs."""
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+    engine = build_engine(model, vocabulary=opened.vocabulary if opened else None, pack=pack)
+    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_parameters=size)
+    if opened is not None:
+        pair.draft, pair.heads, pair.draft_parameters = opened.engine, opened.heads, opened.parameters
+        if opened.engine is not None:
+            pair.warnings = _size_warning(size, opened.parameters)
+    return pair
 
 
 def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     """Return a new drafter: ``"draft"`` is the pair's model or heads, the others are ``FREE``, and ``BOTH`` copies
-    what stood after two or three equal tokens before, and drafts elsewhere.
+    what followed the same two or three tokens before, and drafts elsewhere.
 
     Args:
         width: choices of each Medusa head that a tree may use; 1 is a chain.
@@ -187,23 +114,21 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
         names = ("draft", BOTH, *FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
-        return MedusaDrafter(pair.heads, width)
+        return HeadsDrafter(pair.heads, width)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)
 
 
+def drafts_with_heads(draft: str | None) -> bool:
+    """Whether a reference, as ``find_draft`` takes it, names heads; nothing is loaded."""
+    return draft is not None and find_draft(draft)[0].heads
+
+
 def check_width(width: int, *, heads: bool) -> None:
-    """Raise ``PeftlabError`` for a tree of no width, or one asked of what has no heads."""
+    """Raise ``PeftlabError`` for a tree of no width, or for one without heads to fill it."""
     if width < 1 or (width > 1 and not heads):
         raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
-
-
-def _tokenizer_of(reference: str) -> PreTrainedTokenizerBase | None:
-    try:
-        return load_tokenizer(reference)
-    except PeftlabError:
-        return None  # a draft may be saved without one; then only the sizes can be compared
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

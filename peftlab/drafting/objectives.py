@@ -9,13 +9,15 @@ other side has mass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peftlab.drafting.config import DraftObjective
 from peftlab.errors import PeftlabError
 
 _LOG_ZERO = -1e4
@@ -200,3 +202,27 @@ def _floored_log_softmax(logits: Tensor) -> Tensor:
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Attributes:
+        name: a key of ``OBJECTIVES``. settings: its ``beta`` or ``eta``.
+        share: of each example's tokens that are trained on (AdaSPEC); 1 is all.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 1.0
+
+    def kept(self, tokens: int) -> int:
+        """Return how many of an example's tokens are trained on."""
+        return max(1, round(self.share * tokens))
+
+
+def make_objective(section: DraftObjective) -> Objective:
+    """Return the objective of a recipe with the settings that it knows."""
+    settings = {"jsd": {"beta": section.beta}, "lk_hybrid": {"eta": section.eta}}.get(section.name, {})
+    return Objective(section.name, settings, section.selective or 1.0)

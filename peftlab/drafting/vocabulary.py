@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,15 +25,22 @@ def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) 
         PeftlabError: ``size`` outside 1..``vocab_size``.
     """
     if not 1 <= size <= vocab_size:
-        raise PeftlabError(f"vocabulary: {size} lies outside 1..{vocab_size}, the target's vocabulary")
+        raise PeftlabError(f"vocabulary: {size} is outside 1..{vocab_size}, the target's vocabulary")
     counts = Counter(token for text in texts for token in text)
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
+def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tensor | None:
+    """Return the ``size`` most frequent tokens of the continuations in ``data``; None for ``size`` None."""
+    if size is None:
+        return None
+    return frequent_tokens((row["input_ids"][row["prompt"] :] for row in data), size, len(head_weight(target)))
+
+
 @torch.no_grad()
 def ceiling(target: nn.Module, data: Any, tokens: Tensor) -> float:
-    """Return the mean p(V_d) over the predictions of ``data``: no draft confined to ``tokens`` is accepted more.
+    """Return the mean p(V_d) over the predictions of ``data``: no draft restricted to ``tokens`` is accepted more.
 
     α = Σ min(p, q) over V_d is at most p(V_d), and p is never renormalised over V_d.
     """

@@ -55,12 +55,6 @@ METHODS: Rows[Method] = Rows(
             config="peftlab.methods.bitfit.config:BitFitConfig",
             plan="peftlab.methods.bitfit.plan:plan",
         ),
-        "medusa": Method(
-            config="peftlab.methods.medusa_config:MedusaConfig",
-            plan="peftlab.methods.medusa:plan",
-            folds=False,
-            lr_ratio="peftlab.methods.medusa:lr_ratio",
-        ),
         "full": Method(
             config="peftlab.methods.full.config:FullConfig",
             plan="peftlab.methods.full.plan:plan",

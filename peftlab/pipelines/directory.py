@@ -42,7 +42,7 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
     if isinstance(recipe, DraftRecipe):
         return {
             "the target": recipe.target,
-            "the draft": recipe.draft if isinstance(recipe.draft, str) else None,
+            "the draft": getattr(recipe.draft, "from_", None),
             "the reference model": recipe.objective.reference,
             "the prompts": recipe.data.prompts if isinstance(recipe.data.prompts, str) else None,
             "the requests": recipe.data.replay,

@@ -1,4 +1,4 @@
-"""A draft recipe's whole way: preflight, text by the target, training, merge, acceptance before and after."""
+"""A draft recipe from beginning to end: checks, text by the target, training, merge, acceptance before and after."""
 
 from __future__ import annotations
 
@@ -9,58 +9,45 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
-from peftlab.checkpoints.adapter import Adapter, read_adapter, save_adapter
+from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
-from peftlab.decoding.engines.reduced_vocabulary import write_tokens
-from peftlab.drafting.acceptance_head import save_foresight, train_foresight
-from peftlab.drafting.examples import Collate
-from peftlab.drafting.head_files import write_medusa
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.truncation import truncate
-from peftlab.drafting.vocabulary import ceiling, frequent_tokens
+from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
+from peftlab.drafting.checks import check_head, check_method
+from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.kinds.base import Draft, DraftJob, Saved
+from peftlab.drafting.kinds.table import DRAFTS, DraftKind
+from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.text.continuations import Collate
+from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json, write_json, write_text
-from peftlab.methods.injection import count_parameters, inject, remove
-from peftlab.methods.medusa_config import MedusaConfig
-from peftlab.methods.table import METHODS, lr_ratio
+from peftlab.methods.injection import count_parameters, inject, is_injected
+from peftlab.methods.table import lr_ratio
 from peftlab.models.pretrained import load_base
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.draft_parts import (
-    Models,
-    Sets,
-    load_models,
-    make_losses,
-    make_objective,
-    make_score,
-    make_sets,
-    read_text,
-)
-from peftlab.pipelines.draft_speed import (
-    decoding_speed,
-    drafting_with_a_model,
-    drafting_with_an_exit,
-    drafting_with_heads,
-)
+from peftlab.pipelines.draft_parts import Sets, has_fold, make_job, make_sets, model_options, read_text
+from peftlab.pipelines.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import DraftRecipe, Truncation
+from peftlab.recipe.schema import DraftRecipe
 from peftlab.reporting.console import trainable_line
+from peftlab.rows import resolve
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
-from peftlab.training.spec import TrainingSpec
+from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
 
 def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
-    """Run ``recipe`` and return what ``results.json`` holds.
+    """Run ``recipe`` and return the contents of ``results.json``.
 
     Raises:
-        PeftlabError: anything the user can mend; the run directory changes only once target, draft and data fit.
+        PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.
     """
     with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
         return _run(recipe, directory, resume)
@@ -68,53 +55,90 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
 
 def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     run_dir, settings = directory.path, recipe.train
-    folds = METHODS[recipe.method.name].folds
-    if recipe.merge and not folds:
+    kind = DRAFTS.find(recipe.draft.kind)
+    if recipe.merge and recipe.method is not None and not has_fold(recipe):
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
-    if recipe.vocabulary is not None and not folds and recipe.method.name != "medusa":
-        raise PeftlabError(f"vocabulary: lies beside the merged weights, and {recipe.method.name} has no linear fold")
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
-    accelerator = make_accelerator(settings, run_dir)
+    accelerator = _accelerator(recipe, run_dir)
+    job = make_job(recipe, text, run_dir, accelerator.device)
+    resolve(kind.check)(job, text.config)
+    set_seed(settings.seed)
+    draft = _load(recipe, kind, job)
+    cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
+    sets = make_sets(recipe, text, draft, cache, accelerator.main_process_first())
+    before_speed: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        untrained = resolve(kind.drafter)(draft, None)
+        before_speed = decoding_speed(recipe, untrained, sets.prompts, draft.eos, repeats=1)
+    accelerator.wait_for_everyone()
+    if recipe.method is not None:
+        inject(draft.adapted, recipe.method)
+    trainable, total = count_parameters(draft.model)
+    accelerator.print(trainable_line(trainable, total))
+    spec = _spec(recipe, kind, job, draft, sets)
+    before = spec.score(draft.model)
+    accelerator.print(f"before: {_line(before)}")
+    if settings.gradient_checkpointing:
+        draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if accelerator.is_main_process:
+        _start(recipe, directory, job, draft, sets, accelerator)
+    accelerator.wait_for_everyone()
+    progress = _train(spec, recipe, accelerator, run_dir, resume)
+    results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
+    if accelerator.is_main_process:
+        tokens = _save(recipe, kind, job, draft, sets)
+        write_results(run_dir, results)
+        saved = _read_back(job, tokens)
+        _measure(recipe, draft, spec, sets, saved, results)
+        served = resolve(kind.drafter)(draft, saved)
+        after_speed = decoding_speed(recipe, served, sets.prompts, draft.eos, repeats=2)
+        results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
+        conclude(run_dir, results)
+        print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
+        print(_verdict(before_speed, after_speed))
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _accelerator(recipe: DraftRecipe, run_dir: Path) -> Accelerator:
+    accelerator = make_accelerator(recipe.train, run_dir)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise PeftlabError(
             "kind: draft trains on one device or under DDP; accelerate's configuration asks for "
             f"{accelerator.distributed_type.value}"
         )
-    set_seed(settings.seed)
-    models = load_models(recipe, text, run_dir, accelerator.device)
-    cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
-    sets = make_sets(recipe, text, models, cache, accelerator.main_process_first())
-    before_speed = _speed_before(recipe, models, sets) if accelerator.is_main_process else {}
-    accelerator.wait_for_everyone()
-    inject(models.student, recipe.method)
-    trainable, total = count_parameters(models.student)
-    accelerator.print(trainable_line(trainable, total))
-    spec = _spec(recipe, models, sets)
-    before = spec.score(models.student)
-    accelerator.print(f"before: {_line(before)}")
-    if settings.gradient_checkpointing:
-        models.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if accelerator.is_main_process:
-        _start(recipe, directory, models, text.tokenizer, sets, accelerator)
-    accelerator.wait_for_everyone()
-    if settings.trackers:
+    return accelerator
+
+
+def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
+    """Load target and draft, check that they fit each other and the method, and put them on the device."""
+    target: Any = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe))[0]
+    check_head(target, "target")
+    target.to(job.device).requires_grad_(False)
+    draft: Draft = resolve(kind.load)(job, target)
+    if recipe.method is not None:
+        check_method(draft.adapted, recipe.method)
+    return draft
+
+
+def _train(spec: TrainingSpec, recipe: DraftRecipe, accelerator: Accelerator, run_dir: Path, resume: bool) -> Progress:
+    if recipe.train.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        progress = train(spec, settings, accelerator, run_dir, resume=resume)
+        return train(spec, recipe.train, accelerator, run_dir, resume=resume)
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
-    models.student = spec.model
-    results = _results(recipe, progress, sets, before, (trainable, total), accelerator)
-    if accelerator.is_main_process:
-        _write_out(recipe, models, spec, sets, run_dir, results, before_speed)
-    accelerator.wait_for_everyone()
-    return results
 
 
 def _start(
-    recipe: DraftRecipe, directory: Claim, models: Models, tokenizer: Any, sets: Sets, accelerator: Accelerator
+    recipe: DraftRecipe,
+    directory: Claim,
+    job: DraftJob[DraftConfig],
+    draft: Draft,
+    sets: Sets,
+    accelerator: Accelerator,
 ) -> None:
     """Make the run directory, last before training, so that what fails before leaves none behind.
 
@@ -124,45 +148,52 @@ def _start(
     run_dir = directory.path
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
     write_json(run_dir / "provenance.json", provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes))
-    if models.base == str(run_dir / "base") and not (run_dir / "base" / "config.json").exists():
-        assert isinstance(recipe.draft, Truncation)
+    if draft.base_model is not None and not (run_dir / "base" / "config.json").exists():
         with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
-            truncate(models.target, recipe.draft.truncate.layers, share=True).save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
+            draft.base_model().save_pretrained(staging)
+            job.tokenizer.save_pretrained(staging)
 
 
-def _spec(recipe: DraftRecipe, models: Models, sets: Sets) -> TrainingSpec:
-    objective, losses = make_objective(recipe), make_losses(recipe, models)
+def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets) -> TrainingSpec:
+    objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
+    score_split = resolve(kind.score)
+
+    def score(model: torch.nn.Module) -> Scores:
+        bare, size = getattr(model, "module", model), recipe.train.eval_batch_size
+        return {name: score_split(draft, bare, data, size) for name, data in sets.held_out.items()}
+
     return TrainingSpec(
-        model=models.student,
+        model=draft.model,
         train=sets.train,
         collate=Collate(),
-        loss=lambda model, inputs: losses(model, inputs).sum(),
+        loss=resolve(kind.loss)(job, draft),
         denominator=lambda batch: sum(kept[i] for i in batch),
-        score=make_score(recipe, models, sets),
+        score=score,
         deciding="acceptance",
-        lr_ratio=lr_ratio(recipe.method),
+        lr_ratio=lr_ratio(recipe.method) if recipe.method is not None else {},
     )
 
 
 def _results(
     recipe: DraftRecipe,
+    draft: Draft,
     progress: Progress,
     sets: Sets,
-    before: dict[str, dict[str, float]],
+    before: Scores,
     parameters: tuple[int, int],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
     split = next(iter(sets.held_out))
-    objective = make_objective(recipe)
+    objective = make_objective(recipe.objective)
     counts = sets.train["kept"]
     seconds = max(progress.seconds, 1e-9)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
     return {
         "task": f"draft of {recipe.target}",
-        "method": recipe.method.name,
-        "model": str(recipe.draft) if isinstance(recipe.draft, str) else recipe.target,
+        "draft": recipe.draft.kind,
+        "method": recipe.method.name if recipe.method is not None else None,
+        "model": draft.base if draft.base_model is None else recipe.target,
         "objective": recipe.objective.name,
         "metric": "acceptance",
         "score": progress.best_score,
@@ -185,70 +216,50 @@ def _results(
     }
 
 
-def _write_out(
-    recipe: DraftRecipe,
-    models: Models,
-    spec: TrainingSpec,
-    sets: Sets,
-    run_dir: Path,
-    results: dict[str, Any],
-    before_speed: dict[str, Any],
-) -> None:
-    """Write adapter, merged model or heads, and results; then measure what is on disk, and write that as well."""
-    with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-        save_adapter(models.student, staging, base=models.base)
-    folded = METHODS[recipe.method.name].folds and recipe.merge is not False
-    if folded:
+def _save(
+    recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
+) -> torch.Tensor | None:
+    """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
+    run_dir = job.directory
+    if is_injected(draft.adapted):
+        with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
+            save_adapter(draft.adapted, staging, base=draft.base)
+    if job.folds:
         options = MergeOptions(recipe=dump_recipe(recipe), overwrite=True)
-        merge_checkpoint(run_dir / "adapter", models.base, run_dir / "merged", options)
-    tokens = _vocabulary(recipe, models, sets)
-    if tokens is not None and folded:
-        write_tokens(run_dir / "merged", tokens)
-    if recipe.method.name == "medusa":
-        write_medusa(models.student, run_dir / "heads", tokens=tokens, overwrite=True)
-        _merge_trunk(recipe, models, run_dir)
-    write_results(run_dir, results)
+        merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
+    tokens: torch.Tensor | None = resolve(kind.save)(job, draft, run_dir, sets.train)
+    return tokens
+
+
+def _read_back(job: DraftJob[DraftConfig], tokens: torch.Tensor | None) -> Saved:
     merged: Any = None
-    if folded:
-        check = verify_merge(run_dir / "adapter", models.base, run_dir / "merged", _samples(sets))
+    if job.folds:
+        merged = load_base(str(job.directory / "merged"), "AutoModelForCausalLM")[0]
+        merged.to(job.device)
+    return Saved(job.directory, merged, tokens)
+
+
+def _measure(
+    recipe: DraftRecipe, draft: Draft, spec: TrainingSpec, sets: Sets, saved: Saved, results: dict[str, Any]
+) -> None:
+    """Add to ``results`` what is measured on the finished draft, merged where it is."""
+    run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
+    if saved.merged is not None:
+        check = verify_merge(run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
         results["merge"] = to_json(check)
-        merged, _ = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")
-        merged.to(models.target.device)
-        if not recipe.early_exit:
-            results["merged_metrics"] = spec.score(merged)
-    if tokens is not None:
-        held = next(iter(sets.held_out.values()))
-        results["vocabulary"] = {"tokens": len(tokens), "ceiling": ceiling(models.target, held, tokens)}
+        if draft.separate:
+            results["merged_metrics"] = spec.score(saved.merged)
+    if saved.tokens is not None:
+        results["vocabulary"] = {
+            "tokens": len(saved.tokens),
+            "ceiling": ceiling(draft.target, held_out, saved.tokens),
+        }
     if recipe.acceptance_head:
-        draft, unseen = merged or models.student, next(iter(sets.held_out.values()))
-        greedy = recipe.data.temperature == 0
-        head, results["acceptance_head"] = train_foresight(models.target, draft, sets.train, unseen, greedy=greedy)
-        save_foresight(head, run_dir / "acceptance_head.safetensors")
-    after_speed = _speed_after(recipe, models, sets, run_dir, merged, tokens)
-    results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
-    conclude(run_dir, results)
-    print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
-    print(_verdict(before_speed, after_speed))
-
-
-def _vocabulary(recipe: DraftRecipe, models: Models, sets: Sets) -> torch.Tensor | None:
-    """Return the reduced vocabulary of draft or heads, or None."""
-    if recipe.vocabulary is None:
-        return None
-    texts = (row["input_ids"][row["prompt"] :] for row in sets.train)
-    return frequent_tokens(texts, recipe.vocabulary, len(head_weight(models.target)))
-
-
-def _merge_trunk(recipe: DraftRecipe, models: Models, run_dir: Path) -> None:
-    """Medusa-2: write the target with the trunk's LoRA folded in; the heads belong to that model."""
-    assert isinstance(recipe.method, MedusaConfig)
-    if recipe.method.trunk is None or recipe.merge is False:
-        return
-    whole = read_adapter(run_dir / "adapter")
-    tensors = {name: tensor for name, tensor in whole.tensors.items() if ".medusa_heads." not in name}
-    trunk = Adapter(recipe.method.trunk, tensors, whole.base, whole.base_reference)
-    options = MergeOptions(recipe=dump_recipe(recipe), overwrite=True)
-    merge_checkpoint(trunk, models.base, run_dir / "merged", options)
+        model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
+        head, results["acceptance_head"] = train_acceptance_head(
+            draft.target, model, sets.train, held_out, greedy=greedy
+        )
+        save_acceptance_head(head, run_dir / "acceptance_head.safetensors")
 
 
 def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
@@ -258,42 +269,7 @@ def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
     return [{key: batch[key] for key in ("input_ids", "attention_mask")}]
 
 
-def _speed_before(recipe: DraftRecipe, models: Models, sets: Sets) -> dict[str, Any]:
-    """Return how fast the untrained draft decodes; untrained heads are no draft."""
-    if recipe.method.name == "medusa":
-        return {}
-    if models.exit is not None:
-        drafter = drafting_with_an_exit(models.target, models.exit.layers)
-    else:
-        drafter = drafting_with_a_model(models.student)
-    return decoding_speed(recipe, models.target, drafter, sets.prompts, models.eos, repeats=1)
-
-
-def _speed_after(
-    recipe: DraftRecipe, models: Models, sets: Sets, run_dir: Path, merged: Any, tokens: torch.Tensor | None
-) -> dict[str, Any]:
-    """Return how fast decoding is with what was trained, read from disk where it can be.
-
-    Args:
-        merged: the trained draft as read from disk; None: the one in memory, with its adapter.
-        tokens: what a draft model is confined to; None for the whole vocabulary.
-    """
-    served = models.target
-    if isinstance(recipe.method, MedusaConfig):
-        if recipe.method.trunk is None:
-            served = remove(models.student)  # the target as it is served, on its fastest engine
-        elif recipe.merge is not False:
-            served = load_base(str(run_dir / "merged"), "AutoModelForCausalLM")[0].to(served.device)
-        drafter = drafting_with_heads(run_dir / "heads", models.target.device)
-    elif models.exit is not None:
-        served = merged if merged is not None else models.student
-        drafter = drafting_with_an_exit(served, models.exit.layers)
-    else:
-        drafter = drafting_with_a_model(merged if merged is not None else models.student, tokens)
-    return decoding_speed(recipe, served, drafter, sets.prompts, models.eos, repeats=2)
-
-
-def _line(scores: dict[str, dict[str, float]]) -> str:
+def _line(scores: Scores) -> str:
     return "; ".join(
         f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in rates.items())
         for split, rates in scores.items()
@@ -305,6 +281,6 @@ def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
     earlier = f", {before['block_efficiency']:.2f} before training" if before else ""
     rates = f"{after['tokens_per_second']:.1f} against {after['plain_tokens_per_second']:.1f} tokens/s"
     return (
-        f"greedy decoding with the draft: {after['verdict']}; {rates}, {after['block_efficiency']:.2f} tokens a target "
-        f"step{earlier}"
+        f"greedy decoding with the draft: {after['verdict']}; {rates}, {after['block_efficiency']:.2f} tokens per "
+        f"target step{earlier}"
     )

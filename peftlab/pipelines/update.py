@@ -1,4 +1,4 @@
-"""Training a draft further on the requests that it has served (Online Speculative Decoding)."""
+"""Training a draft further on the requests it has served since (Online Speculative Decoding)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.files import write_text
 from peftlab.models.pretrained import load_tokenizer
@@ -15,6 +17,7 @@ from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
+from peftlab.rows import resolve
 from peftlab.tasks.prompts import Request, read_requests
 
 
@@ -24,9 +27,9 @@ def run_update(
     """Train a run's newest merged draft further on the requests in ``logs``; return the update's results.
 
     Liu et al. 2023 (arXiv 2310.07177). The update is a run of its own, ``RUN/updates/0001`` and so on, whose
-    recipe is the run's with the newest draft as its start. ``updates/replay-0001.jsonl`` holds the newest
+    recipe is the run's, starting from the newest draft. ``updates/replay-0001.jsonl`` holds the newest
     ``size`` requests, this log's and earlier ones': the newest of them are held out, and acceptance on them, before and
-    after, is what the update is judged by. The text that the target wrote for the run is training data too.
+    after, is what the update is judged by. It also trains on the text the target wrote for the run.
 
     Args:
         run: directory of a draft recipe's run.
@@ -35,7 +38,7 @@ def run_update(
         overrides: as for ``peftlab run``: fewer steps, another learning rate.
 
     Raises:
-        PeftlabError: no such run, no merged draft in it, or no request in ``logs``.
+        PeftlabError: no such run, a kind of draft that cannot be updated, no merged draft, or no request in ``logs``.
     """
     run = Path(run)
     if not run.is_dir():
@@ -45,8 +48,6 @@ def run_update(
     first = load_recipe(run / "recipe.yaml")
     if not isinstance(first, DraftRecipe):
         raise PeftlabError(f"{run}: a run of kind {first.kind}; only drafts are updated")
-    if first.method.name == "medusa" or first.early_exit:
-        raise PeftlabError(f"{run}: heads and exits live in the target; train them anew with data.replay={logs}")
     with claimed(run, RUN, resume=True):
         return _update(run, first, logs, size, overrides)
 
@@ -55,8 +56,7 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
     places = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
     done = [place for place in places if (place / "recipe.yaml").exists()]  # not: killed before it began
     newest = done[-1] if done else run
-    if not (newest / "merged" / "config.json").exists():
-        raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end, with merge: true?")
+    draft: DraftConfig = resolve(DRAFTS.find(first.draft.kind).update)(first.draft, newest, logs)
     tokenizer = load_tokenizer(first.target)
     before = run / "updates" / f"replay-{len(done):04d}.jsonl"
     buffer = read_requests(before, tokenizer) if before.exists() else []
@@ -70,7 +70,7 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
     # Set as values: a path in an override would be read as YAML.
     cache = wanted.data.cache or str(run.parent / "draft-data")
     data = wanted.data.model_copy(update={"replay": str(staged), "cache": cache})
-    changes = {"draft": str(newest / "merged"), "data": data, "output_dir": str(place)}
+    changes = {"draft": draft, "data": data, "output_dir": str(place)}
     return run_draft(wanted.model_copy(update=changes))
 
 

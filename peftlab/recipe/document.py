@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from peftlab.files import write_text
 from peftlab.recipe import library
 from peftlab.recipe.schema import KINDS
-from peftlab.recipe.wording import describe, sections
+from peftlab.recipe.wording import describe, fields, sections
 
 _INTRODUCTION = """\
 # Recipes
@@ -75,7 +75,7 @@ def _shipped_rows() -> Iterator[tuple[str, str]]:
 def _fields(model: type[BaseModel], discriminator: str) -> str:
     rows = [
         (f"`{name}`", describe(field), _default(field), field.description or "")
-        for name, field in model.model_fields.items()
+        for name, field in fields(model).items()
         if name != discriminator
     ]
     return _table(("key", "takes", "default", "meaning"), rows) if rows else "No keys.\n"
@@ -84,7 +84,7 @@ def _fields(model: type[BaseModel], discriminator: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, BaseModel):
         return f"`{{name: {value.name}}}`" if hasattr(value, "name") else "see below"
     return f"`{json.dumps(value)}`"

@@ -87,7 +87,7 @@ def dump_recipe(recipe: Recipe, header: str = "") -> str:
     yaml.Representer = _Representer
     yaml.width = 2**20
     out = io.StringIO()
-    yaml.dump(_in_flow_style(recipe.model_dump(mode="json")), out)
+    yaml.dump(_in_flow_style(recipe.model_dump(mode="json", by_alias=True)), out)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + out.getvalue()
 
 

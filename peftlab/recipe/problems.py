@@ -10,9 +10,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from peftlab.errors import did_you_mean
+from peftlab.recipe.former import former_spellings
 from peftlab.recipe.source import Keys, Source, dotted
 from peftlab.recipe.suggestions import meant, suggest
-from peftlab.recipe.wording import alternatives, describe, literals, sections
+from peftlab.recipe.wording import alternatives, describe, fields, literals, sections
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -21,6 +22,11 @@ _OLD_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off":
 
 def validated(recipe: type[ModelT], source: Source) -> ModelT | None:
     """Return ``source.data`` as a ``recipe``; None if it is not valid, with its problems added to ``source``."""
+    former = former_spellings(source.data)
+    for keys, text in former:
+        source.complain(keys, text)
+    if former:
+        return None
     try:
         # Strict as for JSON: lists become tuples, but text never becomes a number.
         return recipe.model_validate_json(json.dumps(source.data), strict=True)
@@ -70,7 +76,7 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
         return (*keys, tag), text if tag in _value_at(source.data, keys) else f"missing; {listing}"
     value = _value_at(source.data, field_keys)
     if options:
-        hint = f" (write {{name: {value}}})" if field.discriminator and isinstance(value, str) else ""
+        hint = f" (write {{{field.discriminator}: {value}}})" if field.discriminator and isinstance(value, str) else ""
         return keys, f"expected keys below it, got {_shown(value)}{hint}"
     return keys, f"expected {describe(field)}, got {_shown(value)}{_value_hint(field, value)}"
 
@@ -100,12 +106,12 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
         return f"no key of method {name}; remove it by '~{dotted(keys)}', or write 'method={{name: {name}}}'"
     if meant(key, here):
         return f"unknown key{suggest(key, here)}"
-    for section, fields in valid.items():
-        if found := meant(key, fields):
+    for section, known in valid.items():
+        if found := meant(key, known):
             place = f"'{section}.{found}'" if section else f"{found!r} at the top level"
             return f"unknown key (did you mean {place}?)"
     if method:
-        owners = [name for name, model in sections(recipe.model_fields["method"]).items() if key in model.model_fields]
+        owners = [name for name, model in sections(recipe.model_fields["method"]).items() if key in fields(model)]
         if owners:
             return f"unknown key; it belongs to method {' or '.join(owners)}, not {method.get('name')}"
     return f"unknown key{suggest(key, here) or '; keys here: ' + ', '.join(here)}"
@@ -113,11 +119,11 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
 
 def all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str, FieldInfo]]]:
     """Every section's dotted name and fields, the top level (``""``) first, as ``data`` has chosen them."""
-    found: list[tuple[str, dict[str, FieldInfo]]] = [("", recipe.model_fields)]
+    found: list[tuple[str, dict[str, FieldInfo]]] = [("", fields(recipe))]
     for name, field in recipe.model_fields.items():
         model = _section(field, data.get(name))
         if model:
-            found.append((name, model.model_fields))
+            found.append((name, fields(model)))
     return found
 
 
@@ -135,10 +141,10 @@ def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, Fie
     model: type[BaseModel] | None = recipe
     found: tuple[Keys, FieldInfo | None] = ((), None)
     for depth, key in enumerate(keys, start=1):
-        if model is None or key not in model.model_fields:
+        if model is None or key not in fields(model):
             # Below a section this is an unknown key; below a plain field, an element of its value.
             return found if model is None else (keys[:depth], None)
-        field = model.model_fields[str(key)]
+        field = fields(model)[str(key)]
         found = (keys[:depth], field)
         data = data.get(key) if isinstance(data, dict) else None
         model = _section(field, data)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from peftlab.drafting.config import DraftData, DraftObjective
+from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
+from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
@@ -20,7 +21,9 @@ from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:
     AnyMethod = MethodConfig
+    AnyDraft = DraftConfig
 else:
+    AnyDraft = Union[tuple(resolve(kind.config) for kind in DRAFTS.values())]  # noqa: UP007
     AnyMethod = Union[tuple(config_class(name) for name in METHODS)]  # noqa: UP007
 
 
@@ -71,102 +74,77 @@ class FinetuneRecipe(Section):
         return self
 
 
-class Layers(Section):
-    """Some of the target's own layers."""
+def _usual_method(recipe: dict[str, Any]) -> MethodConfig | None:
+    draft = recipe.get("draft")  # absent if it was refused
+    name = draft.usual_method if isinstance(draft, DraftConfig) else "lora"
+    return config_class(name)(name=name) if name is not None else None
 
-    layers: list[int] = Field(min_length=1, description="Their numbers from 0, rising.")
 
-
-class Truncation(Section):
-    """A draft made of the target's own layers, embeddings, final norm and LM head."""
-
-    truncate: Layers = Field(description="layers: which of the target's layers to keep, from 0, rising.")
+def _or_reference(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema of ``draft`` accept a reference too."""
+    branches = {key: schema.pop(key) for key in ("oneOf", "discriminator") if key in schema}
+    schema["anyOf"] = [branches, {"type": "string"}]
 
 
 class DraftRecipe(Section):
-    """Train a draft model, or heads, that ``target`` accepts."""
+    """Train a draft that ``target`` accepts."""
 
     kind: Literal["draft"] = Field(description="What the recipe makes.")
     target: str = Field(description="The model to be served: hub id, local directory, GGUF file, or package:NAME/path.")
-    draft: str | Truncation | None = Field(
-        default=None,
-        description="The draft to start from, as target; or truncate: {layers: [...]}, the target's own layers; null "
-        "for method medusa, whose heads sit on the target.",
+    draft: AnyDraft = Field(
+        discriminator="kind",
+        description="What drafts, by its kind. A reference alone is short for {kind: model, from: REF}.",
+        json_schema_extra=_or_reference,
     )
     revision: str | None = Field(default=None, description="Git revision of a hub target.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that a model repository ships.")
-    method: AnyMethod = Field(
-        default=LoraConfig(),
+    method: AnyMethod | None = Field(
+        default_factory=_usual_method,
         discriminator="name",
-        description="What is put into the draft and trained.",
+        description="How the draft's language model trains (with kinds in or on the target: the target). null, for "
+        "kinds with modules of their own: they alone train. Default: lora; for medusa null.",
     )
     objective: DraftObjective = Field(default=DraftObjective(), description="What the draft minimises.")
     data: DraftData = Field(description="The text the draft learns from.")
     train: TrainConfig = Field(
         default=TrainConfig(), description="How the loop runs; nothing is cut, so max_length must hold every example."
     )
-    early_exit: bool = Field(
-        default=False,
-        description="Train the target itself so that its first layers, named by draft: {truncate: ...}, answer as "
-        "the whole does (LayerSkip); the merged model is target and draft at once.",
-    )
-    vocabulary: int | None = Field(
-        default=None,
-        ge=1,
-        description="Draft only so many tokens, the most frequent of the target's text; the map is stored beside the "
-        "draft's weights (heads written lose the other rows) and the ceiling p(V_d) reported. null: all.",
-    )
     acceptance_head: bool = Field(
         default=False,
-        description="Also fit a head that foresees whether a drafted token stands, to stop drafting in time "
+        description="Also fit a head that predicts whether a drafted token will be accepted, to stop drafting in time "
         "(SpecDec++): acceptance_head.safetensors in the run directory.",
     )
-    gamma: int = Field(default=4, ge=1, description="Drafted tokens a step when block efficiency is measured.")
+    gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
     merge: bool | None = Field(
         default=None,
         description="Write merged/: true, false, or null for wherever the method has a linear fold.",
     )
     output_dir: str = Field(description="The run directory.")
 
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _of_a_reference(cls, value: Any) -> Any:
+        return {"kind": "model", "from": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> DraftRecipe:
-        objective, data, medusa = self.objective, self.data, self.method.name == "medusa"
-        problems: list[tuple[tuple[str, ...], str]] = []
-
-        def refuse(where: str, reason: str) -> None:
-            problems.append((tuple(where.split(".")), f"{where}: {reason}"))
-
-        if medusa and self.draft is not None:
-            refuse("draft", "method medusa puts heads on the target; remove it")
-        if not medusa and self.draft is None:
-            refuse("draft", "missing; name a model, or truncate: {layers: [...]}")
+        objective, data = self.objective, self.data
+        found: list[tuple[str, str]] = []
         if objective.name == "topk_kl" and data.top_k is None:
-            refuse("objective.name", "topk_kl needs the target's probabilities, and data.top_k stores none")
+            found.append(("objective.name", "topk_kl needs the target's probabilities, and data.top_k stores none"))
         if data.top_k is not None and objective.name != "topk_kl":
-            refuse("data.top_k", f"objective {objective.name} does not use it; choose topk_kl or remove it")
+            found.append(("data.top_k", f"objective {objective.name} does not use it; choose topk_kl or remove it"))
         if data.on_policy and objective.name in ("ce", "topk_kl"):
-            refuse(
-                "data.on_policy",
-                f"text of the draft's own needs the target's logits, which {objective.name} does without",
-            )
+            reason = f"text of the draft's own needs the target's logits, which {objective.name} does without"
+            found.append(("data.on_policy", reason))
         if (objective.selective is None) != (objective.reference is None):
-            refuse("objective.selective", "needs a reference, and a reference needs selective; give both or neither")
-        special = medusa or self.early_exit
-        if special and (objective.name == "topk_kl" or objective.selective is not None or data.on_policy):
-            refuse("objective", "heads and early exit know no topk_kl, no selective filter and no on_policy text")
-        if self.vocabulary is not None and self.early_exit:
-            refuse("vocabulary", "an early exit drafts with the target's own LM head; remove it")
-        if self.vocabulary is not None and not medusa and self.merge is False:
-            refuse("vocabulary", "lies beside the merged weights; remove merge: false")
-        if special and self.acceptance_head:
-            refuse("acceptance_head", "reads a draft model's states; there is none with heads or early exit")
-        if self.early_exit and not isinstance(self.draft, Truncation):
-            refuse("early_exit", "needs draft: {truncate: {layers: [0, 1, ...]}}, the layers before the exit")
-        elif self.early_exit and isinstance(self.draft, Truncation):
-            layers = self.draft.truncate.layers
-            if layers != list(range(len(layers))):
-                refuse("early_exit", f"layers {layers} are not the first ones; an exit leaves out the last layers")
-        if problems:
+            reason = "needs a reference, and a reference needs selective; give both or neither"
+            found.append(("objective.selective", reason))
+        found += self.draft.problems(
+            method=self.method, objective=objective, data=data, merge=self.merge, acceptance_head=self.acceptance_head
+        )
+        if found:
+            problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
         return self

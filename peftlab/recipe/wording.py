@@ -48,6 +48,11 @@ def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
     return {literals(model.model_fields[tag].annotation)[0] if tag else "": model for model in models}
 
 
+def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return a model's fields by the keys a recipe has for them (``from``, which Python does not take as a name)."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def _type(annotation: Any, constraints: Iterable[Any]) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

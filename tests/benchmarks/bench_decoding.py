@@ -26,7 +26,8 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.load import BOTH, eos_ids, load_pair, make_drafter
+from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.load import BOTH, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2

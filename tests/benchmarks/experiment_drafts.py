@@ -24,20 +24,23 @@ from typing import Any
 
 import torch
 
-from peftlab.checkpoints.adapter import load_adapter
 from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings, compare
 from peftlab.decoding.analysis.results import DrafterResult
 from peftlab.decoding.analysis.statistics import Timings
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.acceptance import Acceptance, bootstrap, measure, measure_heads
-from peftlab.drafting.examples import make_dataset
-from peftlab.drafting.load import eos_ids
+from peftlab.drafting.acceptance import Acceptance, bootstrap, measure
+from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.kinds.medusa.head_files import read_medusa
+from peftlab.drafting.kinds.medusa.heads_loss import measure_heads
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
+from peftlab.drafting.text.continuations import make_dataset
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe
@@ -155,16 +158,16 @@ def train_all(arguments: argparse.Namespace, size: Size) -> dict[str, dict[str, 
     recipes: dict[str, dict[str, Any]] = {
         "target": {"target": str(base), "draft": str(base), "method": lora, "objective": ce, "data": drifted,
                    "train": steps(size.drift_steps, 2e-4)},
-        "old": {"target": str(base), "draft": {"truncate": {"layers": layers}}, "method": full,
+        "old": {"target": str(base), "draft": {"kind": "model", "truncate": {"layers": layers}}, "method": full,
                 "objective": topk, "data": on_general | stored, "train": steps(size.old_steps, 3e-4)},
         "lora": {"target": str(work / "target" / "merged"), "draft": str(work / "old" / "merged"), "method": lora,
                  "objective": topk, "data": on_domain | stored, "train": steps(size.new_steps, 1e-3)},
         "full": {"target": str(work / "target" / "merged"), "draft": str(work / "old" / "merged"), "method": full,
                  "objective": topk, "data": on_domain | stored, "train": steps(size.new_steps, 2e-4)},
-        "medusa": {"target": str(work / "target" / "merged"), "method": {"name": "medusa", "heads": arguments.heads},
+        "medusa": {"target": str(work / "target" / "merged"), "draft": {"kind": "medusa", "heads": arguments.heads},
                    "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
         "shared": {"target": str(work / "target" / "merged"),
-                   "method": {"name": "medusa", "heads": arguments.heads, "shared_head": True}, "vocabulary": 8192,
+                   "draft": {"kind": "medusa", "heads": arguments.heads, "shared_head": True, "vocabulary": 8192},
                    "data": on_domain, "train": steps(size.new_steps // 2, 1e-3)},
     }  # fmt: skip
     results = {}
@@ -199,10 +202,14 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
         drafters[name] = partial(ModelDrafter, build_engine(draft))
     found[1].trained, found[1].share, found[1].seconds = 0, 0.0, 0.0  # it was trained for the old target
     for name, run in (("(d) Medusa heads", "medusa"), ("(e) Medusa heads, shared LM head", "shared")):
-        headed, _ = load_base(reference, "AutoModelForCausalLM")
-        load_adapter(headed, work / run / "adapter")
-        found.append(_row(f"{name} (acceptance: first head)", runs[run], measure_heads(headed, rows)[0][0]))
-        drafters[found[-1].name] = partial(MedusaDrafter, headed.lm_head.medusa_heads)
+        heads = read_medusa(work / run / "heads")
+        if isinstance(heads, ReducedHeads):  # measured over the whole vocabulary
+            blocks = heads.heads.blocks
+            heads = MedusaHeads(head_weight(target), len(blocks), shared=True)
+            heads.blocks = blocks
+        first = measure_heads(MedusaModel(target, heads), rows)[0][0]
+        found.append(_row(f"{name} (acceptance: first head)", runs[run], first))
+        drafters[found[-1].name] = partial(HeadsDrafter, heads)
     settings = Settings(size.tokens, stopping.eos, partial(Fixed, arguments.gamma), repeats=1)
     clock(engine, found, drafters, prompts[: size.clocked], settings)
     return found

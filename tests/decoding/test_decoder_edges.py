@@ -10,15 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
-from peftlab.drafting.load import check_tokens, common_vocabulary
+from peftlab.drafting.checks import check_tokens, common_vocabulary
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods.medusa_heads import MedusaHeads
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_stops_at_the_context_limit_as_plain_decoding_does(flat, drafter):
         "itself": lambda: ModelDrafter(target),
         "lookup": PromptLookup,
         "recycling": Recycling,
-        "medusa": lambda: MedusaDrafter(MedusaHeads(model.lm_head.weight, 3), width=2),
+        "medusa": lambda: HeadsDrafter(MedusaHeads(model.lm_head.weight, 3), width=2),
         "short": lambda: ModelDrafter(build_engine(tiny(limit=12), flat=flat)),  # a draft with less context
     }
     for batch in ([prompts], [[prompt] for prompt in prompts]):
@@ -162,7 +162,7 @@ def test_vocabularies_of_different_size(target):
     with pytest.raises(PeftlabError, match="vocabulary of 50 rows, but the target's has 512"):
         decode(target, [[1, 2]], StoppingCriteria(3), ModelDrafter(build_engine(tiny())))
     with pytest.raises(PeftlabError, match="vocabulary of 50, but the target's has 512"):
-        decode(target, [[1, 2]], StoppingCriteria(3), MedusaDrafter(MedusaHeads(torch.zeros(50, 64), 2)))
+        decode(target, [[1, 2]], StoppingCriteria(3), HeadsDrafter(MedusaHeads(torch.zeros(50, 64), 2)))
 
 
 def test_padded_vocabularies_are_cut_to_one(stories_model, stories_tokenizer, generate_greedy):
@@ -181,7 +181,7 @@ def test_tokenizers_that_differ(stories_model, stories_tokenizer, stories):
 
     other = load_tokenizer(str(stories))
     other.add_tokens(["zebra"])
-    with pytest.raises(PeftlabError, match=r"tokenizer is not the target's; 1 entries differ, the first is 'zebra'"):
+    with pytest.raises(PeftlabError, match=r"tokenizer is not the target's: 1 entries differ, the first is 'zebra'"):
         check_tokens(stories_tokenizer, other)
     with pytest.raises(PeftlabError, match="the draft has no tokenizer"):
         common_vocabulary(stories_model, tiny(), None)
@@ -226,7 +226,7 @@ def test_medusa_heads_that_know_are_always_right(target, stories_model, width):
     prompt = [1, 403, 407, 261]
     (plain,) = decode(target, [prompt], StoppingCriteria(40))
     heads = Oracle(stories_model, prompt + plain.tokens)
-    drafter = MedusaDrafter(heads, width=width)
+    drafter = HeadsDrafter(heads, width=width)
     (output,) = decode(target, [prompt], StoppingCriteria(32), drafter, policy=partial(Fixed, 3))
     assert output.tokens == plain.tokens[:32]
     if width == 1:

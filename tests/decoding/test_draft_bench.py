@@ -19,10 +19,11 @@ from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.kinds.medusa.config import MedusaDraft
+from peftlab.drafting.kinds.medusa.head_draft import put_heads
+from peftlab.drafting.kinds.medusa.head_files import write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
@@ -314,7 +315,7 @@ def test_spec_bench(shared):
 @pytest.fixture(scope="module")
 def heads_dir(stories, tmp_path_factory):
     model, _ = load_base(str(stories), "AutoModelForCausalLM")
-    return write_medusa(inject(model, make_config("medusa", heads=3)), tmp_path_factory.mktemp("heads") / "heads")
+    return write_medusa(put_heads(model, MedusaDraft(heads=3)).heads, tmp_path_factory.mktemp("heads") / "heads")
 
 
 @pytest.mark.parametrize(("width", "draft_dtype"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])

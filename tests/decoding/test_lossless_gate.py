@@ -11,12 +11,12 @@ from transformers import MistralConfig, MistralForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
-from peftlab.methods.medusa_heads import MedusaHeads
 
 NEW = 32
 DRAFTERS = {
@@ -29,12 +29,12 @@ DRAFTERS = {
     "n-gram": lambda m, way: NGram(),
     "recycling": lambda m, way: Recycling(),
     "recycling chain": lambda m, way: Recycling(width=1),
-    "medusa": lambda m, way: MedusaDrafter(heads(m)),
-    "medusa tree": lambda m, way: MedusaDrafter(heads(m), width=4),
-    "lookup+heads": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), MedusaDrafter(heads(m), width=3)),
+    "medusa": lambda m, way: HeadsDrafter(heads(m)),
+    "medusa tree": lambda m, way: HeadsDrafter(heads(m), width=4),
+    "lookup+heads": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), HeadsDrafter(heads(m), width=3)),
     "lookup+layers": lambda m, way: LookupOrDraft(PromptLookup(), DRAFTERS["first layers"](m, way)),
-    "shared heads": lambda m, way: MedusaDrafter(shared_heads(m)),
-    "shared heads tree": lambda m, way: MedusaDrafter(shared_heads(m), width=4),
+    "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
+    "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
 

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.head_drafter import MedusaDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
@@ -82,9 +82,9 @@ DRAFTERS = {
     ),
     "lookup": (lambda m: PromptLookup(), Fixed),
     "n-gram": (lambda m: NGram(), Fixed),
-    "lookup+medusa": (lambda m: LookupOrDraft(PromptLookup(), MedusaDrafter(Frequent(m), width=3)), Fixed),
-    "medusa": (lambda m: MedusaDrafter(Frequent(m)), Fixed),
-    "medusa tree": (lambda m: MedusaDrafter(Frequent(m), width=3), Fixed),
+    "lookup+medusa": (lambda m: LookupOrDraft(PromptLookup(), HeadsDrafter(Frequent(m), width=3)), Fixed),
+    "medusa": (lambda m: HeadsDrafter(Frequent(m)), Fixed),
+    "medusa tree": (lambda m: HeadsDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
 }
 

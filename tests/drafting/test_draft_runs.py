@@ -23,7 +23,7 @@ from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.acceptance_head import load_foresight
+from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
@@ -61,7 +61,7 @@ def run(stories: Path, place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def heads(stories: Path, place: Path) -> Path:
-    go(stories, place / "heads", "method={name: medusa, heads: 2}", "~draft")
+    go(stories, place / "heads", "method=null", "draft={kind: medusa, heads: 2}")
     return place / "heads"
 
 
@@ -124,8 +124,8 @@ class TestRun:
             ["method=full"],
             ["method={name: houlsby, bottleneck: 8}", "objective.name=lk"],
             ["objective.name=topk_kl", "data.top_k=8"],
-            ["early_exit=true", "draft={truncate: {layers: [0, 1, 2]}}"],
-            ["method={name: medusa, heads: 1, trunk: {r: 2}}", "~draft"],
+            ["draft={kind: early_exit, exits: [3]}"],
+            ["draft={kind: medusa, heads: 1}", "method={name: lora, r: 2}"],
         ],
     )
     def test_other_ways(self, stories: Path, place: Path, overrides: list[str]) -> None:
@@ -136,7 +136,7 @@ class TestRun:
 
     def test_a_draft_of_few_tokens(self, stories: Path, place: Path) -> None:
         out = place / "few"
-        results = go(stories, out, "vocabulary=96", "train.lr=1e-3")
+        results = go(stories, out, "draft.vocabulary=96", "train.lr=1e-3")
         assert results["vocabulary"]["tokens"] == 96 and 0.5 < results["vocabulary"]["ceiling"] < 1
         assert load_base(str(out / "merged"), "AutoModelForCausalLM")[0].lm_head.out_features == 512
         pair = load_pair(str(stories), str(out / "merged"))
@@ -150,13 +150,16 @@ class TestRun:
                 assert [output.tokens for output in drafted] == [output.tokens for output in plain]
 
     def test_reduced_heads_and_the_acceptance_head(self, stories: Path, place: Path) -> None:
-        results = go(stories, place / "reduced", "method={name: medusa, heads: 1}", "~draft", "vocabulary=128")
+        results = go(stories, place / "reduced", "method=null", "draft={kind: medusa, heads: 1, vocabulary: 128}")
         assert results["vocabulary"]["tokens"] == 128 and 0.5 < results["vocabulary"]["ceiling"] < 1
         config = json.loads((place / "reduced" / "heads" / "config.json").read_text())
         assert config["truncated_vocab_size"] == 128
         results = go(stories, place / "foreseen", "acceptance_head=true")
         assert set(results["acceptance_head"]) == {"brier", "brier_constant"}
-        assert float(load_foresight(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach()) > 0
+        assert (
+            float(load_acceptance_head(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
+            > 0
+        )
 
     def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
         chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]
@@ -183,8 +186,8 @@ class TestModes:
     @pytest.mark.parametrize(
         "overrides",
         [
-            ["method={name: medusa, heads: 2}", "~draft"],
-            ["method={name: medusa, heads: 2, trunk: {r: 2}}", "~draft", "merge=false"],
+            ["method=null", "draft={kind: medusa, heads: 2}"],
+            ["method={name: lora, r: 2}", "draft={kind: medusa, heads: 2}", "merge=false"],
         ],
         ids=["heads", "trained trunk in memory"],
     )
@@ -193,14 +196,14 @@ class TestModes:
         results = go(gpt2, out, *overrides, "train.max_steps=4", "data.samples=2")
         after = results["decoding"]["after"]
         assert after["lossless"] is True, "plain and drafted greedy outputs are the same"
-        if "trunk" not in overrides[0]:
+        if overrides[0] == "method=null":
             assert results["metrics"]["prompts"]["preserved"] == 1.0
 
     def test_a_draft_that_is_not_merged_drafts_without_dropout(self, gpt2: Path, place: Path) -> None:
         """Its block efficiency is that of the adapter as it lies on disk."""
         out = place / "unmerged"
         small = ["train.max_steps=4", "data.samples=2", "data.temperature=0.5"]
-        results = go(gpt2, out, "draft={truncate: {layers: [0, 1, 2]}}", "merge=false", *small)
+        results = go(gpt2, out, "draft={kind: model, truncate: {layers: [0, 1, 2]}}", "merge=false", *small)
         draft = load_adapter(load_base(str(out / "base"), "AutoModelForCausalLM")[0], out)
         recipe, pair = load_recipe(out / "recipe.yaml"), load_pair(str(gpt2))
         assert isinstance(recipe, DraftRecipe) and isinstance(recipe.data.prompts, list)
@@ -256,7 +259,9 @@ class TestUpdate:
             run_update(run.with_name("a #2"), log)
 
     def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
-        with pytest.raises(PeftlabError, match="heads and exits live in the target"):
+        with pytest.raises(
+            PeftlabError, match=r"Medusa heads belong to the target; train them anew with data\.replay="
+        ):
             run_update(heads, tmp_path / "log.jsonl")
 
 
@@ -266,7 +271,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
-            (["draft={truncate: {layers: [0, 5]}}"], "no layer 5; the target has 0 to 4"),
+            (["draft={kind: model, truncate: {layers: [0, 5]}}"], "no layer 5; the target has 0 to 4"),
             (["data.on_policy=1.2"], "from 0 to 1"),
             (["objective.name=topk_kl"], "data.top_k stores none"),
             (["objective.name=ce", "data.on_policy=0.5"], "needs the target's logits"),
@@ -274,15 +279,20 @@ class TestRefused:
             (["train.max_length=16"], "train.max_length; raise it"),
             (["data.held_out=10"], "leaves none of 10 prompts"),
             (["data.prompts=[]"], "no prompt in it"),
-            (["method={name: medusa}"], "puts heads on the target"),
-            (["~draft"], "name a model, or truncate"),
+            (["method={name: medusa}"], "write draft: {kind: medusa, heads: ...}"),
+            (["method={name: lora, trunk: {r: 2}}"], "method.trunk: unknown key"),
+            (["draft={truncate: {layers: [0]}}"], "write draft: {kind: model, truncate: {layers: [...]}}"),
+            (["method=null"], "no parameters of its own to train"),
+            (["~draft"], "missing; name a model"),
             (["method={name: houlsby}", "merge=true"], "no linear fold"),
-            (["early_exit=true", "draft={truncate: {layers: [0, 2]}}"], "are not the first ones"),
+            (["early_exit=true", "draft={truncate: {layers: [0, 2]}}"], "write draft: {kind: early_exit, exits: [k]}"),
+            (["draft={kind: early_exit, exits: [5]}"], "draft.exits: 5 is past the last exit; the target has 5 layers"),
             (["objective.selective=0.4"], "needs a reference"),
-            (["vocabulary=64", "early_exit=true"], "the target's own LM head"),
-            (["vocabulary=64", "merge=false"], "remove merge: false"),
-            (["vocabulary=64", "method={name: houlsby}"], "has no linear fold"),
-            (["acceptance_head=true", "method=medusa", "~draft"], "there is none with heads"),
+            (["vocabulary=64"], "write draft: {kind: ..., vocabulary: N}"),
+            (["draft={kind: early_exit, exits: [3], vocabulary: 64}"], "draft.vocabulary: unknown key"),
+            (["draft.vocabulary=64", "merge=false"], "remove merge: false"),
+            (["draft.vocabulary=64", "method={name: houlsby}"], "has no linear fold"),
+            (["acceptance_head=true", "method=null", "draft={kind: medusa}"], "there is none with heads"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
         ],

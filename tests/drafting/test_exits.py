@@ -12,10 +12,11 @@ import transformers
 from draft_models import requests, tiny
 from torch import nn
 
-from peftlab.drafting.acceptance import measure, measure_exit
-from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.exits import find_exit
-from peftlab.drafting.losses import EarlyExitLoss, Objective
+from peftlab.drafting.acceptance import measure
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exits import find_exit
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
@@ -124,7 +125,7 @@ def go(stories: Path, tmp_path: Path) -> Go:
         transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "target")
         small = ["data.samples=2", "data.max_new_tokens=8", "train.max_steps=4", "train.eval_every=4"]
         out = [f"target={tmp_path / 'target'}", f"output_dir={tmp_path / 'out'}"]
-        return run_recipe(load_recipe("draft/ci", [*out, "early_exit=true", *small, *overrides]))
+        return run_recipe(load_recipe("draft/ci", [*out, "draft={kind: early_exit, exits: [2]}", *small, *overrides]))
 
     return run
 
@@ -137,6 +138,6 @@ def test_a_run_trains_an_exit(name: str, go: Go) -> None:
 
 
 def test_a_model_without_an_exit_leaves_nothing_behind(go: Go, tmp_path: Path) -> None:
-    with pytest.raises(PeftlabError, match="names all 3 layers"):
-        go(make("gpt2", vocab=512), "draft={truncate: {layers: [0, 1, 2]}}")
+    with pytest.raises(PeftlabError, match="the target has 3 layers"):
+        go(make("gpt2", vocab=512), "draft={kind: early_exit, exits: [3]}")
     assert {path.name for path in tmp_path.iterdir()} == {"target"}, "neither a run directory nor text by the target"

@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import tiny
+from draft_models import medusa, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from peftlab.decoding.drafters.head_drafter import read_medusa
 from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
-from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config
 from peftlab.models.pretrained import load_base
 
 SPECULATORS = "0.9.0"
@@ -108,14 +106,14 @@ def test_a_model_in_a_package_is_named_as_transformers_loads_it(smollm2: str, dr
 
 def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_path: Path) -> None:
     out, run = tmp_path / "out", tmp_path / "run"
-    model = inject(load_base(str(stories), "AutoModelForCausalLM")[0], make_config("medusa", heads=2))
-    write_medusa(model, run / "heads")
+    model = medusa(load_base(str(stories), "AutoModelForCausalLM")[0], heads=2)
+    write_medusa(model.heads, run / "heads")
     bare = tmp_path / "bare"
     bare.mkdir()
     for source, consumer, message in (
-        (run, "vllm", "trained Medusa heads, which no released engine loads"),
-        (run / "heads", "transformers", "holds Medusa heads, which no released engine loads"),
-        (bare, "vllm", "holds no plain model directory"),
+        (run, "vllm", "contains Medusa heads, which no released engine loads"),
+        (run / "heads", "transformers", "contains Medusa heads, which no released engine loads"),
+        (bare, "vllm", "contains no plain model directory"),
         (tmp_path / "bear", "vllm", r"bear: no such directory \(did you mean 'bare'\?\)"),
         (draft, "llama.cpp", "one of transformers, vllm"),
         (draft, "vllm-medusa", r"one of transformers, vllm \(did you mean 'vllm'\?\)"),
@@ -132,12 +130,12 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
 
 
 def test_heads_round_trip_key_for_key(tmp_path: Path) -> None:
-    model = inject(tiny(0), make_config("medusa", heads=2, bias=True))
+    model = medusa(tiny(0), heads=2, bias=True)
     with torch.no_grad():
-        model.lm_head.medusa_heads.blocks[1].layers[0].bias.fill_(0.5)
-    back = read_medusa(write_medusa(model, tmp_path / "m"))
+        model.heads.blocks[1].layers[0].bias.fill_(0.5)
+    back = read_medusa(write_medusa(model.heads, tmp_path / "m"))
     hidden = torch.randn(3, 16)
-    torch.testing.assert_close(back(hidden), model.lm_head.medusa_heads(hidden))
+    torch.testing.assert_close(back(hidden), model.heads(hidden))
     blocks = {f"blocks.{i}.layers.0.{kind}" for i in range(2) for kind in ("weight", "bias")}
     assert set(back.state_dict()) == blocks | {f"lm_heads.{i}.weight" for i in range(2)}
     config = json.loads((tmp_path / "m" / "config.json").read_text())

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draft_models import requests, tiny
+from draft_models import medusa, requests, tiny
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,24 +25,24 @@ from torch.utils._pytree import tree_leaves
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.head_drafter import MedusaDrafter, read_medusa
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.acceptance import measure_heads
-from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.head_files import write_medusa
-from peftlab.drafting.hidden_states import last_hidden
-from peftlab.drafting.losses import HeadsLoss, Objective
-from peftlab.drafting.objectives import kl
+from peftlab.drafting.hidden_states import head_weight, last_hidden
+from peftlab.drafting.kinds.medusa.head_draft import check_trunk
+from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
+from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.drafting.objectives import Objective, kl
+from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import count_parameters, disabled, inject, make_config, remove, trainable_parameters
-from peftlab.methods.medusa_heads import MedusaHeads
+from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters
 from peftlab.models.pretrained import load_base
 
 TRUNK = {"r": 2}
 
 
 def injected(model: Any = None, *, heads: int = 3, **fields: Any) -> Any:
-    return inject(model or tiny(0), make_config("medusa", heads=heads, shared_head=True, **fields))
+    return medusa(model, heads=heads, shared_head=True, **fields)
 
 
 def stirred(model: Any) -> Any:
@@ -61,10 +62,10 @@ def batch(count: int = 6, **lengths: int) -> dict[str, Tensor]:
 def summed_loss(model: Any, inputs: dict[str, Tensor], *, decay: float, preserve: float) -> Tensor:
     """All heads' whole logits at once, one graph, one backward: what the loss is by its definition."""
     ids, mask, weights = (inputs[key] for key in ("input_ids", "attention_mask", "weights"))
-    hidden, head = last_hidden(model, ids, mask), model.lm_head.weight
-    with torch.no_grad(), disabled(model):
+    hidden, head = last_hidden(model, ids, mask), head_weight(model)
+    with torch.no_grad(), disabled(model.trunk) if is_injected(model.trunk) else nullcontext():
         base = F.linear(last_hidden(model, ids, mask), head)
-    logits = model.lm_head.medusa_heads(hidden)  # [K, b, n, V]
+    logits = model.heads(hidden)  # [K, b, n, V]
     loss = preserve * kl(base[weights > 0], F.linear(hidden, head)[weights > 0]).sum()
     for i in range(len(logits)):
         places = (weights[:, : -i - 1] > 0) & (weights[:, i + 1 :] > 0)
@@ -78,14 +79,14 @@ class TestModule:
     def test_before_training_every_head_is_the_lm_head(self) -> None:
         model = injected(bias=True)
         hidden = torch.randn(4, 16)
-        assert all(torch.equal(block(hidden), hidden) for block, _ in model.lm_head.medusa_heads)
-        logits = model.lm_head.medusa_heads(hidden)
-        torch.testing.assert_close(logits, model.lm_head(hidden).expand(3, -1, -1))
+        assert all(torch.equal(block(hidden), hidden) for block, _ in model.heads)
+        logits = model.heads(hidden)
+        torch.testing.assert_close(logits, model.trunk.lm_head(hidden).expand(3, -1, -1))
         stirred(model)
-        assert not torch.allclose(model.lm_head.medusa_heads(hidden), logits)
+        assert not torch.allclose(model.heads(hidden), logits)
 
     def test_one_product_is_the_product_of_each_head(self) -> None:
-        heads = stirred(injected()).lm_head.medusa_heads
+        heads = stirred(injected()).heads
         hidden = torch.randn(2, 5, 16)
         each = torch.stack([F.linear(block(hidden), weight) for block, weight in heads])
         assert each.shape == (3, 2, 5, 40)
@@ -95,14 +96,14 @@ class TestModule:
     def test_there_is_one_matrix_and_it_stays_the_models(self, dtype: torch.dtype) -> None:
         model = tiny(0).to(dtype)
         weight = model.lm_head.weight
-        injected(model)
-        assert all(w2 is weight for _, w2 in model.lm_head.medusa_heads)
+        model = injected(model)
+        assert all(w2 is weight for _, w2 in model.heads)
         assert weight.dtype == dtype and not weight.requires_grad
         kept = torch.float64 if dtype == torch.float64 else torch.float32
         assert {p.dtype for p in trainable_parameters(model).values()} == {kept}
         twin = copy.deepcopy(model)
-        assert all(w2 is twin.lm_head.weight is not weight for _, w2 in twin.lm_head.medusa_heads)
-        assert remove(model).lm_head.weight is weight and type(model.lm_head) is torch.nn.Linear
+        assert all(w2 is twin.trunk.lm_head.weight is not weight for _, w2 in twin.heads)
+        assert model.trunk.lm_head.weight is weight and type(model.trunk.lm_head) is torch.nn.Linear
 
     def test_only_the_blocks_train_and_count_also_without_weights(self) -> None:
         base = count_parameters(tiny())[1]
@@ -117,8 +118,8 @@ class TestModule:
             model.lm_head.weight = model.model.embed_tokens.weight
         before = set(model.state_dict())
         name = "embed_tokens" if tied else "lm_head"
-        with pytest.raises(PeftlabError, match=rf"trunk\.modules_to_save trains .*{name}\.weight.*take it out"):
-            injected(model, trunk={**TRUNK, "modules_to_save": [name]})
+        with pytest.raises(PeftlabError, match=rf"method lora trains .*{name}\.weight.*take it out"):
+            check_trunk(model, make_config("lora", **TRUNK, modules_to_save=[name]))
         assert set(model.state_dict()) == before and all(p.requires_grad for p in model.parameters())
 
 
@@ -128,7 +129,7 @@ class TestTraining:
     @pytest.mark.parametrize("trunk", [None, TRUNK], ids=["frozen", "trained"])
     def test_loss_and_gradients_are_those_of_the_sum(self, trunk: Any) -> None:
         model, inputs = stirred(injected(tiny(0).double(), trunk=trunk)), batch()
-        loss = HeadsLoss(Objective("kl"), decay=0.7, preserve=3.0, trunk=trunk is not None)(model, inputs)
+        loss = HeadsLoss(Objective("kl"), decay=0.7, preserve=3.0)(model, inputs)
         loss.backward()
         found = {name: p.grad.clone() for name, p in trainable_parameters(model).items()}
         model.zero_grad()
@@ -138,7 +139,7 @@ class TestTraining:
         for name, parameter in trainable_parameters(model).items():
             assert parameter.grad.abs().max() > 1e-6, name
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10)
-        assert model.lm_head.weight.grad is None
+        assert model.trunk.lm_head.weight.grad is None
         assert (trunk is not None) == any("lora" in name for name in found)
 
     @pytest.mark.parametrize("trunk", [None, TRUNK], ids=["frozen", "trained"])
@@ -149,7 +150,7 @@ class TestTraining:
         mine, naive = [], []
         for heads in (1, 4):
             model = injected(tiny(0, vocab=4096), heads=heads, trunk=trunk)
-            loss = HeadsLoss(Objective("kl"), preserve=1.0, trunk=trunk is not None)
+            loss = HeadsLoss(Objective("kl"), preserve=1.0)
             mine.append(peak(lambda model=model, loss=loss: loss(model, inputs).backward()) / unit)
             naive.append(
                 peak(lambda model=model: summed_loss(model, inputs, decay=0.8, preserve=1.0).backward()) / unit
@@ -161,9 +162,9 @@ class TestTraining:
     def test_acceptance_is_measured_through_the_lm_head(self) -> None:
         model, rows = stirred(injected()), make_dataset(requests())
         found, _ = measure_heads(model, rows)
-        copied = inject(tiny(0), make_config("medusa", heads=3))
-        blocks = model.lm_head.medusa_heads.blocks.state_dict()
-        copied.lm_head.medusa_heads.blocks.load_state_dict(blocks)
+        copied = medusa(tiny(0), heads=3)
+        blocks = model.heads.blocks.state_dict()
+        copied.heads.blocks.load_state_dict(blocks)
         expected, _ = measure_heads(copied, rows)
         assert [head.rates() for head in found] == [head.rates() for head in expected]
 
@@ -200,35 +201,35 @@ def peak(run: Any) -> int:
 class TestFiles:
     """Adapter, serving format, and the way back."""
 
-    def test_an_adapter_holds_the_blocks_alone_and_comes_back(self, tmp_path: Path) -> None:
+    def test_heads_and_the_trunks_adapter_are_two_directories_and_come_back(self, tmp_path: Path) -> None:
         model = stirred(injected(bias=True, trunk=TRUNK))
-        save_adapter(model, tmp_path)
-        stored = load_file(tmp_path / "adapter_model.safetensors")
-        heads = {name for name in stored if "medusa_heads" in name}
+        write_medusa(model.heads, tmp_path / "heads")
+        save_adapter(model.trunk, tmp_path / "adapter")
+        stored = load_file(tmp_path / "heads" / "model.safetensors")
         kinds = ("weight", "bias")
-        assert heads == {f"lm_head.medusa_heads.blocks.{i}.layers.0.{kind}" for i in range(3) for kind in kinds}
-        assert "lm_head.weight" not in stored
-        back = load_adapter(tiny(0), tmp_path)
+        blocks = {f"blocks.{i}.layers.0.{kind}" for i in range(3) for kind in kinds}
+        assert set(stored) == blocks | {"lm_heads.0.weight"}
+        adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert adapter and all("lora_" in name for name in adapter), "peft's format, the trunk's LoRA alone"
+        back, heads = load_adapter(tiny(0), tmp_path / "adapter"), read_medusa(tmp_path / "heads")
         ids = torch.arange(3, 12)[None]
         hidden = last_hidden(model, ids, torch.ones_like(ids))
         assert torch.equal(last_hidden(back, ids, torch.ones_like(ids)), hidden)
-        assert torch.equal(back.lm_head.medusa_heads(hidden), model.lm_head.medusa_heads(hidden))
-        with pytest.raises(PeftlabError, match=r"in the model, not in the file \(3\): .*lm_heads\.0"):
-            load_adapter(inject(tiny(0), make_config("medusa", heads=3, bias=True, trunk=TRUNK)), tmp_path)
+        assert torch.equal(heads(hidden), model.heads(hidden))
 
     @pytest.mark.parametrize("tokens", [None, torch.tensor([1, 4, 7, 30])], ids=["all", "some"])
     def test_the_serving_format_has_one_w2(self, tmp_path: Path, tokens: Tensor | None) -> None:
         model = stirred(injected())
-        back = read_medusa(write_medusa(model, tmp_path / "m", tokens=tokens))
+        back = read_medusa(write_medusa(model.heads, tmp_path / "m", tokens=tokens))
         stored = load_file(tmp_path / "m" / "model.safetensors")
         assert {name for name in stored if name.startswith("lm_heads")} == {"lm_heads.0.weight"}
         config = json.loads((tmp_path / "m" / "config.json").read_text())
         assert config["original_lm_head"] is True and config["num_heads"] == 3
         hidden = torch.randn(5, 16)
         picked = slice(None) if tokens is None else tokens
-        torch.testing.assert_close(back(hidden)[..., picked], model.lm_head.medusa_heads(hidden)[..., picked])
+        torch.testing.assert_close(back(hidden)[..., picked], model.heads(hidden)[..., picked])
         assert torch.isfinite(back(hidden)).sum() == 3 * 5 * (40 if tokens is None else 4)
-        write_medusa(inject(tiny(0), make_config("medusa", heads=2)), tmp_path / "own")
+        write_medusa(medusa(tiny(0), heads=2).heads, tmp_path / "own")
         assert json.loads((tmp_path / "own" / "config.json").read_text())["original_lm_head"] is False
 
 
@@ -238,7 +239,7 @@ class TestRun:
     @pytest.fixture(scope="class")
     def run(self, stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = tmp_path_factory.mktemp("shared") / "run"
-        overrides = ["method={name: medusa, heads: 3, shared_head: true}", "~draft", "vocabulary=400"]
+        overrides = ["method=null", "draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 400}"]
         small = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=15", "train.max_length=64", "train.lr=1e-2"]
         peftlab("run", "draft/ci", f"target={stories}", *overrides, *small, f"output_dir={out}")
         return out
@@ -254,22 +255,16 @@ class TestRun:
         model, _ = load_base(str(stories), "AutoModelForCausalLM")
         engine, prompts = build_engine(model), [[1, 403, 407, 261], [1, 410], [1, 300, 320, 290, 270, 280]]
         plain = [output.tokens for output in decode(engine, prompts, StoppingCriteria(40))]
-        load_adapter(model, run)
-        for heads in (model.lm_head.medusa_heads, read_medusa(run / "heads")):
-            drafted = decode(
-                engine, prompts, StoppingCriteria(40), MedusaDrafter(heads, width), policy=partial(Fixed, 3)
-            )
-            assert [output.tokens for output in drafted] == plain
-            assert sum(step.accepted for output in drafted for step in output.steps) > 10
-
-    def test_inspect_counts_the_blocks(self, stories: Path) -> None:
-        said = peftlab("inspect", str(stories), "--method", "medusa", "heads=3", "shared_head=true")
-        assert f"{3 * 64 * 64:,}" in said
+        drafter = HeadsDrafter(read_medusa(run / "heads"), width)
+        drafted = decode(engine, prompts, StoppingCriteria(40), drafter, policy=partial(Fixed, 3))
+        assert [output.tokens for output in drafted] == plain
+        assert sum(step.accepted for output in drafted for step in output.steps) > 10
 
     def test_a_trained_lm_head_is_refused_before_anything_starts(self, stories: Path, tmp_path: Path) -> None:
-        method = "method={name: medusa, shared_head: true, trunk: {r: 2, modules_to_save: [embed_tokens]}}"
-        arguments = ("run", "draft/ci", f"target={stories}", method, "~draft", f"output_dir={tmp_path / 'out'}")
-        assert "trunk.modules_to_save trains" in peftlab(*arguments, status=2)
+        method = "method={name: lora, r: 2, modules_to_save: [embed_tokens]}"
+        draft = "draft={kind: medusa, shared_head: true}"
+        arguments = ("run", "draft/ci", f"target={stories}", method, draft, f"output_dir={tmp_path / 'out'}")
+        assert "by which the heads are taught" in peftlab(*arguments, status=2)
         assert not (tmp_path / "out").exists()
 
 

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import requests, tiny
+from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from peftlab.drafting.acceptance import bootstrap, measure, measure_exit, measure_heads, overlap
+from peftlab.drafting.acceptance import bootstrap, measure, overlap
 from peftlab.drafting.checks import check_head
-from peftlab.drafting.examples import Collate, make_dataset
-from peftlab.drafting.exits import find_exit
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
-from peftlab.drafting.losses import EarlyExitLoss, HeadsLoss, Objective, PairLoss
-from peftlab.drafting.objectives import OBJECTIVES, selective_mask, topk_targets
-from peftlab.drafting.on_policy import OnPolicy
-from peftlab.drafting.stored_top_k import stored_topk
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exits import find_exit
+from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
+from peftlab.drafting.kinds.model.on_policy import OnPolicy
+from peftlab.drafting.kinds.model.pair_loss import PairLoss
+from peftlab.drafting.objectives import OBJECTIVES, Objective, selective_mask, topk_targets
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
@@ -179,11 +181,11 @@ class TestHeads:
     """Medusa's loss and acceptance."""
 
     def test_cross_entropy_is_of_the_tokens_that_many_places_on(self) -> None:
-        model = inject(tiny(0), make_config("medusa", heads=2))
+        model = medusa(tiny(0), heads=2)
         batch = batch_of(make_dataset(requests(2)))
         loss = HeadsLoss(Objective("ce"), decay=0.5)(model, batch)
         hidden = forward_hidden(model, batch["input_ids"], batch["attention_mask"])[-1]
-        logits = model.lm_head.medusa_heads(hidden)
+        logits = model.heads(hidden)
         expected = torch.zeros(())
         for i, row in enumerate(make_dataset(requests(2))):
             ids, prompt = torch.tensor(row["input_ids"]), row["prompt"]
@@ -194,24 +196,24 @@ class TestHeads:
 
     def test_only_the_heads_learn_and_a_trained_trunk_is_held_to_the_base(self) -> None:
         batch = batch_of(make_dataset(requests()))
-        frozen = inject(tiny(0), make_config("medusa", heads=1))
+        frozen = medusa(tiny(0), heads=1)
         HeadsLoss(Objective("kl"))(frozen, batch).backward()
         assert {n for n, p in frozen.named_parameters() if p.grad is not None} == set(trainable_parameters(frozen))
-        both = inject(tiny(0), make_config("medusa", heads=1, trunk={"r": 2}))
-        loss = HeadsLoss(Objective("kl"), preserve=0.0, trunk=True)(both, batch)
-        kept = HeadsLoss(Objective("kl"), preserve=10.0, trunk=True)(both, batch)
+        both = medusa(tiny(0), heads=1, trunk={"r": 2})
+        loss = HeadsLoss(Objective("kl"), preserve=0.0)(both, batch)
+        kept = HeadsLoss(Objective("kl"), preserve=10.0)(both, batch)
         torch.testing.assert_close(loss, kept, rtol=1e-5, atol=1e-3)  # nothing to hold to before training
         kept.backward()
         assert {n for n, p in both.named_parameters() if p.grad is not None} == set(trainable_parameters(both))
         with torch.no_grad():
-            both.model.layers[0].self_attn.q_proj.lora_B.normal_(std=3)
-        assert HeadsLoss(Objective("kl"), preserve=10.0, trunk=True)(both, batch) > 1.001 * HeadsLoss(
-            Objective("kl"), preserve=0.0, trunk=True
+            both.trunk.model.layers[0].self_attn.q_proj.lora_B.normal_(std=3)
+        assert HeadsLoss(Objective("kl"), preserve=10.0)(both, batch) > 1.001 * HeadsLoss(
+            Objective("kl"), preserve=0.0
         )(both, batch)
 
     def test_a_frozen_trunk_is_read_without_dropout(self) -> None:
         config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5)
-        model = inject(GPT2LMHeadModel(config).eval(), make_config("medusa", heads=2))
+        model = medusa(GPT2LMHeadModel(config).eval(), heads=2)
         batch, loss = batch_of(make_dataset(requests())), HeadsLoss(Objective("kl"))
         expected = loss(model, batch)
         model.train()
@@ -221,21 +223,19 @@ class TestHeads:
         assert model.training and all(p.grad is not None for p in trainable_parameters(model).values())
 
     def test_an_untrained_head_repeats_the_base_head(self) -> None:
-        model = inject(tiny(0), make_config("medusa", heads=3))
+        model = medusa(tiny(0), heads=3)
         hidden = torch.randn(4, 16)
         with torch.no_grad():
-            expected = model.lm_head(hidden)
-            for logits in model.lm_head.medusa_heads(hidden):
+            expected = model.trunk.lm_head(hidden)
+            for logits in model.heads(hidden):
                 assert torch.equal(logits, expected)
 
     def test_without_weights_the_same_parameters_are_counted(self) -> None:
-        counts = [
-            count_parameters(inject(m, make_config("medusa", heads=3, bias=True))) for m in (tiny(), tiny().to("meta"))
-        ]
+        counts = [count_parameters(medusa(m, heads=3, bias=True)) for m in (tiny(), tiny().to("meta"))]
         assert counts[0] == counts[1] and counts[0][0] == 3 * (16 * 16 + 16 + 40 * 16)
 
     def test_acceptance_of_heads(self) -> None:
-        model, rows = inject(tiny(0), make_config("medusa", heads=2)), make_dataset(requests(3))
+        model, rows = medusa(tiny(0), heads=2), make_dataset(requests(3))
         heads, trunk = measure_heads(model, rows)
         assert trunk.rates()["acceptance"] == 1.0
         assert [int(head.tokens.sum()) for head in heads] == [sum(n - 1 - i for n in rows["kept"]) for i in range(2)]
@@ -272,7 +272,7 @@ def test_the_head_check_finds_what_comes_after_the_head() -> None:
 
 
 def test_continuations_too_short_for_a_head_teach_nothing_and_break_nothing() -> None:
-    model = inject(tiny(0), make_config("medusa", heads=2))
+    model = medusa(tiny(0), heads=2)
     loss = HeadsLoss(Objective("kl"))(model, batch_of(make_dataset([Request([5, 6], [7]), Request([8], [9])])))
     loss.backward()
     assert loss.item() == 0.0

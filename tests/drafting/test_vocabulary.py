@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import requests, tiny
+from draft_models import medusa, requests, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peftlab.decoding.drafters.head_drafter import read_medusa
-from peftlab.drafting.examples import make_dataset
-from peftlab.drafting.head_files import write_medusa
+from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
+from peftlab.drafting.text.continuations import make_dataset
 from peftlab.drafting.vocabulary import ceiling, frequent_tokens
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, make_config
 
 
 @given(st.lists(st.lists(st.integers(0, 9)), max_size=4), st.integers(1, 10))
@@ -31,7 +29,7 @@ def test_no_token_left_out_is_more_frequent(texts: list[list[int]], size: int) -
 
 
 def test_size_out_of_range() -> None:
-    with pytest.raises(PeftlabError, match=r"11 lies outside 1\.\.10"):
+    with pytest.raises(PeftlabError, match=r"11 is outside 1\.\.10"):
         frequent_tokens([[1]], 11, 10)
 
 
@@ -53,16 +51,16 @@ def test_ceiling_is_the_mean_mass_and_bounds_any_confined_draft() -> None:
 
 
 def test_round_trip_with_the_map(tmp_path: Path) -> None:
-    model = inject(tiny(0), make_config("medusa", heads=2))
+    model = medusa(tiny(0), heads=2)
     tokens = torch.tensor([1, 4, 7, 30])
-    heads = read_medusa(write_medusa(model, tmp_path / "m", tokens=tokens))
+    heads = read_medusa(write_medusa(model.heads, tmp_path / "m", tokens=tokens))
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["vocab_size"], config["truncated_vocab_size"]) == (40, 4)
     stored = load_file(tmp_path / "m" / "model.safetensors")
     assert torch.equal(stored["token_map"], tokens) and stored["lm_heads.0.weight"].shape == (4, 16)
     hidden = torch.randn(3, 16)
     with torch.no_grad():
-        logits, whole = heads(hidden), model.lm_head.medusa_heads(hidden)
+        logits, whole = heads(hidden), model.heads(hidden)
     torch.testing.assert_close(logits[..., tokens], whole[..., tokens])
     others = [i for i in range(40) if i not in tokens.tolist()]
     assert (logits[..., others] == -torch.inf).all()

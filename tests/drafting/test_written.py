@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from peftlab.drafting import target_text as written
-from peftlab.drafting.examples import Collate, make_dataset
 from peftlab.drafting.objectives import topk_targets
-from peftlab.drafting.stored_top_k import stored_topk
-from peftlab.drafting.target_text import Writing, check_room, write_continuations
+from peftlab.drafting.text import target_text as written
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.text.stored_top_k import stored_topk
+from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import read_prompt_ids, read_requests
 

@@ -75,6 +75,8 @@ def disagreement(stated: Any, printed: Any, schema: dict[str, Any]) -> str:
 
 
 def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[str, Any], where: str) -> str:
+    if where == "draft.draft" and isinstance(stated, str):
+        stated = {"kind": "model", "from": stated}
     if not isinstance(stated, dict):
         return "" if _equal(stated, printed) else f"{where}: printed {printed!r}, the file says {stated!r}"
     if not isinstance(printed, dict):
@@ -94,7 +96,7 @@ def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[
             if not _equal(inner["default"], value):
                 return f"{where}.{key}: printed {value!r}, the default is {inner['default']!r}"
         elif isinstance(value, dict) and _section(inner, value, definitions).get("properties"):
-            tag = {"name": value["name"]} if "discriminator" in inner else {}
+            tag = {"name": value["name"]} if "name" in value else {}
             fault = _differs(tag, value, inner, definitions, f"{where}.{key}")
             if fault:
                 return fault
@@ -107,6 +109,9 @@ def _section(node: dict[str, Any], value: dict[str, Any], definitions: dict[str,
     """Return the definition that a mapping is described by."""
     if "$ref" in node:
         return definitions[node["$ref"].rpartition("/")[2]]
+    for option in node.get("anyOf", []):
+        if "discriminator" in option:
+            return _section(option, value, definitions)
     if "discriminator" in node:
         reference = node["discriminator"]["mapping"].get(value.get(node["discriminator"]["propertyName"], "lora"))
         return definitions[reference.rpartition("/")[2]]

@@ -54,7 +54,7 @@ def test_bad_lora(fields, message):
 
 
 @pytest.mark.parametrize("second", METHODS)
-@pytest.mark.parametrize("first", [name for name in METHODS if name != "medusa"])  # which needs an LM head
+@pytest.mark.parametrize("first", METHODS)
 def test_a_second_injection_is_refused(first, second):
     model = injected(first, "bert")
     before = fingerprint(model)
@@ -101,7 +101,7 @@ def test_head_without_a_head():
         peftlab.inject(model, config_class("head")())
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "medusa"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_model_on_the_meta_device_counts_but_does_not_save(method, tmp_path):
     model = peftlab.inject(base("bert").to("meta"), config_class(method)())
     with pytest.raises(PeftlabError, match="meta device"):

@@ -102,7 +102,7 @@ COMBINATIONS = [
     (method, architecture)
     for method in METHODS
     for architecture in ARCHITECTURES
-    if not (method == "bitfit" and architecture in NO_BIASES) and method != "medusa"  # needs an LM head
+    if not (method == "bitfit" and architecture in NO_BIASES)
 ]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from peftlab.drafting.config import DraftData, DraftObjective
+from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.methods.table import METHODS, config_class
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
+from peftlab.recipe.wording import fields
+from peftlab.rows import resolve
 from peftlab.training.config import TrainConfig
 
 
@@ -19,9 +22,12 @@ def test_every_key_has_a_row_with_a_meaning() -> None:
     page = reference_markdown()
     drafts = (DraftRecipe, DraftData, DraftObjective)
     models = [FinetuneRecipe, TrainConfig, *drafts, *(config_class(name) for name in METHODS)]
+    models += [resolve(kind.config) for kind in DRAFTS.values()]
     for model in models:
-        for name, field in model.model_fields.items():
-            assert name == "name" or (field.description and f"| `{name}` |" in page), f"{model.__name__}.{name}"
+        for name, field in fields(model).items():
+            assert name in ("name", "kind") or (field.description and f"| `{name}` |" in page), (
+                f"{model.__name__}.{name}"
+            )
 
 
 def test_json_schema() -> None:
@@ -32,6 +38,8 @@ def test_json_schema() -> None:
         assert set(recipe["properties"]) == set(model.model_fields)
         assert recipe["additionalProperties"] is False
     assert set(kinds["finetune"]["required"]) == {"model", "task", "output_dir"}
-    assert set(kinds["draft"]["required"]) == {"kind", "target", "data", "output_dir"}
-    for kind in ("finetune", "draft"):
-        assert set(kinds[kind]["properties"]["method"]["discriminator"]["mapping"]) == set(METHODS)
+    assert set(kinds["draft"]["required"]) == {"kind", "target", "draft", "data", "output_dir"}
+    methods = kinds["finetune"]["properties"]["method"], kinds["draft"]["properties"]["method"]["anyOf"][0]
+    assert all(set(method["discriminator"]["mapping"]) == set(METHODS) for method in methods)
+    draft, reference = kinds["draft"]["properties"]["draft"]["anyOf"]
+    assert set(draft["discriminator"]["mapping"]) == set(DRAFTS) and reference == {"type": "string"}

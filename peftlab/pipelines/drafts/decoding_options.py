@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from peftlab.decoding.draft_length import Confidence, Fixed, Heuristic, Policy
-from peftlab.decoding.drafters.head_drafter import is_medusa
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.load import Pair, check_width, load_pair
+from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.dtypes import torch_dtype
 
@@ -60,7 +59,7 @@ class DecodingOptions:
 
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""
-        check_width(self.width, heads=draft is not None and is_medusa(draft))
+        check_width(self.width, heads=drafts_with_heads(draft))
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
         return load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, pack=self.pack)

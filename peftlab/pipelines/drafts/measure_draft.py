@@ -11,9 +11,8 @@ from peftlab.decoding.analysis import planning
 from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.head_drafter import is_medusa
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.drafting.load import BOTH, Pair, make_drafter
+from peftlab.drafting.load import BOTH, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
@@ -100,7 +99,7 @@ def plan_draft(
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats)
-    if is_medusa(draft):
+    if drafts_with_heads(draft):
         raise PeftlabError(f"draft {draft}: heads have no step of their own to plan; time them with draft bench")
     pair = options.load(target, draft)
     assert pair.draft is not None

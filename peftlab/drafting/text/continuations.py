@@ -59,3 +59,8 @@ class Collate:
             if key in rows[0]:  # [predictions of the batch, ...]: in the order of weights' nonzero places
                 batch[key] = torch.cat([torch.tensor(row[key]) for row in rows])
         return batch
+
+
+def following(input_ids: Tensor) -> Tensor:
+    """Return the token after each one, [b, n]; the last place is filled with 0."""
+    return torch.cat([input_ids[:, 1:], torch.zeros_like(input_ids[:, :1])], 1)

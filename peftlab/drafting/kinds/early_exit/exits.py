@@ -49,7 +49,7 @@ def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> E
     """
     name, count = type(model).__name__, len(layer_stack(model))
     if layers >= count:
-        raise PeftlabError(f"early_exit: the exit runs all {count} layers of {name}; leave out at least the last one")
+        raise PeftlabError(f"draft.exits: the exit runs all {count} layers of {name}; leave out at least the last one")
     weight = head_weight(model)
     ids = torch.arange(min(16, len(weight)), device=weight.device)[None]
     with eval_mode(model):
@@ -60,9 +60,9 @@ def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> E
     gap = float((own - cut).abs().max() / cut.abs().max().clamp_min(1e-6))
     if not gap <= tolerance:
         raise PeftlabError(
-            f"early_exit: {name} cut to {layers} layers answers other logits than its hidden state after them, through "
-            f"{', '.join(exit_.final) or 'nothing'} and the LM head (off by {gap:.1e} of the largest); early exits of "
-            "such models cannot be trained"
+            f"draft.exits: {name} cut to {layers} layers computes other logits than its hidden state after them, "
+            f"through {', '.join(exit_.final) or 'nothing'} and the LM head (off by {gap:.1e} of the largest); early "
+            "exits of such models cannot be trained"
         )
     return exit_
 
@@ -104,8 +104,8 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
             hook.remove()
     if not _same(state, reached):
         raise PeftlabError(
-            f"early_exit: between the last layer and the LM head {type(model).__name__} computes something outside its "
-            "modules; early exits of such models cannot be trained"
+            f"draft.exits: between the last layer and the LM head {type(model).__name__} computes something outside "
+            "its modules; early exits of such models cannot be trained"
         )
     return tuple(names)
 

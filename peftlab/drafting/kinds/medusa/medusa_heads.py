@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 class MedusaBlock(nn.Module):
@@ -72,6 +74,25 @@ class MedusaHeads(nn.Module):
     def best(self, hidden: Tensor, width: int) -> Tensor:
         """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
         return self(hidden).topk(width, -1).indices
+
+
+class MedusaModel(nn.Module):
+    """A language model and the heads on its last hidden state, as they train together.
+
+    The forward pass is the language model's own; the loss applies the heads to the hidden states.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, heads: MedusaHeads):
+        super().__init__()
+        self.trunk, self.heads = trunk, heads
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return what the language model returns."""
+        return self.trunk(**inputs)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the language model's LM head."""
+        return self.trunk.get_output_embeddings()
 
 
 class ReducedHeads(nn.Module):

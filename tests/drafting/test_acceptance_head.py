@@ -14,8 +14,13 @@ from peftlab.decoding.draft_length import AcceptanceHead
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.acceptance import each_token, measure
-from peftlab.drafting.acceptance_head import Foresight, load_foresight, save_foresight, train_foresight
-from peftlab.drafting.examples import make_dataset
+from peftlab.drafting.acceptance_head import (
+    AcceptancePredictor,
+    load_acceptance_head,
+    save_acceptance_head,
+    train_acceptance_head,
+)
+from peftlab.drafting.text.continuations import make_dataset
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 
@@ -26,12 +31,12 @@ def test_it_learns_the_chance_of_each_token_and_leaves_the_models_alone(tmp_path
     rows = make_dataset(requests(40))
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     state = torch.get_rng_state()
-    head, report = train_foresight(target, draft, rows, rows, epochs=60, lr=1e-2)
+    head, report = train_acceptance_head(target, draft, rows, rows, epochs=60, lr=1e-2)
     assert report["brier"] < 0.8 * report["brier_constant"]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
-    save_foresight(head, tmp_path / "head.safetensors")
-    again, hidden = load_foresight(tmp_path / "head.safetensors"), torch.randn(5, 16)
+    save_acceptance_head(head, tmp_path / "head.safetensors")
+    again, hidden = load_acceptance_head(tmp_path / "head.safetensors"), torch.randn(5, 16)
     assert torch.equal(again(hidden), head(hidden)) and ((again(hidden) > 0) & (again(hidden) < 1)).all()
 
 
@@ -47,7 +52,7 @@ def test_tokens_one_by_one_are_those_measured_together() -> None:
 def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
     target = tiny(0, layers=3)
     drafter = ModelDrafter(build_engine(truncate(target, [0, 1])))
-    gloomy = Foresight(16)
+    gloomy = AcceptancePredictor(16)
     with torch.no_grad():
         gloomy.outer.bias.fill_(-20.0)
     lengths = {}
@@ -68,4 +73,4 @@ def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
 def test_another_file_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(PeftlabError, match="no acceptance head; it holds weight"):
-        load_foresight(tmp_path / "x.safetensors")
+        load_acceptance_head(tmp_path / "x.safetensors")

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.drafting.examples import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.objectives import TopK, topk_targets
-from peftlab.drafting.target_text import weights_digest
+from peftlab.drafting.text.continuations import Collate
+from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing
 from peftlab.tasks.prompts import Request

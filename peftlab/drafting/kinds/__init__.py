@@ -1,0 +1,1 @@
+"""The kinds of draft: a row of ``table.DRAFTS`` and a folder each."""

@@ -1,0 +1,136 @@
+"""What the pipeline and a kind of draft hand each other, while training and when a draft is opened for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.head_drafter import Heads
+from peftlab.decoding.engines.base import Engine
+from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
+from peftlab.methods.config import MethodConfig
+from peftlab.models.pretrained import load_base
+
+ConfigT = TypeVar("ConfigT", bound=DraftConfig)
+
+
+@dataclass(frozen=True)
+class DraftJob(Generic[ConfigT]):
+    """What a draft recipe asks for.
+
+    Attributes:
+        config: the recipe's ``draft`` section.
+        target: reference of the target. tokenizer: the target's.
+        method: what is injected and trained; None: the draft's own modules alone train.
+        folds: whether the run writes ``merged/``.
+        longest: tokens of the longest example.
+        directory: of the run. device: where it trains.
+    """
+
+    config: ConfigT
+    target: str
+    tokenizer: PreTrainedTokenizerBase
+    method: MethodConfig | None
+    objective: DraftObjective
+    data: DraftData
+    folds: bool
+    longest: int
+    directory: Path
+    device: torch.device
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Draft:
+    """A draft as it trains.
+
+    Attributes:
+        model: the module that trains: its parameters with ``requires_grad`` are checkpointed.
+        adapted: the language model in it, into which the method is injected.
+        target: the model to be served.
+        base: reference of ``adapted`` without its adapter.
+        eos: ids that end an output.
+        base_model: makes the model to be written to ``base``; None where ``base`` exists already.
+    """
+
+    model: nn.Module
+    adapted: PreTrainedModel
+    target: PreTrainedModel
+    base: str
+    eos: frozenset[int]
+    base_model: Callable[[], PreTrainedModel] | None = field(default=None, kw_only=True)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the draft is a language model of its own; if not, it is trained in or on the target."""
+        return self.adapted is not self.target
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run has written.
+
+    Attributes:
+        directory: of the run. merged: the model read from ``merged/``; None if there is none.
+        tokens: the reduced vocabulary [V_d]; None for the whole one.
+    """
+
+    directory: Path
+    merged: PreTrainedModel | None
+    tokens: Tensor | None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What decodes: the model whose output it is, and the maker of its drafter."""
+
+    model: PreTrainedModel
+    drafter: Callable[[], Drafter]
+
+
+class Opening:
+    """The target that a stored draft is opened for; its weights are read when first asked for.
+
+    Args:
+        target: reference. tokenizer: the target's. dtype: of the target. draft_dtype: of the draft.
+        pack: see ``decoding.engines.build.build_engine``.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        draft_dtype: torch.dtype,
+        pack: bool,
+    ) -> None:
+        self.reference, self.tokenizer, self.dtype = target, tokenizer, dtype
+        self.draft_dtype, self.pack = draft_dtype, pack
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """The target, loaded."""
+        return load_base(self.reference, "AutoModelForCausalLM", dtype=self.dtype)[0]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A stored draft, ready to decode with: an engine, or heads.
+
+    Attributes:
+        parameters: how many it has.
+        vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
+    """
+
+    parameters: int
+    engine: Engine | None = None
+    heads: Heads | None = None
+    vocabulary: int | None = None

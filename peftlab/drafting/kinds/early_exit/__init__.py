@@ -1,0 +1,1 @@
+"""Draft kind ``early_exit``: the target's own first layers (LayerSkip)."""

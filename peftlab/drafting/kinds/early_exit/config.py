@@ -1,0 +1,30 @@
+"""The section ``draft: {kind: early_exit}``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from peftlab.drafting.config import DraftConfig
+
+
+class EarlyExitDraft(DraftConfig):
+    """The target itself, trained so that its first layers answer as the whole does (LayerSkip)."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    exits: list[Annotated[int, Field(ge=1)]] = Field(
+        min_length=1,
+        max_length=1,
+        description="[k]: exit after the first k layers, through the final norm and the LM head. The merged model is "
+        "target and draft at once.",
+    )
+
+    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
+        yield from super().problems(**recipe)
+        objective, data = recipe["objective"], recipe["data"]
+        if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
+            yield "objective", "an early exit trains without topk_kl, selective and on_policy"
+        if recipe["acceptance_head"]:
+            yield "acceptance_head", "reads a draft model's states; there is none with an early exit"

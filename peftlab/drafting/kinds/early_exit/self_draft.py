@@ -1,0 +1,89 @@
+"""The target's first layers as its draft: trained in the target, read from it when decoding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.checks import end_ids
+from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
+from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.truncation import truncate
+from peftlab.errors import PeftlabError
+
+_REFERENCE = re.compile(r"exit:([1-9]\d{0,3})")
+
+
+@dataclass
+class ExitDraft(Draft):
+    """A target that trains an exit of its own."""
+
+    exit: Exit
+
+
+def check(job: DraftJob[EarlyExitDraft], target: PretrainedConfig) -> None:
+    """Refuse an exit after the last layer, or beyond it."""
+    count = target.get_text_config(decoder=True).num_hidden_layers
+    if job.config.exits[0] >= count:
+        raise PeftlabError(f"draft.exits: {job.config.exits[0]} is past the last exit; the target has {count} layers")
+
+
+def load(job: DraftJob[EarlyExitDraft], target: PreTrainedModel) -> ExitDraft:
+    """Return the target with its exit, which is compared with the target cut to those layers."""
+    exit_ = find_exit(target, job.config.exits[0])
+    return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exit_)
+
+
+def loss(job: DraftJob[EarlyExitDraft], draft: ExitDraft) -> Callable[..., Tensor]:
+    """Return LayerSkip's loss on the exit."""
+    return EarlyExitLoss(make_objective(job.objective), draft.exit)
+
+
+def score(draft: ExitDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return the acceptance of the exit, and how much of the whole model is preserved."""
+    early, whole = measure_exit(model, draft.exit, data, batch_size)
+    return early.rates() | {"preserved": whole.rates()["acceptance"]}
+
+
+def save(job: DraftJob[EarlyExitDraft], draft: ExitDraft, directory: Path, train: Dataset) -> None:
+    """Write nothing: the adapter, or the merged model, is target and draft."""
+
+
+def drafter(draft: ExitDraft, saved: Saved | None) -> Served:
+    """Return the model as trained, drafting with its first layers."""
+    model = draft.adapted if saved is None or saved.merged is None else saved.merged
+    cut = truncate(model, range(draft.exit.layers), share=True)
+    return Served(model, partial(ModelDrafter, build_engine(cut)))
+
+
+def find(reference: str) -> str | None:
+    """Return ``exit:K``, the target's first K layers; nothing else names an exit."""
+    return reference if _REFERENCE.fullmatch(reference) else None
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Return the target's first layers as an engine; they share its parameters."""
+    cut = truncate(opening.target, range(int(reference.removeprefix("exit:"))), share=True)
+    return Opened(cut.num_parameters(), engine=build_engine(cut, pack=opening.pack))
+
+
+def export(place: str, consumer: str) -> Path:
+    """Refuse: an exit is part of its target."""
+    raise PeftlabError(f"--for {consumer}: {place} is part of the target; no released engine takes it as a draft")
+
+
+def update(config: EarlyExitDraft, newest: Path, log: Path) -> EarlyExitDraft:
+    """Refuse: an exit is part of its target, which must not change between requests."""
+    raise PeftlabError(f"{newest}: an early exit is part of the target; train it anew with data.replay={log}")

@@ -1,0 +1,1 @@
+"""Draft kind ``medusa``: heads on the target's last hidden state."""

@@ -1,0 +1,46 @@
+"""The section ``draft: {kind: medusa}``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from peftlab.drafting.config import DraftConfig
+
+
+class MedusaDraft(DraftConfig):
+    """K heads on the target's last hidden state, each guessing one token further ahead (arXiv 2401.10774)."""
+
+    kind: Literal["medusa"] = "medusa"
+    usual_method: ClassVar[str | None] = None
+    heads: int = Field(default=4, ge=1, description="K: head i (from 0) predicts the token i + 2 positions ahead.")
+    bias: bool = Field(default=False, description="Whether each head's inner map W1 has a bias.")
+    shared_head: bool = Field(
+        default=False,
+        description="Every head answers through the target's own LM head, which stays frozen (multi-token "
+        "prediction); false: each trains a copy W2.",
+    )
+    decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
+    preserve: float = Field(
+        default=5.0,
+        ge=0,
+        description="Medusa-2, where the recipe's method trains the target too: weight of KL(base | trained model), "
+        "which keeps the model what it was (5 is the paper's 1 : 0.2).",
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text: the heads are written without the "
+        "other rows, and the ceiling p(V_d) is reported. null: all.",
+    )
+
+    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
+        objective, data = recipe["objective"], recipe["data"]
+        if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
+            yield "objective", "heads train without topk_kl, selective and on_policy"
+        if recipe["acceptance_head"]:
+            yield "acceptance_head", "reads a draft model's states; there is none with heads"
+        if recipe["method"] is None and recipe["merge"]:
+            yield "merge", "method: null leaves the target as it is; there is nothing to merge"

@@ -1,0 +1,135 @@
+"""Medusa heads as a draft: put on the target, trained with it frozen or with a method in it, read back for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.drafting.checks import end_ids
+from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.medusa.config import MedusaDraft
+from peftlab.drafting.kinds.medusa.head_files import check_heads, is_medusa, read_medusa, write_medusa
+from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel
+from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.vocabulary import response_tokens
+from peftlab.errors import PeftlabError
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.leaf import trainable_dtype
+from peftlab.methods.table import plan
+
+_CONSUMERS = "Medusa heads, which no released engine loads; peftlab generate and peftlab draft bench do"
+
+
+@dataclass
+class HeadDraft(Draft):
+    """A target and the heads on it."""
+
+    model: MedusaModel
+
+
+def put_heads(target: PreTrainedModel, config: MedusaDraft) -> MedusaModel:
+    """Return ``target`` with new heads on it; the target's parameters stop requiring a gradient.
+
+    The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
+
+    Raises:
+        PeftlabError: the target has no linear LM head.
+    """
+    head = target.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise PeftlabError(
+            f"draft.kind medusa: {type(target).__name__} has no linear LM head; the heads need a causal language model"
+        )
+    target.requires_grad_(False)
+    weight, dtype = head.weight, trainable_dtype(head.weight)
+    heads = MedusaHeads(
+        weight if config.shared_head else weight.to(dtype), config.heads, config.bias, config.shared_head
+    )
+    heads.blocks.to(weight.device, dtype)
+    return MedusaModel(target, heads)
+
+
+def check(job: DraftJob[MedusaDraft], target: PretrainedConfig) -> None:
+    """Refuse nothing: heads fit every target."""
+
+
+def load(job: DraftJob[MedusaDraft], target: PreTrainedModel) -> HeadDraft:
+    """Return the target with untrained heads.
+
+    Raises:
+        PeftlabError: the method would train the LM head, whose distribution the heads learn.
+    """
+    if job.method is not None:
+        check_trunk(target, job.method)
+    return HeadDraft(put_heads(target, job.config), target, target, job.target, end_ids(target, job.tokenizer))
+
+
+def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
+    """Refuse a method that trains the LM head's weight, whose distribution the heads learn."""
+    head = target.get_output_embeddings()
+    assert head is not None
+    trained = next((name for name in plan(target, method).train if target.get_parameter(name) is head.weight), None)
+    if trained is not None:
+        raise PeftlabError(
+            f"method {method.name} trains {trained}, the LM head's weight, by which the heads are taught; take it out"
+        )
+
+
+def loss(job: DraftJob[MedusaDraft], draft: HeadDraft) -> Callable[..., Tensor]:
+    """Return the weighted sum of the heads' losses."""
+    return HeadsLoss(make_objective(job.objective), job.config.decay, job.config.preserve)
+
+
+def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
+    assert isinstance(model, MedusaModel)
+    measured, trunk = measure_heads(model, data, batch_size)
+    heads = [head.rates() for head in measured]
+    each = {f"{key}_{i + 1}": rates[key] for i, rates in enumerate(heads) for key in ("acceptance", "agreement")}
+    mean = sum(rates["acceptance"] for rates in heads) / len(heads)
+    return {"acceptance": mean, **each, "preserved": trunk.rates()["acceptance"]}
+
+
+def save(job: DraftJob[MedusaDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
+    """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
+    tokens = response_tokens(train, job.config.vocabulary, draft.target)
+    write_medusa(draft.model.heads, directory / "heads", tokens=tokens, overwrite=True)
+    return tokens
+
+
+def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
+    """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
+    if saved is None:
+        return None
+    heads = read_medusa(saved.directory / "heads").to(draft.target.device)
+    return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
+
+
+def find(reference: str) -> str | None:
+    """Return the directory of heads that ``reference`` is, or that it has as a run."""
+    return next((str(p) for p in (Path(reference) / "heads", Path(reference)) if is_medusa(p)), None)
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Read the heads and check them against the target."""
+    check_heads(reference, opening.target)
+    heads = read_medusa(reference).to(opening.draft_dtype)
+    return Opened(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
+
+
+def export(place: str, consumer: str) -> Path:
+    """Refuse: no released engine loads them."""
+    raise PeftlabError(f"--for {consumer}: {place} contains {_CONSUMERS}")
+
+
+def update(config: MedusaDraft, newest: Path, log: Path) -> MedusaDraft:
+    """Refuse: the served target must not change between requests, and its heads belong to it."""
+    raise PeftlabError(f"{newest}: Medusa heads belong to the target; train them anew with data.replay={log}")

@@ -1,0 +1,109 @@
+"""Medusa heads on disk: written, checked and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, ReducedHeads
+from peftlab.drafting.vocabulary import reduce_heads
+from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object, write_json
+from peftlab.outputs import staged_directory
+
+
+def write_medusa(heads: MedusaHeads, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
+    """Write heads, and check the round trip key for key.
+
+    Keys are ``blocks.i.layers.j.weight`` (and ``.bias``) and ``lm_heads.i.weight``; for a reduced vocabulary also
+    ``token_map``, with ``truncated_vocab_size`` in the configuration. A shared W2 is written once, with
+    ``original_lm_head`` in the configuration.
+
+    Args:
+        tokens: ids of the reduced vocabulary, [V_d]; None for all.
+
+    Raises:
+        PeftlabError: the files differ from the heads.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    count = _count(tensors, "blocks")
+    vocab_size, hidden_size = tensors["lm_heads.0.weight"].shape
+    if tokens is not None and len(tokens) < vocab_size:
+        tensors = reduce_heads(tensors, tokens)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": count,
+        "num_hidden_layers": 1,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": len(tensors["lm_heads.0.weight"]),
+        "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
+        "original_lm_head": _count(tensors, "lm_heads") < count,
+    }
+    with staged_directory(out, "model", overwrite=overwrite) as staging:
+        write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
+        write_json(staging / "config.json", config)
+        read_medusa(staging)
+        back, _ = read_tensors(staging / "model.safetensors")
+        if any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
+            raise PeftlabError(f"{out}: what was written is not what was trained; nothing was left behind")
+    return out
+
+
+def _count(tensors: dict[str, Tensor], kind: str) -> int:
+    return len({name.split(".")[1] for name in tensors if name.startswith(f"{kind}.")})
+
+
+def is_medusa(directory: str | Path) -> bool:
+    """Whether a directory holds Medusa heads as ``write_medusa`` writes them."""
+    config = Path(directory) / "config.json"
+    return config.is_file() and read_object(config).get("model_type") == "medusa"
+
+
+def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
+    """Return the heads in a directory that ``write_medusa`` wrote; every key is used exactly once.
+
+    Raises:
+        PeftlabError: the configuration is of another type, or a key is missing or unknown.
+    """
+    directory = Path(directory)
+    config = read_object(directory / "config.json")
+    if config.get("model_type") != "medusa":
+        raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not medusa")
+    tensors, _ = read_tensors(directory / "model.safetensors")
+    sizes = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
+    rows, width, count, vocabulary = (member(config, key, int, directory / "config.json") for key in sizes)
+    if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
+        raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are not those of the heads beside it")
+    with torch.device("meta"):
+        blank = nn.Parameter(torch.empty(rows, width))
+        bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
+        heads = MedusaHeads(blank, count, bias, shared)
+    reduced = rows < vocabulary
+    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
+    if expected != set(tensors):
+        odd = sorted(expected ^ set(tensors))
+        raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
+    tokens = tensors.pop("token_map", None)
+    for name, parameter in heads.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
+            raise PeftlabError(f"{directory}: {name} has shape {shapes}")
+    heads.load_state_dict(tensors, assign=True)
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()
+
+
+def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
+    """Raise ``PeftlabError`` for heads of another vocabulary or width than the target's."""
+    config, (rows, width) = read_object(Path(directory) / "config.json"), head_weight(target).shape
+    tokens, states = config.get("vocab_size"), config.get("hidden_size")
+    if (tokens, states) != (rows, width):
+        raise PeftlabError(
+            f"{directory}: heads for states of {states} and {tokens} tokens, but the target has {width} and {rows}"
+        )

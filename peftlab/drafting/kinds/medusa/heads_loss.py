@@ -1,0 +1,104 @@
+"""The loss and the acceptance of Medusa heads, both against the model as it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches
+from peftlab.drafting.chunked_loss import chunked_loss
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import following
+from peftlab.methods.injection import disabled, is_injected
+from peftlab.methods.modes import eval_mode
+
+
+@dataclass
+class HeadsLoss:
+    """Medusa heads' loss: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
+
+    ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
+    trunk's backward pass runs once, with the heads' sum.
+
+    Head i reads the state at t and predicts token t+2+i. The target of its objective is what the frozen base
+    model says at t+1+i, or for ``ce`` the token itself. With a trained trunk (Medusa-2) ``preserve``·KL(base's
+    next-token distribution ‖ the trunk's) keeps the model what it was.
+
+    Attributes:
+        objective: what each head minimises. decay: λ of the weights λ^i.
+        preserve: weight of the KL of a trunk that has a method injected.
+    """
+
+    objective: Objective
+    decay: float = 0.8
+    preserve: float = 5.0
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum over tokens and heads."""
+        ids, mask, weights = inputs["input_ids"], inputs["attention_mask"], inputs["weights"]
+        medusa: Any = getattr(model, "module", model)
+        base_weight, trained = head_weight(medusa).detach(), is_injected(medusa.trunk)
+        if trained:
+            hidden = last_hidden(model, ids, mask)
+            with disabled(medusa.trunk):
+                base = frozen_hidden(medusa.trunk, ids, mask)
+        else:
+            # The heads alone train: no graph goes into the trunk, which is read as it will decode. The gradient mode
+            # stays on, because DDP prepares to gather gradients only then.
+            with eval_mode(model):
+                hidden = base = last_hidden(model, ids, mask).detach()
+        total = hidden.new_zeros(())
+        n = ids.shape[1]
+        for i, (block, weight) in enumerate(medusa.heads):
+            ahead = i + 1
+            if n - ahead < 2:
+                continue
+            # Place t counts if its prediction, that of place t+1+i, is one of the continuation.
+            places = (weights[:, : n - ahead] > 0) & (weights[:, ahead:] > 0)
+            states = block(hidden[:, : n - ahead][places])
+            if not len(states):
+                continue
+            if self.objective.name == "ce":
+                target, target_head = following(ids)[:, ahead:][places], None
+            else:
+                target, target_head = base[:, ahead:][places], base_weight
+            mean = chunked_loss(states, weight, target, target_head, self.objective.name, **self.objective.settings)
+            total = total + self.decay**i * mean * len(states)
+        if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
+            total = total + 0 * sum(p.sum() for p in medusa.heads.parameters())
+        if trained:
+            places = weights > 0
+            kept = chunked_loss(hidden[places], base_weight, base[places], base_weight, "kl")
+            total = total + self.preserve * kept * places.sum()
+        return total
+
+
+@torch.no_grad()
+def measure_heads(model: MedusaModel, data: Any, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
+    """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
+
+    Head i's guess at place t, of token t+2+i, is compared with what the base model says at t+1+i; examples too
+    short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
+    trained one it says how much of the model is left: heads are easily right about a trunk that has collapsed.
+    """
+    head, medusa = head_weight(model), list(model.heads)
+    sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)
+    for rows, places, ids, mask in batches(data, batch_size, head.device):
+        hidden = frozen_hidden(model, ids, mask)
+        base = hidden
+        if is_injected(model.trunk):
+            with disabled(model.trunk):
+                base = frozen_hidden(model, ids, mask)
+        for i, (block, weight) in enumerate(medusa):
+            both = places[:, : -(i + 1)] & places[:, i + 1 :]
+            late, early = base[:, i + 1 :][both], block(hidden[:, : -(i + 1)][both])
+            add_rates(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head, weight)
+        kept = rows[places.nonzero()[:, 0].cpu()]
+        add_rates(sums[-1], kept, base[places], hidden[places], head, head)
+    *heads, trunk = (Acceptance(*part) for part in sums)
+    return heads, trunk

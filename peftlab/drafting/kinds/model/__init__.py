@@ -1,0 +1,1 @@
+"""Draft kind ``model``: a second, smaller language model."""

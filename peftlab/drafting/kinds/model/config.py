@@ -1,0 +1,50 @@
+"""The section ``draft: {kind: model}``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from peftlab.drafting.config import DraftConfig
+from peftlab.section import Section
+
+
+class Layers(Section):
+    """Some of the target's own layers."""
+
+    layers: list[int] = Field(min_length=1, description="Their numbers from 0, rising.")
+
+
+class ModelDraft(DraftConfig):
+    """A second, smaller language model over the target's tokens."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    kind: Literal["model"] = "model"
+    from_: str | None = Field(
+        default=None, alias="from", description="The model to start from, a reference like target's."
+    )
+    truncate: Layers | None = Field(
+        default=None,
+        description="{layers: [...]}: start from these of the target's layers (from 0, rising), with its embeddings, "
+        "final norm and LM head.",
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text; the map is stored beside the merged "
+        "weights and the ceiling p(V_d) reported. null: all.",
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self) -> ModelDraft:
+        if (self.from_ is None) == (self.truncate is None):
+            raise ValueError("needs exactly one of from: REF and truncate: {layers: [...]}")
+        return self
+
+    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
+        yield from super().problems(**recipe)
+        if self.vocabulary is not None and recipe["merge"] is False:
+            yield "draft.vocabulary", "is stored beside the merged weights; remove merge: false"

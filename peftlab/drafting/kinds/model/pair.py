@@ -1,0 +1,165 @@
+"""A second language model as a draft: loaded or cut from the target, trained beside it, read back for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
+from peftlab.drafting.acceptance import measure
+from peftlab.drafting.checks import (
+    check_dtypes,
+    check_head,
+    check_models,
+    check_tokenizers,
+    check_tokens,
+    common_vocabulary,
+    end_ids,
+)
+from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.model.config import ModelDraft
+from peftlab.drafting.kinds.model.on_policy import OnPolicy
+from peftlab.drafting.kinds.model.pair_loss import PairLoss
+from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.truncation import truncate
+from peftlab.drafting.vocabulary import response_tokens
+from peftlab.errors import PeftlabError
+from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+
+
+@dataclass
+class PairDraft(Draft):
+    """A draft model beside its target; ``reference`` is AdaSPEC's, None where all tokens are trained on."""
+
+    reference: PreTrainedModel | None = None
+
+
+def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
+    """Refuse layers the target does not have, and a model whose tokenizer or dtype does not fit the target's."""
+    config = job.config
+    if config.vocabulary is not None and not job.folds:
+        raise PeftlabError("draft.vocabulary: is stored beside the merged weights, and the method has no linear fold")
+    if config.truncate is not None:
+        count = target.get_text_config(decoder=True).num_hidden_layers
+        missing = [layer for layer in config.truncate.layers if not 0 <= layer < count]
+        if missing:
+            raise PeftlabError(f"draft.truncate.layers: no layer {missing[0]}; the target has 0 to {count - 1}")
+    elif config.from_ is not None:
+        chat = bool(getattr(job.tokenizer, "chat_template", None)) and job.data.chat is not False
+        check_tokenizers(job.tokenizer, load_tokenizer(config.from_), chat=chat)
+        check_dtypes(target, load_config(config.from_))
+
+
+def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
+    """Return the draft, cut from the target or loaded, and AdaSPEC's reference; both are checked against the target."""
+    config, base_model = job.config, None
+    if config.truncate is not None:
+        layers, base = config.truncate.layers, str(job.directory / "base")
+        model = truncate(target, layers)
+        base_model = partial(truncate, target, layers, share=True)
+    else:
+        assert config.from_ is not None
+        base = config.from_
+        model, _ = load_base(base, "AutoModelForCausalLM", trust_remote_code=job.trust_remote_code)
+    reference: PreTrainedModel | None = None
+    if job.objective.reference is not None:
+        reference, _ = load_base(job.objective.reference, "AutoModelForCausalLM")
+    others: list[Any] = [model, reference]
+    for other in filter(None, others):
+        check_head(other, "draft")
+        check_models(target, other, job.longest)
+        other.to(job.device)
+    model.requires_grad_(True)
+    return PairDraft(model, model, target, base, end_ids(target, job.tokenizer), reference, base_model=base_model)
+
+
+def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Callable[..., Tensor]:
+    """Return the objective between target and draft, with text of the draft's own where the recipe asks for it."""
+    data = job.data
+    rewrite = OnPolicy(data.on_policy, data.temperature, draft.eos) if data.on_policy else None
+    return PairLoss(make_objective(job.objective), draft.target, draft.reference, rewrite)
+
+
+def score(draft: PairDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return how often the target would accept the draft's tokens."""
+    return measure(draft.target, model, data, batch_size).rates()
+
+
+def save(job: DraftJob[ModelDraft], draft: PairDraft, directory: Path, train: Dataset) -> Tensor | None:
+    """Write which tokens the merged draft is restricted to, where its vocabulary is reduced."""
+    tokens = response_tokens(train, job.config.vocabulary, draft.target)
+    if tokens is not None:
+        write_tokens(directory / "merged", tokens)
+    return tokens
+
+
+def drafter(draft: PairDraft, saved: Saved | None) -> Served:
+    """Return the target with the draft as it is on disk, or in memory where it is not merged."""
+    model = draft.adapted if saved is None or saved.merged is None else saved.merged
+    tokens = saved.tokens if saved is not None else None
+    return Served(draft.target, partial(ModelDrafter, draft_engine(model, tokens=tokens)))
+
+
+def find(reference: str) -> str:
+    """Return the merged model of a run, else the reference itself: any model is a draft until it is loaded."""
+    merged = Path(reference) / "merged"
+    return str(merged) if (merged / "config.json").exists() else reference
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Load the draft and check it against the target; its tokenizer is compared before weights are read."""
+    load_config(reference)  # a wrong name is found before any weights are read
+    tokenizer = _tokenizer_of(reference)
+    check_tokens(opening.tokenizer, tokenizer)
+    target = opening.target
+    model, _ = load_base(reference, "AutoModelForCausalLM", dtype=opening.draft_dtype)
+    vocabulary = common_vocabulary(target, model, tokenizer)
+    size = model.num_parameters()
+    engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)
+    return Opened(size, engine=engine, vocabulary=vocabulary)
+
+
+def export(place: str, consumer: str) -> Path:
+    """Return the plain model directory."""
+    if not (Path(place) / "config.json").exists():
+        raise PeftlabError(
+            f"--for {consumer}: {place} contains no plain model directory (no merged/ and no config.json); drafts of "
+            "methods without a linear fold cannot be loaded there"
+        )
+    return Path(place)
+
+
+def update(config: ModelDraft, newest: Path, log: Path) -> ModelDraft:
+    """Return the section that continues from the merged draft of ``newest``."""
+    merged = newest / "merged"
+    if not (merged / "config.json").exists():
+        raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end, and with a fold?")
+    return config.model_copy(update={"from_": str(merged), "truncate": None})
+
+
+def draft_engine(
+    draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
+) -> Engine:
+    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given (``engines.reduced_vocabulary``)."""
+    if tokens is None:
+        return build_engine(draft, vocabulary=vocabulary, pack=pack)
+    head = draft.get_output_embeddings()
+    assert head is not None
+    return ReducedVocabulary(draft, tokens, vocabulary or head.weight.shape[0], pack=pack)
+
+
+def _tokenizer_of(reference: str) -> PreTrainedTokenizerBase | None:
+    try:
+        return load_tokenizer(reference)
+    except PeftlabError:
+        return None  # a draft may be saved without one; then only the sizes can be compared

@@ -1,0 +1,83 @@
+"""The loss of a draft model: an objective between a frozen target and the draft in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.drafting.chunked_loss import chunked_loss
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden
+from peftlab.drafting.objectives import OBJECTIVES, Objective, TopK, selective_mask
+from peftlab.drafting.text.continuations import following
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass
+class PairLoss:
+    """The objective between a frozen target and the draft in training, on the continuations alone.
+
+    Attributes:
+        objective: what is minimised.
+        target: a frozen causal language model; None for objectives that need no logits.
+        reference: the draft distilled beforehand, for AdaSPEC's filter; None where all tokens are kept.
+        rewrite: exchanges some rows for continuations of the draft's own; None for none.
+    """
+
+    objective: Objective
+    target: nn.Module | None = None
+    reference: nn.Module | None = None
+    rewrite: Callable[[nn.Module, Inputs], Inputs] | None = None
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the sum of the objective over the tokens kept; the caller divides by how many there are."""
+        if self.rewrite is not None:
+            inputs = self.rewrite(model, inputs)
+        places = inputs["weights"] > 0
+        weights = inputs["weights"][places]
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        hidden = last_hidden(model, ids, mask)[places]  # [T, H]
+        target, head = self._target(inputs, places)
+        if self.reference is not None:
+            weights = weights * self._filter(hidden.detach(), model, inputs, places, target, head)
+        loss = chunked_loss(
+            hidden, head_weight(model), target, head, self.objective.name, weights, **self.objective.settings
+        )
+        return loss * weights.sum()
+
+    def _target(self, inputs: Inputs, places: Tensor) -> tuple[Any, Tensor | None]:
+        if self.objective.name == "ce":
+            return following(inputs["input_ids"])[places], None
+        if self.objective.name == "topk_kl":
+            return TopK(inputs["top_values"], inputs["top_indices"], inputs["top_rest"]), None
+        assert self.target is not None
+        hidden = frozen_hidden(self.target, inputs["input_ids"], inputs["attention_mask"])[places]
+        return hidden, head_weight(self.target)
+
+    def _filter(
+        self, hidden: Tensor, model: nn.Module, inputs: Inputs, places: Tensor, target: Any, head: Tensor | None
+    ) -> Tensor:
+        """Return [T] booleans: in each example, the share whose loss lies most above the reference's."""
+        assert self.reference is not None
+        other = frozen_hidden(self.reference, inputs["input_ids"], inputs["attention_mask"])[places]
+        own = self._token_losses(hidden, head_weight(model), target, head)
+        theirs = self._token_losses(other, head_weight(self.reference), target, head)
+        row = places.nonzero()[:, 0]
+        kept = torch.zeros_like(row, dtype=torch.bool)
+        for i in row.unique().tolist():
+            kept |= selective_mask(own, theirs, self.objective.share, row == i)
+        return kept
+
+    @torch.no_grad()
+    def _token_losses(self, hidden: Tensor, weight: Tensor, target: Any, head: Tensor | None) -> Tensor:
+        one = torch.arange(len(hidden), device=hidden.device)
+        losses = []
+        for rows in one.split(128):
+            part: Any = TopK(*(p[rows] for p in target)) if isinstance(target, TopK) else target[rows]
+            picked = part if head is None else part @ head.T
+            losses.append(OBJECTIVES[self.objective.name](picked, hidden[rows] @ weight.T, **self.objective.settings))
+        return torch.cat(losses)

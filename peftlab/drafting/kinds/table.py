@@ -1,0 +1,66 @@
+"""The table of draft kinds: adding one is a folder beside this file and a row here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peftlab.rows import Rows
+
+_KINDS = "peftlab.drafting.kinds"
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """One kind of draft, named as ``"module:attribute"``; the types are those of ``kinds.base``.
+
+    Training calls ``check``, ``load``, ``loss``, ``score``, ``save`` and ``drafter`` in this order; ``find``, ``open``
+    and ``export`` read what is on disk, ``update`` continues it.
+
+    Attributes:
+        config: the section of a recipe, a ``DraftConfig``; its ``kind`` is the name of the row.
+        check: (job, the target's configuration) -> None; refuses what will not work, before any weights are read.
+        load: (job, target) -> ``Draft``: the module that trains, before the method is injected into it.
+        loss: (job, draft) -> a function of (model, batch) that returns the sum of the loss over tokens.
+        score: (draft, model, rows, batch size) -> metrics of a held-out split; ``acceptance`` decides.
+        save: (job, draft, directory, training rows) -> the reduced vocabulary [V_d] or None. Called when adapter and
+            merged model are written; writes what else the draft consists of.
+        drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
+        find: (reference) -> the reference of the draft of this kind that is there, or None.
+        open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
+        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads.
+        update: (config, newest run directory, log of requests) -> the config that continues from that run.
+        heads: whether it drafts from the target's hidden state: trees of candidates, no model of its own.
+    """
+
+    config: str
+    check: str
+    load: str
+    loss: str
+    score: str
+    save: str
+    drafter: str
+    find: str
+    open: str
+    export: str
+    update: str
+    heads: bool = False
+
+
+def _row(config: str, module: str, *, heads: bool = False) -> DraftKind:
+    """Return the row of a kind whose functions have the names of the fields."""
+    names = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
+    functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
+    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, **functions)
+
+
+DRAFTS: Rows[DraftKind] = Rows(
+    "draft kind",
+    "peftlab.drafts",
+    DraftKind,
+    {
+        "model": _row("model.config:ModelDraft", "model.pair"),
+        "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
+        "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True),
+    },
+)
+"""The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""

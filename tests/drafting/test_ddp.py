@@ -1,0 +1,55 @@
+"""Heads trained by two processes (DDP) are the heads that one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+
+
+def launched(*arguments: str, processes: int) -> None:
+    """Run ``peftlab`` in this many gloo processes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "peftlab", *arguments]
+    if processes == 2:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        launcher = ["-m", "accelerate.commands.launch", *TWO, "--main_process_port", port, "--dynamo_backend", "no"]
+        command = [sys.executable, *launcher, "-m", "peftlab", *arguments]
+        environment["ACCELERATE_USE_CPU"] = "true"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("method", ["null", "{name: lora, r: 2}"], ids=["frozen target", "trained target"])
+def test_heads(stories: Path, tmp_path: Path, method: str) -> None:
+    small = [
+        "data.samples=4",
+        "data.max_new_tokens=16",
+        "train.max_length=64",
+        "train.max_steps=4",
+        "train.lr=1e-3",
+        "train.eps=1e-4",
+    ]
+    recipe = ["draft/ci", f"target={stories}", f"method={method}", "draft={kind: medusa, heads: 2}", *small]
+    found = {}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launched("run", *recipe, "train.eval_every=4", "merge=false", f"output_dir={out}", processes=processes)
+        found[processes] = load_file(out / "heads" / "model.safetensors")
+        assert json.loads((out / "provenance.json").read_text())["processes"] == processes
+    assert found[1].keys() == found[2].keys()
+    for name, tensor in found[1].items():
+        torch.testing.assert_close(found[2][name], tensor, rtol=1e-3, atol=2e-4)
+    assert all(block.any() for name, block in found[1].items() if name.startswith("blocks.")), "the heads moved"

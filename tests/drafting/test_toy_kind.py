@@ -1,0 +1,162 @@
+"""A kind of draft added by another distribution: one folder and one row, from recipe to report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distribution import write_distribution
+
+CONFIG = '''
+from typing import ClassVar, Literal
+from pydantic import Field
+from peftlab.drafting.config import DraftConfig
+
+class AheadDraft(DraftConfig):
+    """One linear map from the target's last hidden state to the token after the next."""
+
+    kind: Literal["ahead"] = "ahead"
+    usual_method: ClassVar[str | None] = None
+    scale: float = Field(default=1.0, gt=0, description="Of the logits.")
+
+    def problems(self, **recipe):
+        if recipe["method"] is not None:
+            yield "method", "the target stays as it is; write method: null"
+'''
+ROW = """
+from peftlab.drafting.kinds.table import DraftKind
+
+NAMES = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
+AHEAD = DraftKind(config="toy.config:AheadDraft", heads=True, **{name: f"toy.ahead:{name}" for name in NAMES})
+"""
+CODE = """
+from functools import partial
+from pathlib import Path
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.drafting.checks import end_ids
+from peftlab.drafting.text.continuations import Collate
+from peftlab.drafting.hidden_states import frozen_hidden, last_hidden
+from peftlab.drafting.kinds.base import Draft, Opened, Served
+from peftlab.errors import PeftlabError
+
+class Ahead(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.map = nn.Linear(*reversed(weight.shape), bias=False)
+        self.map.weight = nn.Parameter(weight.detach().clone())
+        self.vocab_size = len(weight)
+    def best(self, hidden, width):
+        return self.map(hidden).topk(width, -1).indices[None]
+
+class Trained(nn.Module):
+    def __init__(self, target, head):
+        super().__init__()
+        self.target, self.head = target, head
+    def forward(self, **inputs):
+        return self.target(**inputs)
+
+def check(job, target): pass
+
+def load(job, target):
+    model = Trained(target, Ahead(target.get_output_embeddings().weight))
+    return Draft(model, target, target, job.target, end_ids(target, job.tokenizer))
+
+def pairs(hidden, ids, weights):
+    kept = weights[:, 1:-1] > 0
+    return hidden[:, :-2][kept], ids[:, 2:][kept]
+
+def loss(job, draft):
+    def summed(model, inputs):
+        hidden = last_hidden(model, inputs["input_ids"], inputs["attention_mask"]).detach()
+        states, tokens = pairs(hidden, inputs["input_ids"], inputs["weights"])
+        return F.cross_entropy(job.config.scale * draft.model.head.map(states), tokens, reduction="sum")
+    return summed
+
+@torch.no_grad()
+def score(draft, model, data, size):
+    batch = Collate()([data[i] for i in range(len(data))])
+    hidden = frozen_hidden(model, batch["input_ids"], batch["attention_mask"])
+    states, tokens = pairs(hidden, batch["input_ids"], batch["weights"])
+    return {"acceptance": (model.head.map(states).argmax(-1) == tokens).double().mean().item()}
+
+def save(job, draft, directory, train):
+    (directory / "heads").mkdir(exist_ok=True)
+    save_file({"weight": draft.model.head.map.weight.detach()}, directory / "heads" / "ahead.safetensors")
+
+def drafter(draft, saved):
+    return None if saved is None else Served(draft.target, partial(HeadsDrafter, draft.model.head.eval()))
+
+def find(reference):
+    file = Path(reference) / "heads" / "ahead.safetensors"
+    return str(file) if file.exists() else None
+
+def open(place, opening):
+    head = Ahead(load_file(place)["weight"])
+    return Opened(head.map.weight.numel(), heads=head)
+
+def export(place, consumer):
+    raise PeftlabError(f"{place}: for {consumer} there is no such draft")
+
+def update(config, newest, log):
+    raise PeftlabError(f"{newest}: not updated")
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {"toy/__init__.py": "", "toy/config.py": CONFIG, "toy/row.py": ROW, "toy/ahead.py": CODE}
+    root = tmp_path_factory.mktemp("distribution")
+    return write_distribution(root, "toy", files, {"peftlab.drafts": {"ahead": "toy.row:AHEAD"}})
+
+
+def peftlab(toy: Path, *arguments: object, status: int = 0) -> str:
+    """Run the command line as a process that has the distribution installed, and return what it said."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), str(toy)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "peftlab", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_from_recipe_to_report(toy: Path, stories: Path, tmp_path: Path) -> None:
+    small = ["data.samples=4", "data.max_new_tokens=24", "train.max_length=64", "train.epochs=8", "train.lr=2e-2"]
+    recipe = ["draft/ci", f"target={stories}", "~method", "draft={kind: ahead}", *small]
+    said = peftlab(toy, "validate", *recipe[:3], "draft={kind: ahed}", status=2)
+    assert "unknown draft 'ahed' (did you mean 'ahead'?); one of model, early_exit, medusa, ahead" in said
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    peftlab(toy, "run", *recipe, f"output_dir={whole}")
+    results = json.loads((whole / "results.json").read_text())
+    assert (results["draft"], results["method"]) == ("ahead", None)
+    assert results["score"] > results["baseline_score"]
+    assert results["decoding"]["after"]["lossless"] is True
+    assert not (whole / "adapter").exists() and not (whole / "merged").exists()
+
+    peftlab(toy, "run", *recipe, f"output_dir={cut}")
+    sorted((cut / "checkpoints").glob("step-*.pt"))[-1].unlink()
+    (cut / "results.json").unlink()
+    peftlab(toy, "resume", cut)
+    one, other = (load_file(run / "heads" / "ahead.safetensors")["weight"] for run in (whole, cut))
+    assert one.equal(other), "resumed equals uninterrupted"
+
+    assert "acceptance" in (cut / "report.html").read_text()
+    plain = peftlab(toy, "generate", "--target", stories, "--prompt", "Once upon", "--max-new-tokens", 20)
+    drafted = peftlab(
+        toy, "generate", "--target", stories, "--draft", cut, "--prompt", "Once upon", "--max-new-tokens", 20
+    )
+    assert plain.split(" [")[0] == drafted.split(" [")[0]
+    refused = peftlab(
+        toy, "draft", "export", cut, "--for", "vllm", "--out", tmp_path / "x", "--target", stories, status=2
+    )
+    assert "there is no such draft" in refused
+    assert "not updated" in peftlab(toy, "draft", "update", cut, "--requests", tmp_path / "log.jsonl", status=2)
