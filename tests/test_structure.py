@@ -37,18 +37,12 @@ LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
-CIRCLES = {frozenset({"peftlab.tasks.evaluation", "peftlab.tasks.metrics"})}
+CIRCLES: set[frozenset[str]] = set()
 LONG_FILES: set[str] = set()
-LONG_FUNCTIONS = {
-    "peftlab.cli.app.merge",
-    "peftlab.recipe.source.parse",
-}
-LARGE_PACKAGES = {"peftlab/tasks"}
+LONG_FUNCTIONS = {"peftlab.cli.app.merge"}
+LARGE_PACKAGES: set[str] = set()
 REPEATED_YET: set[str] = set()
-UNDESCRIBED = {
-    "peftlab.drafting.config",
-    "peftlab.training.config",
-}
+UNDESCRIBED: set[str] = set()
 
 
 @cache
