@@ -62,11 +62,7 @@ def baseline_remark(results: Mapping[str, Any]) -> str | None:
     if "classes" not in results or score is None or baseline is None or not math.isclose(score, baseline):
         return None
     metric = results["metric"]
-    answer = "the most frequent class" if results["classes"] else "the mean"
-    return (
-        f"The {facts.label(metric)} equals the {facts.baseline_name(metric)}: "
-        f"answering every example with {answer} scores the same."
-    )
+    return f"The {facts.label(metric)} equals the {facts.baseline_name(metric)} (one answer for all)."
 
 
 def _some(items: list[str]) -> str:
