@@ -49,7 +49,7 @@ class DraftData(Section):
         default=None,
         description="Put texts into the target's chat template as a user's turn; null: if it has one.",
     )
-    max_prompts: int | None = Field(default=None, ge=1, description="Use only the first so many prompts.")
+    max_prompts: int | None = Field(default=None, ge=1, description="Use only this many prompts, the first ones.")
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens the target writes after a prompt, at most.")
     temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")
@@ -92,7 +92,7 @@ class DraftData(Section):
 
 
 class DraftConfig(Section):
-    """Base of the kinds' sections, told apart by ``kind`` in a recipe's ``draft``."""
+    """Base of the kinds' sections, distinguished by ``kind`` in a recipe's ``draft``."""
 
     kind: str
     usual_method: ClassVar[str | None] = "lora"

@@ -32,7 +32,7 @@ class Writing:
     """How the target writes.
 
     Attributes:
-        max_new_tokens: at most so many tokens a continuation.
+        max_new_tokens: the most tokens per continuation.
         temperature: 0 is greedy. top_p: nucleus; None for all.
         samples: continuations a prompt.
         seed: continuation i is drawn with a generator of its own, seeded ``seed + i``.
