@@ -1,4 +1,4 @@
-"""A head that foresees whether a drafted token will stand, so that drafting stops in time (SpecDec++)."""
+"""A head that predicts whether a drafted token will be accepted, so that drafting stops in time (SpecDec++)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from peftlab.files import replacing
 
 
 class AcceptancePredictor(nn.Module):
-    """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the chance that what is drafted from state h stands.
+    """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the probability that a token drafted from state h is accepted.
 
-    Huang et al. 2024 (arXiv 2405.19715). ``decoding.lengths.AcceptanceHead`` takes it as its ``head``.
+    Huang et al. 2024 (arXiv 2405.19715). ``decoding.draft_length.AcceptanceHead`` takes it as its ``head``.
     """
 
     def __init__(self, hidden_size: int, width: int = 64):
@@ -48,7 +48,7 @@ def train_acceptance_head(
 ) -> tuple[AcceptancePredictor, dict[str, float]]:
     """Fit a head on a finished draft's hidden states; target and draft stay as they are.
 
-    Binary cross-entropy against the exact chance that a token stands: α = Σ min(p, q) for sampling at
+    Binary cross-entropy against the exact probability that a token is accepted: α = Σ min(p, q) for sampling at
     temperature 1, or whether both have the same largest token for greedy decoding.
 
     Args:
@@ -56,16 +56,16 @@ def train_acceptance_head(
 
     Returns:
         The head, and on the held-out text: ``brier``, the mean squared error of p̂, and ``brier_constant``, that
-        of the training text's mean chance.
+        of the training text's mean probability.
     """
-    states, chances = _states(target, draft, train, greedy)
+    states, probabilities = _states(target, draft, train, greedy)
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
     head = AcceptancePredictor(states.shape[-1]).to(states.device)
     optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
     for _ in range(epochs):
         for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
-            loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), chances[rows])
+            loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), probabilities[rows])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -73,7 +73,7 @@ def train_acceptance_head(
     unseen, truth = _states(target, draft, held_out, greedy)
     with torch.no_grad():
         error = float((head(unseen) - truth).square().mean())
-        constant = float((chances.mean() - truth).square().mean())
+        constant = float((probabilities.mean() - truth).square().mean())
     return head.eval(), {"brier": error, "brier_constant": constant}
 
 
@@ -92,7 +92,7 @@ def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
     """
     tensors, _ = read_tensors(Path(path))
     if set(tensors) != {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}:
-        raise PeftlabError(f"{path}: no acceptance head; it holds {', '.join(sorted(tensors)[:5])}")
+        raise PeftlabError(f"{path}: no acceptance head; it contains {', '.join(sorted(tensors)[:5])}")
     inner = tensors["inner.weight"]
     if inner.ndim != 2:
         raise PeftlabError(f"{path}: inner.weight has shape {tuple(inner.shape)}, which is no matrix")
@@ -105,7 +105,7 @@ def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
 
 
 def _states(target: nn.Module, draft: nn.Module, data: Any, greedy: bool) -> tuple[Tensor, Tensor]:
-    """Return the draft's hidden states [T, H] and each one's chance [T]."""
+    """Return the draft's hidden states [T, H] and the acceptance probability of each [T]."""
     parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in each_token(target, draft, data)]
-    states, chances = (torch.cat(column) for column in zip(*parts, strict=True))
-    return states.float(), chances.float()
+    states, probabilities = (torch.cat(column) for column in zip(*parts, strict=True))
+    return states.float(), probabilities.float()

@@ -111,7 +111,7 @@ def check_method(model: Any, config: MethodConfig) -> None:
 
 @torch.no_grad()
 def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
-    """Refuse a model whose answer is not its last hidden state times its LM head.
+    """Refuse a model whose logits are not its last hidden state times its LM head.
 
     So the states that training uses are those after the final norm, and nothing (a soft cap, a scale) comes
     after the head.
@@ -128,9 +128,9 @@ def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
     gap = float((own - logits).abs().max() / logits.abs().max().clamp_min(1e-6))
     if gap > tolerance:
         raise PeftlabError(
-            f"{what}: {type(model).__name__} answers other logits than its final hidden state times its LM head "
+            f"{what}: {type(model).__name__} computes other logits than its final hidden state times its LM head "
             f"(off by {gap:.1e} of the largest): it caps or scales them, or its last state lacks the final norm. "
-            "Draft training does not know such models"
+            "Drafts cannot be trained for such models"
         )
 
 

@@ -50,7 +50,7 @@ def chunked_loss(
     if objective not in OBJECTIVES:
         raise PeftlabError(f"objective {objective!r} is unknown{did_you_mean(objective, OBJECTIVES)}")
     if chunk < 1:
-        raise PeftlabError(f"chunk: {chunk} holds no token; give 1 or more")
+        raise PeftlabError(f"chunk: {chunk} contains no token; give 1 or more")
     if target_head is not None and len(target_head) != len(head_weight):
         raise PeftlabError(
             f"target_head: vocabulary of {len(target_head)}, but the draft's head has {len(head_weight)}; "

@@ -26,7 +26,7 @@ class DraftObjective(Section):
         default=None,
         gt=0,
         le=1,
-        description="AdaSPEC: train only on this share of each example's tokens, those whose loss lies most above "
+        description="AdaSPEC: train only on this share of each example's tokens, those whose loss is furthest above "
         "the reference's; null: all.",
     )
     reference: str | None = Field(
@@ -49,7 +49,7 @@ class DraftData(Section):
         default=None,
         description="Put texts into the target's chat template as a user's turn; null: if it has one.",
     )
-    max_prompts: int | None = Field(default=None, ge=1, description="Use only this many prompts, the first ones.")
+    max_prompts: int | None = Field(default=None, ge=1, description="Use only the first N prompts.")
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens the target writes after a prompt, at most.")
     temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")

@@ -75,13 +75,13 @@ def export_draft(
 @torch.no_grad()
 def _compare(source: Path, written: Path) -> float:
     ids = torch.arange(1, 17)[None]
-    answers = []
+    logits = []
     for place in (source, written):
         model, fresh = load_base(str(place), "AutoModelForCausalLM")
         if fresh:
             raise PeftlabError(f"{place}: lacks {', '.join(fresh[:5])}")
-        answers.append(model(input_ids=ids % model.config.vocab_size).logits)
-    difference = float((answers[0] - answers[1]).abs().max())
+        logits.append(model(input_ids=ids % model.config.vocab_size).logits)
+    difference = float((logits[0] - logits[1]).abs().max())
     if difference > 0:
         raise PeftlabError(f"{written}: computes other logits than {source} (by {difference:.2g}); nothing was written")
     return difference

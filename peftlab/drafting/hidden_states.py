@@ -14,8 +14,8 @@ from peftlab.methods.modes import eval_mode
 def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
     """Return the hidden states [b, n, H] of every layer; the last one is after the final norm.
 
-    The LM head runs on one position a row only. ``preflight.check_head`` verifies that the last state times the
-    LM head is what the model answers.
+    The LM head runs on one position a row only. ``checks.check_head`` verifies that the last state times the
+    LM head is what the model computes.
 
     Args:
         model: a causal language model, wrapped by accelerate or not.
@@ -48,7 +48,7 @@ def head_weight(model: nn.Module) -> Tensor:
     if head is None:
         raise PeftlabError(f"{name} has no LM head; load a causal language model")
     if getattr(head, "bias", None) is not None:
-        raise PeftlabError(f"{name}: its LM head has a bias, which draft training does not know")
+        raise PeftlabError(f"{name}: its LM head has a bias, which draft training does not support")
     return head.weight
 
 

@@ -63,7 +63,7 @@ def jsd(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tenso
         PeftlabError: β outside (0, 1).
     """
     if not 0 < beta < 1:
-        raise PeftlabError(f"jsd: beta {beta} lies outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'")
+        raise PeftlabError(f"jsd: beta {beta} is outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'")
     log_p, log_q = _log_probs(target_logits, draft_logits)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
@@ -134,7 +134,7 @@ def topk_targets(logits: Tensor, k: int) -> TopK:
         PeftlabError: k outside 1..V.
     """
     if not 1 <= k <= logits.shape[-1]:
-        raise PeftlabError(f"topk_targets: k {k} lies outside 1..{logits.shape[-1]}, the vocabulary")
+        raise PeftlabError(f"topk_targets: k {k} is outside 1..{logits.shape[-1]}, the vocabulary")
     log_p = _floored_log_softmax(logits)
     values, indices = log_p.topk(k, dim=-1)
     rest = log_p.scatter(-1, indices, -math.inf).logsumexp(-1).clamp_min(_LOG_ZERO)
@@ -147,7 +147,7 @@ def selective_mask(
     """Return which tokens AdaSPEC trains on: the ``share`` with the largest L_draft - L_reference.
 
     Hu et al. 2025 (arXiv 2510.19779): the reference is the draft distilled beforehand, so a large gap marks a
-    token that can be learnt and is not yet. Give the mask to ``weighted_mean`` as weights: it divides by the
+    token that can be learned and is not yet. Give the mask to ``weighted_mean`` as weights: it divides by the
     tokens kept.
 
     Args:
@@ -163,7 +163,7 @@ def selective_mask(
         PeftlabError: a share outside (0, 1].
     """
     if not 0 < share <= 1:
-        raise PeftlabError(f"selective_mask: share {share} lies outside (0, 1]")
+        raise PeftlabError(f"selective_mask: share {share} is outside (0, 1]")
     gap = (draft_losses - reference_losses).detach()
     valid = torch.ones_like(gap, dtype=torch.bool) if valid is None else valid
     count = int(valid.sum())

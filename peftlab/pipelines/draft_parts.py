@@ -1,4 +1,4 @@
-"""The parts of a draft run: the text that is learnt from, and the job handed to the draft's kind."""
+"""The parts of a draft run: the training text, and the job handed to the draft's kind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_text(recipe: DraftRecipe) -> Text:
             )
     requests = read_requests(data.replay, tokenizer, chat=data.chat) if data.replay is not None else []
     if len(requests) == 1:
-        raise PeftlabError(f"{data.replay}: a single request cannot be both learnt from and held out; give 2 or more")
+        raise PeftlabError(f"{data.replay}: a single request cannot be both trained on and held out; give 2 or more")
     lengths = [len(prompt) + data.max_new_tokens for prompt in prompts]
     lengths += [len(request.prompt) + len(request.response) for request in requests]
     check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")

@@ -356,7 +356,7 @@ def test_settings_that_measure_nothing_are_refused_before_a_model_is_loaded(stor
     tokenizer = load_tokenizer(str(stories))
     tokenizer.add_tokens(["zebra"])
     tokenizer.save_pretrained(bare["draft"])
-    with pytest.raises(PeftlabError, match="its tokenizer is not the target's; 1 entries differ, the first is 'zebra'"):
+    with pytest.raises(PeftlabError, match="its tokenizer is not the target's: 1 entries differ, the first is 'zebra'"):
         invoke("draft", "plan", *pair)
 
 

@@ -72,5 +72,5 @@ def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(PeftlabError, match="no acceptance head; it holds weight"):
+    with pytest.raises(PeftlabError, match="no acceptance head; it contains weight"):
         load_acceptance_head(tmp_path / "x.safetensors")

@@ -263,7 +263,7 @@ def test_the_head_check_finds_what_comes_after_the_head() -> None:
     check_head(tiny(0), "target")
     capped = tiny(0)
     capped.lm_head.register_forward_hook(lambda module, inputs, output: 5 * torch.tanh(output / 5))
-    with pytest.raises(PeftlabError, match="target: LlamaForCausalLM answers other logits"):
+    with pytest.raises(PeftlabError, match="target: LlamaForCausalLM computes other logits"):
         check_head(capped, "target")
     biased = tiny(0)
     biased.lm_head.bias = torch.nn.Parameter(torch.zeros(40))

@@ -121,7 +121,7 @@ def test_stored_top_k_is_the_targets_own(tmp_path: Path) -> None:
         for one, other, stored in zip(exact, top, kept, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
             assert torch.equal(other, stored)
-    with pytest.raises(PeftlabError, match=r"top_k: 41 lies outside 1\.\.40"):
+    with pytest.raises(PeftlabError, match=r"top_k: 41 is outside 1\.\.40"):
         stored_topk(target, rows, 41, tmp_path)
 
 

@@ -34,7 +34,7 @@ def stored_topk(target: Any, requests: Sequence[Request], k: int, cache: Path) -
         PeftlabError: k outside 1..V.
     """
     if not 1 <= k <= len(head_weight(target)):
-        raise PeftlabError(f"data.top_k: {k} lies outside 1..{len(head_weight(target))}, the vocabulary")
+        raise PeftlabError(f"data.top_k: {k} is outside 1..{len(head_weight(target))}, the vocabulary")
     text = json.dumps([k, [[r.prompt, r.response] for r in requests]])
     digest = hashlib.sha256((weights_digest(target) + text).encode()).hexdigest()
     found: list[TopK] = []

@@ -32,11 +32,11 @@ class Writing:
     """How the target writes.
 
     Attributes:
-        max_new_tokens: the most tokens per continuation.
+        max_new_tokens: most tokens of a continuation.
         temperature: 0 is greedy. top_p: nucleus; None for all.
         samples: continuations a prompt.
         seed: continuation i is drawn with a generator of its own, seeded ``seed + i``.
-        batch_size: prompts decoded together; a part file holds them.
+        batch_size: prompts decoded together; a part file contains them.
     """
 
     max_new_tokens: int = 128

@@ -23,7 +23,7 @@ class EarlyExitLoss:
     """LayerSkip's loss on one exit: KL(base ‖ exit) + preserve·KL(base ‖ the trained model), shared LM head.
 
     Elhoushi et al. 2024 (arXiv 2404.16710), with the base model's own distribution as the teacher. The exit
-    answers head(norm(h_l)), h_l the state after l layers: what a draft of the first layers computes.
+    computes head(norm(h_l)), h_l the state after l layers: what a draft of the first layers computes.
 
     Attributes:
         objective: what the exit minimises against the base model's distribution.

@@ -18,7 +18,7 @@ from peftlab.methods.modes import eval_mode
 
 @dataclass(frozen=True)
 class Exit:
-    """What a model answers after its first layers: LM head of ``states``.
+    """What a model predicts after its first layers: LM head of ``states``.
 
     Attributes:
         layers: how many of the first layers run.
@@ -39,13 +39,13 @@ class Exit:
 
 @torch.no_grad()
 def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> Exit:
-    """Return the exit after the first ``layers`` layers, which answers as the model cut to those layers does.
+    """Return the exit after the first ``layers`` layers, which computes what the model cut to those layers does.
 
     Args:
         model: a causal language model. tolerance: allowed difference, relative to the largest logit.
 
     Raises:
-        PeftlabError: all layers are named, or the exit answers other logits than the cut model.
+        PeftlabError: all layers are named, or the exit computes other logits than the cut model.
     """
     name, count = type(model).__name__, len(layer_stack(model))
     if layers >= count:

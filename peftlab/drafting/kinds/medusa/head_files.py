@@ -61,7 +61,7 @@ def _count(tensors: dict[str, Tensor], kind: str) -> int:
 
 
 def is_medusa(directory: str | Path) -> bool:
-    """Whether a directory holds Medusa heads as ``write_medusa`` writes them."""
+    """Whether a directory contains Medusa heads as ``write_medusa`` writes them."""
     config = Path(directory) / "config.json"
     return config.is_file() and read_object(config).get("model_type") == "medusa"
 

@@ -20,7 +20,7 @@ class OnPolicy:
     """Exchanges each row's continuation, with probability ``share`` (λ), for one the draft writes now.
 
     Agarwal et al. 2023 (arXiv 2306.13649), Zhou et al. 2023 (arXiv 2310.08461). A rewritten row has the weight
-    of the row it stands for, spread over its own tokens, and is at most as long. Chance comes from torch's
+    of the row it replaces, spread over its own tokens, and is at most as long. Randomness comes from torch's
     global generator, whose state checkpoints hold.
 
     Attributes:

@@ -61,7 +61,7 @@ class PairLoss:
     def _filter(
         self, hidden: Tensor, model: nn.Module, inputs: Inputs, places: Tensor, target: Any, head: Tensor | None
     ) -> Tensor:
-        """Return [T] booleans: in each example, the share whose loss lies most above the reference's."""
+        """Return [T] booleans: in each example, the share whose loss is furthest above the reference's."""
         assert self.reference is not None
         other = frozen_hidden(self.reference, inputs["input_ids"], inputs["attention_mask"])[places]
         own = self._token_losses(hidden, head_weight(model), target, head)
