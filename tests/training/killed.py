@@ -21,7 +21,7 @@ import transformers.models.bert.modeling_bert
 import peftlab.pipelines
 import peftlab.recipe.loading
 from peftlab.cli.app import main
-from peftlab.training import loop
+from peftlab.pipelines import finetune
 
 assert matplotlib and sklearn and transformers and peftlab
 
@@ -53,16 +53,16 @@ def command(*arguments: str) -> None:
 
 def dying(recipe: str) -> None:
     """Run ``recipe`` until its 23rd forward pass."""
-    losses, calls = loop.example_losses, 0
+    losses, calls = finetune.summed_loss, 0
 
-    def last_words(*arguments: Any) -> torch.Tensor:
+    def last_words(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == FORWARD:
             os.kill(os.getpid(), signal.SIGKILL)
-        return losses(*arguments)
+        return losses(*arguments, **options)
 
-    loop.example_losses = last_words
+    finetune.summed_loss = last_words
     command("run", recipe)
 
 

@@ -52,7 +52,7 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     assert max((tmp_path / "run" / "checkpoints").glob("*.pt")).name < "step-00000600.pt"
     letters = "".join(said.replace("│", "").split())  # the message as it is, however it was wrapped
     assert f"stoppedby{number.name}afterstep" in letters
-    assert f"goonwith`peftlabresume{tmp_path}/run`" in letters
+    assert f"continuewith`peftlabresume{tmp_path}/run`" in letters
     if number == signal.SIGINT:
         return
     done = tiny.command("-m", "peftlab", "resume", tmp_path / "run")
