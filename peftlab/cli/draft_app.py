@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -57,9 +57,10 @@ def plan(
 
     options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack)
     result = plan_draft(target, draft, options, max_gamma=max_gamma, context=context, repeats=repeats)
-    tables, facts = pages.plan_tables(result), pages.plan_facts(result)
+    plan = result.result
+    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, result.warnings)
     pages.show(tables, facts)
-    _write(result, json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(result)))
+    _write(result.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
 
 
 @draft_app.command()
@@ -96,10 +97,11 @@ def bench(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
     )
     result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
-    tables = pages.bench_tables(result)
-    facts = [*(f"warning: {text}" for text in result["warnings"]), *pages.bench_facts(result)]
+    found = result.result
+    tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
     pages.show(tables, facts)
-    _write(result, json, html, lambda: pages.page("Draft benchmark", tables, facts, pages.bench_drawings(result)))
+    title, draw = "Draft benchmark", pages.bench_drawings
+    _write(result.as_json(), json, html, lambda: pages.page(title, tables, facts, draw(found)))
 
 
 @draft_app.command()
@@ -180,7 +182,7 @@ def generate(
     )
 
 
-def _write(result: dict[str, Any], json: Path | None, html: Path | None, page: Callable[[], str]) -> None:
+def _write(result: dict[str, object], json: Path | None, html: Path | None, page: Callable[[], str]) -> None:
     from peftlab.files import write_json, write_text
 
     if json is not None:

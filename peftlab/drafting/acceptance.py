@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.text.continuations import Collate
 from peftlab.tasks.batches import eval_batches
@@ -40,11 +41,6 @@ class Acceptance(NamedTuple):
         }
 
 
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Return α = Σ min(p, q) of two distributions [..., V] as 1 - ½·Σ|p - q|: exactly 1 where they are the same."""
-    return 1 - (p - q).abs().sum(-1) / 2
-
-
 @torch.no_grad()
 def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
     """Return the acceptance of ``draft`` by ``target`` on the continuations of ``data``, both reading the text.
@@ -71,7 +67,7 @@ def each_token(
         own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
         for mine, theirs in zip(own.split(_CHUNK), other.split(_CHUNK), strict=True):
             p, q = (F.linear(h, w).float().softmax(-1) for h, w in zip((mine, theirs), heads, strict=True))
-            yield theirs, overlap(p, q), p.argmax(-1) == q.argmax(-1)
+            yield theirs, acceptance_rate(p, q), p.argmax(-1) == q.argmax(-1)
 
 
 @torch.no_grad()
@@ -79,26 +75,6 @@ def target_states(target: nn.Module, data: Any, batch_size: int = 16) -> Iterato
     """Yield the target's states [t, H] at a few predictions at a time."""
     for _, places, ids, mask in batches(data, batch_size, head_weight(target).device):
         yield from frozen_hidden(target, ids, mask)[places].split(_CHUNK)
-
-
-def bootstrap(
-    values: Tensor, weights: Tensor, *, other: Tensor | None = None, draws: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Return the 95 % percentile interval of Σ values / Σ weights, resampling examples.
-
-    Args:
-        values, weights: [n], sums of each example.
-        other: [n] of a second draft on the same examples: the interval is of the paired difference.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    n = len(values)
-    difference = values if other is None else values - other
-    rates = []
-    for size in [min(1000, draws - i) for i in range(0, draws, 1000)]:
-        picked = torch.randint(n, (size, n), generator=generator)
-        rates.append(difference[picked].sum(1) / weights[picked].sum(1))
-    low, high = torch.cat(rates).quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
-    return low, high
 
 
 def batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
@@ -120,5 +96,7 @@ def add_rates(
         q = F.linear(draft[part], draft_head).float().softmax(-1)
         best = q.argmax(-1)
         sure = p.gather(-1, best[:, None]).squeeze(-1)
-        for total, rate in zip(sums, (torch.ones_like(sure), overlap(p, q), p.argmax(-1) == best, sure), strict=True):
+        for total, rate in zip(
+            sums, (torch.ones_like(sure), acceptance_rate(p, q), p.argmax(-1) == best, sure), strict=True
+        ):
             total.index_add_(0, rows[part], rate.double().cpu())

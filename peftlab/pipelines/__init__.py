@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 
 if TYPE_CHECKING:
+    from peftlab.pipelines.drafts.draft_results import DraftResults
     from peftlab.pipelines.finetune import FinetuneResults
     from peftlab.pipelines.tables.score_table import TableResults
     from peftlab.recipe.schema import Recipe
 
-    # A draft's results are still the dictionary that results.json contains.
-    Results = FinetuneResults | TableResults | dict[str, Any]
+    Results = FinetuneResults | TableResults | DraftResults
 
 # kind of recipe -> the function that runs it
 RUNNERS = {

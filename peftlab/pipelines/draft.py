@@ -29,8 +29,9 @@ from peftlab.models.pretrained import load_base
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.draft_parts import Sets, has_fold, make_job, make_sets, model_options, read_text
-from peftlab.pipelines.draft_speed import decoding_speed
+from peftlab.pipelines.drafts.draft_parts import Sets, has_fold, make_job, make_sets, model_options, read_text
+from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults
+from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe
@@ -43,8 +44,8 @@ from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
 
-def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
-    """Run ``recipe`` and return the contents of ``results.json``.
+def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> DraftResults:
+    """Run ``recipe`` and return its results.
 
     Raises:
         PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.
@@ -53,7 +54,7 @@ def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = Fa
         return _run(recipe, directory, resume)
 
 
-def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
+def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     run_dir, settings = directory.path, recipe.train
     kind = DRAFTS.find(recipe.draft.kind)
     if recipe.merge and recipe.method is not None and not has_fold(recipe):
@@ -67,10 +68,11 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     draft = _load(recipe, kind, job)
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
     sets = make_sets(recipe, text, draft, cache, accelerator.main_process_first())
-    before_speed: dict[str, Any] = {}
+    before_speed: DecodingSpeed | None = None
     if accelerator.is_main_process:
         untrained = resolve(kind.drafter)(draft, None)
-        before_speed = decoding_speed(recipe, untrained, sets.prompts, draft.eos, repeats=1)
+        if untrained is not None:
+            before_speed = decoding_speed(recipe, untrained, sets.prompts, draft.eos, repeats=1)
     accelerator.wait_for_everyone()
     if recipe.method is not None:
         inject(draft.adapted, recipe.method)
@@ -88,14 +90,14 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> dict[str, Any]:
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
         tokens = _save(recipe, kind, job, draft, sets)
-        write_results(run_dir, results)
+        write_results(run_dir, results.to_dict())
         saved = _read_back(job, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
         after_speed = decoding_speed(recipe, served, sets.prompts, draft.eos, repeats=2)
-        results["decoding"] = {"before": before_speed, "after": after_speed, "gamma": recipe.gamma}
-        conclude(run_dir, results)
-        print(f"acceptance {results['baseline_score']:.4f} before, {results['score']:.4f} after")
+        results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
+        conclude(run_dir, results.to_dict())
+        print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
         print(_verdict(before_speed, after_speed))
     accelerator.wait_for_everyone()
     return results
@@ -183,37 +185,37 @@ def _results(
     before: Scores,
     parameters: tuple[int, int],
     accelerator: Accelerator,
-) -> dict[str, Any]:
+) -> DraftResults:
     split = next(iter(sets.held_out))
     objective = make_objective(recipe.objective)
     counts = sets.train["kept"]
     seconds = max(progress.seconds, 1e-9)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
-    return {
-        "task": f"draft of {recipe.target}",
-        "draft": recipe.draft.kind,
-        "method": recipe.method.name if recipe.method is not None else None,
-        "model": draft.base if draft.base_model is None else recipe.target,
-        "objective": recipe.objective.name,
-        "metric": "acceptance",
-        "score": progress.best_score,
-        "metrics": progress.best_metrics,
-        "last_metrics": progress.last_metrics,
-        "best_step": progress.best_step,
-        "steps": progress.step,
-        "baseline_score": before[split]["acceptance"],
-        "baseline_metrics": before,
-        "trainable_parameters": parameters[0],
-        "total_parameters": parameters[1],
-        "train_seconds": round(progress.seconds, 3),
-        "examples_per_second": round(progress.examples / seconds, 2),
-        "tokens_per_second": round(progress.tokens / seconds, 2),
-        "train_examples": len(sets.train),
-        "learnt_tokens": sum(counts),
-        "kept_share": sum(objective.kept(n) for n in counts) / sum(counts),
-        "peak_gpu_mb": round(gpu, 1) if gpu is not None else None,
-        "seed": recipe.train.seed,
-    }
+    return DraftResults(
+        task=f"draft of {recipe.target}",
+        draft=recipe.draft.kind,
+        method=recipe.method.name if recipe.method is not None else None,
+        model=draft.base if draft.base_model is None else recipe.target,
+        objective=recipe.objective.name,
+        metric="acceptance",
+        score=progress.best_score,
+        metrics=progress.best_metrics,
+        last_metrics=progress.last_metrics,
+        best_step=progress.best_step,
+        steps=progress.step,
+        baseline_score=before[split]["acceptance"],
+        baseline_metrics=before,
+        trainable_parameters=parameters[0],
+        total_parameters=parameters[1],
+        train_seconds=round(progress.seconds, 3),
+        examples_per_second=round(progress.examples / seconds, 2),
+        tokens_per_second=round(progress.tokens / seconds, 2),
+        train_examples=len(sets.train),
+        learnt_tokens=sum(counts),
+        kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
+        peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
+        seed=recipe.train.seed,
+    )
 
 
 def _save(
@@ -240,25 +242,23 @@ def _read_back(job: DraftJob[DraftConfig], tokens: torch.Tensor | None) -> Saved
 
 
 def _measure(
-    recipe: DraftRecipe, draft: Draft, spec: TrainingSpec, sets: Sets, saved: Saved, results: dict[str, Any]
+    recipe: DraftRecipe, draft: Draft, spec: TrainingSpec, sets: Sets, saved: Saved, results: DraftResults
 ) -> None:
     """Add to ``results`` what is measured on the finished draft, merged where it is."""
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
         check = verify_merge(run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
-        results["merge"] = to_json(check)
+        results.merge = to_json(check)
         if draft.separate:
-            results["merged_metrics"] = spec.score(saved.merged)
+            results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:
-        results["vocabulary"] = {
+        results.vocabulary = {
             "tokens": len(saved.tokens),
             "ceiling": ceiling(draft.target, held_out, saved.tokens),
         }
     if recipe.acceptance_head:
         model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
-        head, results["acceptance_head"] = train_acceptance_head(
-            draft.target, model, sets.train, held_out, greedy=greedy
-        )
+        head, results.acceptance_head = train_acceptance_head(draft.target, model, sets.train, held_out, greedy=greedy)
         save_acceptance_head(head, run_dir / "acceptance_head.safetensors")
 
 
@@ -276,11 +276,11 @@ def _line(scores: Scores) -> str:
     )
 
 
-def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
+def _verdict(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
     """Return the measured speed in a sentence."""
-    earlier = f", {before['block_efficiency']:.2f} before training" if before else ""
-    rates = f"{after['tokens_per_second']:.1f} against {after['plain_tokens_per_second']:.1f} tokens/s"
+    earlier = f", {before.block_efficiency:.2f} before training" if before else ""
+    rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"
     return (
-        f"greedy decoding with the draft: {after['verdict']}; {rates}, {after['block_efficiency']:.2f} tokens per "
+        f"greedy decoding with the draft: {after.verdict}; {rates}, {after.block_efficiency:.2f} tokens per "
         f"target step{earlier}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.table import DRAFTS
@@ -14,6 +13,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.outputs import claimed
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft
+from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
@@ -21,9 +21,7 @@ from peftlab.rows import resolve
 from peftlab.tasks.prompts import Request, read_requests
 
 
-def run_update(
-    run: str | Path, logs: str | Path, *, size: int = 1024, overrides: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def run_update(run: str | Path, logs: str | Path, *, size: int = 1024, overrides: tuple[str, ...] = ()) -> DraftResults:
     """Train a run's newest merged draft further on the requests in ``logs``; return the update's results.
 
     Liu et al. 2023 (arXiv 2310.07177). The update is a run of its own, ``RUN/updates/0001`` and so on, whose
@@ -52,7 +50,7 @@ def run_update(
         return _update(run, first, logs, size, overrides)
 
 
-def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, overrides: tuple[str, ...]) -> DraftResults:
     places = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
     done = [place for place in places if (place / "recipe.yaml").exists()]  # not: killed before it began
     newest = done[-1] if done else run

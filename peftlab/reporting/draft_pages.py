@@ -5,32 +5,36 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peftlab.decoding.analysis.planning import finite
+from peftlab.decoding.analysis.planning import DraftPlan, finite
+from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.errors import PeftlabError
 from peftlab.reporting.html import render
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Rows = Sequence[Sequence[str]]
 
 
-def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
+def plan_tables(plan: DraftPlan) -> list[tuple[str, list[str], Rows]]:
     """Return the tables of a plan: title, header, rows."""
-    steps = zip(plan["target_seconds"], plan["target_range"], strict=True)
+    steps = zip(plan.target_seconds, plan.target_range, strict=True)
     verification = [
-        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan['target_seconds'][0]:.2f}")
+        (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan.target_seconds[0]:.2f}")
         for k, (seconds, ends) in enumerate(steps, start=1)
     ]
-    gammas = [(str(row["gamma"]), finite(row["break_even"]), finite(row["cap"])) for row in plan["gammas"]]
+    gammas = [(str(row.gamma), finite(row.break_even), finite(row.cap)) for row in plan.gammas]
     alphas = [
-        (f"{row['alpha']:.2f}", str(row["gamma"]) if row["gamma"] else "do not draft", f"{row['gain']:.2f}x")
-        for row in plan["alphas"]
-        if row["alpha"] >= 0.3
+        (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x")
+        for row in plan.alphas
+        if row.alpha >= 0.3
     ]
     return [
         ("one target step", ["tokens", "median", "shortest to longest", "of one token"], verification),
@@ -39,37 +43,39 @@ def plan_tables(plan: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
     ]
 
 
-def plan_facts(plan: dict[str, Any]) -> list[str]:
+def plan_facts(plan: DraftPlan, warnings: Sequence[str]) -> list[str]:
     """Return a plan in sentences, the verdict last."""
-    seconds, ends = 1e3 * plan["draft_seconds"], _milliseconds(plan["draft_range"])
-    c = f"c = {plan['c']:.3f}{_between(plan['c_interval'], 3)} of a target step"
+    seconds, ends = 1e3 * plan.draft_seconds, _milliseconds(plan.draft_range)
+    c = f"c = {plan.c:.3f}{_between(plan.c_interval, 3)} of a target step"
     return [
         f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
-        *(f"warning: {w}" for w in plan.get("warnings", ())),
-        plan["verdict"],
+        *(f"warning: {w}" for w in warnings),
+        plan.verdict,
     ]
 
 
-def bench_tables(result: dict[str, Any]) -> list[tuple[str, list[str], Rows]]:
+def bench_tables(result: BenchmarkResult) -> list[tuple[str, list[str], Rows]]:
     """Return the tables of a benchmark: title, header, rows."""
 
-    def row(name: str, of: dict[str, Any]) -> list[str]:
-        lossless = "yes" if of["lossless"] else f"{len(of['divergences'])} differ"
-        speed = f"{of['speedup']:.2f}x{_between(of['speedup_interval'], 2)}"
-        return [name, f"{of['tokens_per_second']:.1f}", speed, finite(of["tau"]), finite(of["acceptance"]), lossless]
+    def row(name: str, of: DrafterResult) -> list[str]:
+        found = of.statistics
+        lossless = "yes" if of.lossless else f"{len(of.divergences)} differ"
+        speed = f"{of.speedup:.2f}x{_between(of.speedup_interval, 2)}"
+        return [name, f"{of.tokens_per_second:.1f}", speed, finite(found.tau), finite(found.acceptance), lossless]
 
-    baseline = ["plain", f"{result['baseline_tokens_per_second']:.1f}", "1.00x", "1.00", "-", "-"]
-    drafters = [baseline, *(row(name, of) for name, of in result["drafters"].items())]
+    first = result.drafters[result.drafter]
+    baseline = ["plain", f"{first.baseline_tokens_per_second:.1f}", "1.00x", "1.00", "-", "-"]
+    drafters = [baseline, *(row(name, of) for name, of in result.drafters.items())]
     header = ["drafter", "tokens/s", "speed", "tau", "alpha", "lossless"]
-    positions = [(str(i), finite(alpha)) for i, alpha in enumerate(result["acceptance_by_position"], start=1)]
+    positions = [(str(i), finite(alpha)) for i, alpha in enumerate(first.statistics.acceptance_by_position, start=1)]
     tables: list[tuple[str, list[str], Rows]] = [
         ("decoding", header, drafters),
         ("acceptance by position", ["position", "alpha"], positions),
     ]
-    if len(result["categories"]) > 1:
+    if len(result.categories) > 1:
         rows = [
-            (name, str(of["prompts"]), finite(of["tau"]), finite(of["acceptance"]), finite(of["speedup"]))
-            for name, of in result["categories"].items()
+            (name, str(of.prompts), finite(of.tau), finite(of.acceptance), finite(of.speedup))
+            for name, of in result.categories.items()
         ]
         tables.append(("categories", ["category", "prompts", "tau", "alpha", "speed"], rows))
     return tables
@@ -83,26 +89,26 @@ def _milliseconds(ends: tuple[float, float]) -> str:
     return f"{1e3 * ends[0]:.1f} to {1e3 * ends[1]:.1f} ms"
 
 
-def bench_facts(result: dict[str, Any]) -> list[str]:
+def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
     """Return a benchmark in sentences, the verdict last."""
-    facts = []
-    if result["alpha"]:
-        of = result["alpha"]
+    facts = [f"warning: {w}" for w in warnings]
+    found = result.drafters[result.drafter]
+    if found.alpha is not None:
+        of = found.alpha
         facts.append(
-            f"alpha as overlap {of['overlap']:.3f}, as equal argmax {of['argmax']:.3f}, "
-            f"as p(argmax q) {of['p_of_argmax']:.3f}"
+            f"alpha as overlap {of.overlap:.3f}, as equal argmax {of.argmax:.3f}, as p(argmax q) {of.p_of_argmax:.3f}"
         )
-    if result["overhead"] is not None:
-        facts.append(f"time outside the models: {100 * result['overhead']:.1f} %")
-    spread = result["conditions"]["spread"]
+    if result.overhead is not None:
+        facts.append(f"time outside the models: {100 * result.overhead:.1f} %")
+    spread = result.conditions.spread
     if spread is not None:
         facts.append(f"repeats of plain decoding on the same prompts differ by {100 * spread:.0f} %")
-    near = sum(parting["near_tie"] for parting in result["divergences"])
-    if result["divergences"]:
-        facts.append(f"{len(result['divergences'])} outputs differ from plain decoding, {near} of them at a near tie")
-    if result["skipped"]:
-        facts.append(f"{len(result['skipped'])} prompts left out: longer than the model's context")
-    return [*facts, f"{result['drafter']}: {result['verdict']}"]
+    near = sum(divergence.near_tie for divergence in found.divergences)
+    if found.divergences:
+        facts.append(f"{len(found.divergences)} outputs differ from plain decoding, {near} of them at a near tie")
+    if result.skipped:
+        facts.append(f"{len(result.skipped)} prompts left out: longer than the model's context")
+    return [*facts, f"{result.drafter}: {found.verdict}"]
 
 
 def show(tables: list[tuple[str, list[str], Rows]], facts: list[str]) -> None:
@@ -124,37 +130,38 @@ def page(title: str, tables: list[tuple[str, list[str], Rows]], facts: list[str]
     return render("draft.html.j2", {"title": title, "tables": tables, "facts": facts, "drawings": drawings})
 
 
-def plan_drawings(plan: dict[str, Any]) -> list[str]:
+def plan_drawings(plan: DraftPlan) -> list[str]:
     """Draw the cost of verification over tokens, and the best gain over acceptance."""
 
-    def verification(axes: Any) -> None:
-        axes.plot(range(1, len(plan["verification"]) + 1), plan["verification"], marker="o", markersize=3)
+    def verification(axes: Axes) -> None:
+        axes.plot(range(1, len(plan.verification) + 1), plan.verification, marker="o", markersize=3)
         axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
 
-    def gains(axes: Any) -> None:
-        axes.plot([row["alpha"] for row in plan["alphas"]], [row["gain"] for row in plan["alphas"]])
+    def gains(axes: Axes) -> None:
+        axes.plot([row.alpha for row in plan.alphas], [row.gain for row in plan.alphas])
         axes.axhline(1, linestyle="--", linewidth=1, color="gray")
         axes.set(xlabel="acceptance", ylabel="gain at the best gamma")
 
     return [drawing(verification, "cost of verification"), drawing(gains, "best gain over acceptance")]
 
 
-def bench_drawings(result: dict[str, Any]) -> list[str]:
+def bench_drawings(result: BenchmarkResult) -> list[str]:
     """Draw acceptance by position and the histogram of tokens per step."""
+    found = result.drafters[result.drafter].statistics
 
-    def positions(axes: Any) -> None:
-        alphas = result["acceptance_by_position"]
+    def positions(axes: Axes) -> None:
+        alphas = found.acceptance_by_position
         axes.bar(range(1, len(alphas) + 1), [alpha or 0 for alpha in alphas])
         axes.set(xlabel="position", ylabel="acceptance", ylim=(0, 1))
 
-    def histogram(axes: Any) -> None:
-        axes.bar(list(result["histogram"]), list(result["histogram"].values()))
+    def histogram(axes: Axes) -> None:
+        axes.bar(list(found.histogram), list(found.histogram.values()))
         axes.set(xlabel="tokens per target step", ylabel="steps")
 
     return [drawing(positions, "acceptance by position"), drawing(histogram, "tokens per target step")]
 
 
-def drawing(draw: Callable[[Any], None], summary: str) -> str:
+def drawing(draw: Callable[[Axes], None], summary: str) -> str:
     """Return what ``draw`` draws on matplotlib axes as one ``<svg>`` element; the same input, the same bytes.
 
     Raises:

@@ -85,7 +85,14 @@ _OTHERS = """\
 ```
 
 Before these keys come the settings: `target`, `draft`, `dtype`, `draft_dtype`, `warnings`, and for `bench` `gamma`,
-`width` and `policy`.
+`width` and `policy`. In Python, `peftlab.benchmark` and `peftlab.plan_draft` return them as
+
+```{eval-rst}
+.. autoclass:: peftlab.pipelines.drafts.measure_draft.DraftBenchmark
+   :exclude-members: __init__
+.. autoclass:: peftlab.pipelines.drafts.measure_draft.MeasuredDraftPlan
+   :exclude-members: __init__
+```
 """
 
 

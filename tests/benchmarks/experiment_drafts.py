@@ -22,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import scipy.stats
 import torch
+from torch import Tensor
 
 from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings, compare
 from peftlab.decoding.analysis.results import DrafterResult
@@ -34,7 +36,7 @@ from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.drafting.acceptance import Acceptance, bootstrap, measure
+from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.head_files import read_medusa
@@ -288,6 +290,20 @@ def verdict(rows: list[Row]) -> str:
         f"LoRA recovers {100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of what full finetuning gains, with "
         f"{100 * rows[2].share:.1f} % of the parameters."
     )
+
+
+def bootstrap(values: Tensor, weights: Tensor, *, other: Tensor | None = None) -> tuple[float, float]:
+    """Return the 95 % interval of Σ values / Σ weights over examples; of the paired difference to ``other``'s."""
+    difference = values if other is None else values - other
+    found = scipy.stats.bootstrap(
+        (difference.numpy(), weights.numpy()),
+        lambda value, weight, axis: value.sum(axis) / weight.sum(axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        rng=0,
+    ).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def _interval(value: float, ends: tuple[float, float], sign: str = "", digits: int = 3) -> str:

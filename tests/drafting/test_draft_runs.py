@@ -28,6 +28,7 @@ from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
+from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.pipelines.update import run_update
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
@@ -35,7 +36,7 @@ from peftlab.recipe.schema import DraftRecipe
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
 
-def go(stories: Path, out: Path, *overrides: str, **options: Any) -> dict[str, Any]:
+def go(stories: Path, out: Path, *overrides: str, **options: Any) -> DraftResults:
     recipe = load_recipe("draft/ci", [f"target={stories}", *SMALL, f"output_dir={out}", *overrides])
     return run_recipe(recipe, **options)
 
@@ -131,13 +132,13 @@ class TestRun:
     def test_other_ways(self, stories: Path, place: Path, overrides: list[str]) -> None:
         out = place / f"way-{abs(hash(tuple(overrides)))}"
         results = go(stories, out, *overrides, "train.lr=1e-3")
-        assert results["score"] > results["baseline_score"]
+        assert results.score > results.baseline_score
         assert (out / "merged" / "config.json").exists() == ("houlsby" not in overrides[0])
 
     def test_a_draft_of_few_tokens(self, stories: Path, place: Path) -> None:
         out = place / "few"
         results = go(stories, out, "draft.vocabulary=96", "train.lr=1e-3")
-        assert results["vocabulary"]["tokens"] == 96 and 0.5 < results["vocabulary"]["ceiling"] < 1
+        assert results.vocabulary["tokens"] == 96 and 0.5 < results.vocabulary["ceiling"] < 1
         assert load_base(str(out / "merged"), "AutoModelForCausalLM")[0].lm_head.out_features == 512
         pair = load_pair(str(stories), str(out / "merged"))
         assert pair.draft is not None and pair.draft.kind.endswith("96 of 512 tokens")
@@ -151,11 +152,11 @@ class TestRun:
 
     def test_reduced_heads_and_the_acceptance_head(self, stories: Path, place: Path) -> None:
         results = go(stories, place / "reduced", "method=null", "draft={kind: medusa, heads: 1, vocabulary: 128}")
-        assert results["vocabulary"]["tokens"] == 128 and 0.5 < results["vocabulary"]["ceiling"] < 1
+        assert results.vocabulary["tokens"] == 128 and 0.5 < results.vocabulary["ceiling"] < 1
         config = json.loads((place / "reduced" / "heads" / "config.json").read_text())
         assert config["truncated_vocab_size"] == 128
         results = go(stories, place / "foreseen", "acceptance_head=true")
-        assert set(results["acceptance_head"]) == {"brier", "brier_constant"}
+        assert set(results.acceptance_head) == {"brier", "brier_constant"}
         assert (
             float(load_acceptance_head(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
             > 0
@@ -163,7 +164,7 @@ class TestRun:
 
     def test_selective_training_reports_its_share(self, stories: Path, run: Path, place: Path) -> None:
         chosen = [f"objective.reference={run / 'merged'}", "objective.selective=0.25"]
-        assert go(stories, place / "selective", *chosen)["kept_share"] == pytest.approx(0.25, abs=0.02)
+        assert go(stories, place / "selective", *chosen).kept_share == pytest.approx(0.25, abs=0.02)
 
 
 class TestModes:
@@ -194,10 +195,10 @@ class TestModes:
     def test_the_report_decodes_without_dropout(self, gpt2: Path, place: Path, overrides: list[str]) -> None:
         out = place / f"modes-{len(overrides[0])}"
         results = go(gpt2, out, *overrides, "train.max_steps=4", "data.samples=2")
-        after = results["decoding"]["after"]
-        assert after["lossless"] is True, "plain and drafted greedy outputs are the same"
+        after = results.decoding.after
+        assert after.lossless is True, "plain and drafted greedy outputs are the same"
         if overrides[0] == "method=null":
-            assert results["metrics"]["prompts"]["preserved"] == 1.0
+            assert results.metrics["prompts"]["preserved"] == 1.0
 
     def test_a_draft_that_is_not_merged_drafts_without_dropout(self, gpt2: Path, place: Path) -> None:
         """Its block efficiency is that of the adapter as it lies on disk."""
@@ -212,8 +213,8 @@ class TestModes:
         for prompt in recipe.data.prompts[-recipe.data.held_out :]:
             ids, drafter = pair.tokenizer(prompt)["input_ids"], ModelDrafter(build_engine(draft))
             steps += decode(pair.target, [ids], StoppingCriteria(24, pair.eos), drafter, policy=policy)
-        after = results["decoding"]["after"]
-        assert after["block_efficiency"] == acceptance_statistics(steps).tau > 2
+        after = results.decoding.after
+        assert after.block_efficiency == acceptance_statistics(steps).tau > 2
 
     def test_the_reports_benchmark_is_draft_bench(self, heads: Path, stories: Path, tmp_path: Path) -> None:
         """The same engine, and the same number of steps for the same prompts."""
@@ -246,11 +247,11 @@ class TestUpdate:
         few = ("train.max_steps=4", "train.eval_every=4")
         run = shutil.copytree(run, tmp_path / "a #1 \U0001f600")  # a path is no YAML
         first = run_update(run, log, overrides=few)
-        assert set(first["metrics"]) == {"requests", "prompts"}
+        assert set(first.metrics) == {"requests", "prompts"}
         start = results_of(run)["merged_metrics"]["prompts"]["acceptance"]
-        assert first["baseline_metrics"]["prompts"]["acceptance"] == pytest.approx(start, abs=1e-4)
+        assert first.baseline_metrics["prompts"]["acceptance"] == pytest.approx(start, abs=1e-4)
         second = run_update(run, log, size=12, overrides=few)
-        assert second["model"] == str(run / "updates" / "0001" / "merged")
+        assert second.model == str(run / "updates" / "0001" / "merged")
         buffer = (run / "updates" / "replay-0002.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in buffer] == [*rows[-2:], *rows], "the newest ones, in order"
         with pytest.raises(PeftlabError, match="no run here"):

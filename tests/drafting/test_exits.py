@@ -133,8 +133,8 @@ def go(stories: Path, tmp_path: Path) -> Go:
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox"])
 def test_a_run_trains_an_exit(name: str, go: Go) -> None:
     results = go(make(name, vocab=512), "train.lr=1e-2")
-    assert results["score"] > results["baseline_score"]
-    assert results["decoding"]["after"]["lossless"] is True
+    assert results.score > results.baseline_score
+    assert results.decoding.after.lossless is True
 
 
 def test_a_model_without_an_exit_leaves_nothing_behind(go: Go, tmp_path: Path) -> None:

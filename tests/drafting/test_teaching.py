@@ -10,7 +10,8 @@ from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from peftlab.drafting.acceptance import bootstrap, measure, overlap
+from peftlab.decoding.analysis.theory import acceptance_rate
+from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import check_head
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
 from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
@@ -153,16 +154,7 @@ class TestAcceptance:
         assert rates["agreement"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
         sure = p.gather(-1, q.argmax(-1)[:, None]).mean()
         assert rates["target_probability"] == pytest.approx(float(sure), abs=1e-5)
-        torch.testing.assert_close(overlap(p, q), torch.minimum(p, q).sum(-1))
-
-    def test_bootstrap_covers_the_mean_and_shrinks_for_pairs(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        easy = torch.rand(40, generator=generator, dtype=torch.float64) * 10
-        weights = torch.full_like(easy, 20.0)
-        low, high = bootstrap(easy, weights)
-        assert low < float(easy.sum() / weights.sum()) < high
-        shift = bootstrap(easy + 1, weights, other=easy)
-        assert shift == pytest.approx((0.05, 0.05)), "a constant paired difference has no spread"
+        torch.testing.assert_close(acceptance_rate(p, q), torch.minimum(p, q).sum(-1))
 
     def test_overfitting_one_sample_reaches_acceptance_1(self) -> None:
         target, draft = tiny(0), tiny(1, width=32)

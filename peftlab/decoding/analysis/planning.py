@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
-from peftlab.decoding.analysis.statistics import Interval, percentiles
+from peftlab.decoding.analysis.statistics import Interval
 from peftlab.decoding.analysis.theory import goodput
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
@@ -227,11 +226,17 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
     """The intervals of c and of the largest gain at α = 1; repeats are drawn together, as the steps took turns."""
     if len(draft) < 2:
         return None, None
-    times = numpy.asarray([*target, draft])  # [γ_max + 2, repeats]
-    drawn = numpy.random.default_rng(0).integers(times.shape[1], size=(draws, times.shape[1]))
-    medians = numpy.median(times[:, drawn], -1)  # [γ_max + 2, draws]
-    caps = [max(_gain(list(t[:-1]), t[-1], 1.0, g) for g in range(1, len(target))) for t in medians.T]
-    return percentiles(medians[-1] / medians[0]), percentiles(numpy.asarray(caps))
+    from scipy.stats import bootstrap
+
+    def c_and_cap(*times: Sequence[float]) -> tuple[float, float]:
+        *steps, drafting = map(statistics.median, times)
+        return drafting / steps[0], max(_gain(steps, drafting, 1.0, g) for g in range(1, len(steps)))
+
+    found = bootstrap(
+        (*target, draft), c_and_cap, paired=True, vectorized=False, n_resamples=draws, method="percentile", rng=0
+    ).confidence_interval
+    (c_low, cap_low), (c_high, cap_high) = found
+    return (float(c_low), float(c_high)), (float(cap_low), float(cap_high))
 
 
 def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:

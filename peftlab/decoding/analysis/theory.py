@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def acceptance_rate(p: Tensor, q: Tensor) -> Tensor:
-    """Return α = Σ min(p, q) = 1 - TV(p, q) = E_q[min(1, p/q)]: [..., V], [..., V] -> [...]."""
-    return p.minimum(q).sum(-1)
+    """Return α = Σ min(p, q) = 1 - TV(p, q) = E_q[min(1, p/q)]: [..., V], [..., V] -> [...].
+
+    Computed as 1 - ½·Σ|p - q|, which is exactly 1 where both are the same.
+    """
+    return 1 - (p - q).abs().sum(-1) / 2
 
 
 def vocabulary_cap(p: Tensor, draft_vocabulary: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from peftlab.decoding.analysis import planning
 from peftlab.decoding.analysis.benchmark import Question, Settings, bench
+from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
@@ -16,6 +17,55 @@ from peftlab.drafting.load import BOTH, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, and on what.
+
+    Attributes:
+        target, draft: references. dtype, draft_dtype: of their weights.
+        warnings: what loading them gave rise to.
+    """
+
+    target: str
+    draft: str | None
+    dtype: str
+    draft_dtype: str
+    warnings: list[str]
+
+    def settings(self) -> dict[str, object]:
+        """Return the attributes but the result, as JSON has them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "result"}
+
+
+@dataclass(frozen=True)
+class DraftBenchmark(Measured):
+    """A benchmark of a target and its draft.
+
+    Attributes:
+        gamma, width, policy: how tokens were drafted. result: plain decoding and drafters on the same prompts.
+    """
+
+    gamma: int
+    width: int
+    policy: str
+    result: BenchmarkResult
+
+    def as_json(self) -> dict[str, object]:
+        """Return what ``draft bench --json`` writes: the settings, and the keys of the result beside them."""
+        return self.settings() | self.result.as_json()
+
+
+@dataclass(frozen=True)
+class MeasuredDraftPlan(Measured):
+    """A plan for a target and a draft model: ``result``."""
+
+    result: planning.MeasuredPlan
+
+    def as_json(self) -> dict[str, object]:
+        """Return what ``draft plan --json`` writes: the settings, and the keys of the result beside them."""
+        return self.settings() | self.result.as_json()
 
 
 def benchmark(
@@ -27,7 +77,7 @@ def benchmark(
     batch_size: int = 1,
     repeats: int = 3,
     max_prompts: int | None = None,
-) -> dict[str, Any]:
+) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
     The drafters without a model (prompt lookup, token recycling) run beside the draft, or alone without one.
@@ -37,10 +87,6 @@ def benchmark(
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
-
-    Returns:
-        What ``draft bench --json`` writes: the settings, ``warnings``, and the keys of
-        ``peftlab.decoding.analysis.results.BenchmarkResult``.
 
     Raises:
         PeftlabError: a setting, the prompts, target or draft cannot be used.
@@ -63,16 +109,17 @@ def benchmark(
     if draft is not None:  # the first drafter is the one that the result is about
         drafters = {name: partial(make_drafter, name, pair, options.width) for name in ("draft", BOTH)} | drafters
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
-    return {
-        "target": target,
-        "draft": draft,
-        "gamma": options.gamma,
-        "width": options.width,
-        "policy": options.policy,
-        **_dtypes(options),
-        "warnings": list(pair.warnings),
-        **bench(watches[0], drafters, questions, settings, models=watches).as_json(),
-    }
+    return DraftBenchmark(
+        target=target,
+        draft=draft,
+        dtype=options.dtype,
+        draft_dtype=options.draft_dtype or options.dtype,
+        warnings=list(pair.warnings),
+        gamma=options.gamma,
+        width=options.width,
+        policy=options.policy,
+        result=bench(watches[0], drafters, questions, settings, models=watches),
+    )
 
 
 def plan_draft(
@@ -83,16 +130,12 @@ def plan_draft(
     max_gamma: int = 8,
     context: int = 128,
     repeats: int = 9,
-) -> dict[str, Any]:
+) -> MeasuredDraftPlan:
     """Measure the step times of target and draft: whether a draft can make decoding faster, and from what acceptance.
 
     Args:
         target, draft: references of models; the draft may be untrained. options: only dtypes and ``pack`` count.
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
-
-    Returns:
-        What ``draft plan --json`` writes: the settings, ``warnings``, and the keys of
-        ``peftlab.decoding.analysis.planning.MeasuredPlan``.
 
     Raises:
         PeftlabError: the draft is a directory of heads, which have no step of their own, or cannot be loaded.
@@ -103,13 +146,14 @@ def plan_draft(
         raise PeftlabError(f"draft {draft}: heads have no step of their own to plan; time them with draft bench")
     pair = options.load(target, draft)
     assert pair.draft is not None
-    return {
-        "target": target,
-        "draft": draft,
-        **_dtypes(options),
-        "warnings": list(pair.warnings),
-        **planning.plan(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats).as_json(),
-    }
+    return MeasuredDraftPlan(
+        target=target,
+        draft=draft,
+        dtype=options.dtype,
+        draft_dtype=options.draft_dtype or options.dtype,
+        warnings=list(pair.warnings),
+        result=planning.plan(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats),
+    )
 
 
 def _watched(pair: Pair) -> list[Stopwatch]:
@@ -121,7 +165,3 @@ def _watched(pair: Pair) -> list[Stopwatch]:
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
     return watches
-
-
-def _dtypes(options: DecodingOptions) -> dict[str, str]:
-    return {"dtype": options.dtype, "draft_dtype": options.draft_dtype or options.dtype}

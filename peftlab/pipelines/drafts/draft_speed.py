@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from peftlab.decoding.analysis.benchmark import Question, Settings, compare
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.base import Served
+from peftlab.pipelines.drafts.draft_results import DecodingSpeed
 from peftlab.recipe.schema import DraftRecipe
 
 _DECODED = 8  # held-out prompts that are decoded, one at a time
@@ -17,36 +17,32 @@ _DECODED = 8  # held-out prompts that are decoded, one at a time
 
 def decoding_speed(
     recipe: DraftRecipe,
-    served: Served | None,
+    served: Served,
     prompts: Sequence[list[int]],
     eos: frozenset[int],
     *,
     repeats: int,
-) -> dict[str, Any]:
-    """Return block efficiency (tokens per target step) and tokens per second, plain and with the draft.
-
-    Greedy decoding, one prompt at a time, on the engine that ``draft bench`` takes.
+) -> DecodingSpeed:
+    """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
 
     Args:
-        served: what decodes; None, where nothing can draft yet, gives an empty result.
+        served: what decodes.
         prompts: token ids, of which the first few are decoded. eos: ids that end an output.
         repeats: timed passes over them.
     """
-    if served is None:
-        return {}
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts[:_DECODED])]
     settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=repeats)
     run = compare(build_engine(served.model), {"draft": served.drafter}, questions, settings)
     found = run.result("draft")
-    return {
-        "block_efficiency": found.statistics.tau,
-        "accepted": found.statistics.acceptance,
-        "plain_tokens_per_second": round(found.baseline_tokens_per_second, 2),
-        "tokens_per_second": round(found.tokens_per_second, 2),
-        "speed_up": round(found.speedup, 3),
-        "speed_up_interval": found.speedup_interval,
-        "lossless": found.lossless,
-        "verdict": found.verdict,
-        "kernel": run.target.kind,
-        "conditions": run.conditions.as_json(),
-    }
+    return DecodingSpeed(
+        block_efficiency=found.statistics.tau,
+        accepted=found.statistics.acceptance,
+        plain_tokens_per_second=round(found.baseline_tokens_per_second, 2),
+        tokens_per_second=round(found.tokens_per_second, 2),
+        speed_up=round(found.speedup, 3),
+        speed_up_interval=found.speedup_interval,
+        lossless=found.lossless,
+        verdict=found.verdict,
+        kernel=run.target.kind,
+        conditions=run.conditions,
+    )

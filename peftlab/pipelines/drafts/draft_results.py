@@ -1,0 +1,116 @@
+"""What a draft run found, as ``results.json`` contains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.statistics import Interval
+from peftlab.files import to_json
+from peftlab.training.spec import Scores
+
+
+@dataclass(frozen=True)
+class DecodingSpeed:
+    """Greedy decoding of a few held-out prompts, plain and with the draft.
+
+    Attributes:
+        block_efficiency: tokens per target step. accepted: accepted share of the drafted tokens that were tried.
+        plain_tokens_per_second, tokens_per_second: plain, and with the draft.
+        speed_up: their ratio. speed_up_interval: of 95 %.
+        lossless: every output is plain decoding's. verdict: in words.
+        kernel: how the target's step is computed. conditions: of the machine.
+    """
+
+    block_efficiency: float | None
+    accepted: float | None
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    speed_up: float
+    speed_up_interval: Interval
+    lossless: bool
+    verdict: str
+    kernel: str
+    conditions: Conditions
+
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes, and the doubts beside the conditions."""
+        values = {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
+        return values | {"conditions": self.conditions.as_json()}
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How fast target and draft decode together.
+
+    Attributes:
+        before: training; None where nothing could draft yet. after: training. gamma: tokens drafted per target step.
+    """
+
+    before: DecodingSpeed | None
+    after: DecodingSpeed
+    gamma: int
+
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes; ``before`` is an empty object where nothing could draft yet."""
+        before = {} if self.before is None else self.before.as_json()
+        return {"before": before, "after": self.after.as_json(), "gamma": self.gamma}
+
+
+@dataclass
+class DraftResults:
+    """What a draft run ends with; ``results.json`` contains these fields in this order.
+
+    Those that default to None are measured on the finished draft, after a first ``results.json`` was written.
+
+    Attributes:
+        task: "draft of TARGET". draft: the kind. method: how parameters trained; None: the kind's own way.
+        model: reference of the draft before training. objective: ``objective.name``.
+        metric: "acceptance"; ``score`` is its best value on the first held-out split.
+        metrics, last_metrics: of the best and of the last evaluation, by split.
+        baseline_score, baseline_metrics: of the draft before training.
+        tokens_per_second: training tokens without padding.
+        learnt_tokens: tokens of the target's text in the training examples.
+        kept_share: share of them that the loss counted.
+        peak_gpu_mb: largest GPU memory in MiB; None without one.
+        merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
+        vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
+        acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
+        decoding: speed before and after training.
+    """
+
+    task: str
+    draft: str
+    method: str | None
+    model: str
+    objective: str
+    metric: str
+    score: float | None
+    metrics: Scores
+    last_metrics: Scores
+    best_step: int
+    steps: int
+    baseline_score: float
+    baseline_metrics: Scores
+    trainable_parameters: int
+    total_parameters: int
+    train_seconds: float
+    examples_per_second: float
+    tokens_per_second: float
+    train_examples: int
+    learnt_tokens: int
+    kept_share: float
+    peak_gpu_mb: float | None
+    seed: int
+    merge: object = None
+    merged_metrics: Scores | None = None
+    vocabulary: dict[str, float] | None = None
+    acceptance_head: dict[str, float] | None = None
+    decoding: Decoding | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return them as ``results.json`` has them: without what was not measured."""
+        optional = {name.name for name in fields(self) if name.default is None}
+        values = {name.name: to_json(getattr(self, name.name)) for name in fields(self) if name.name != "decoding"}
+        kept = {key: value for key, value in values.items() if value is not None or key not in optional}
+        return kept if self.decoding is None else kept | {"decoding": self.decoding.as_json()}
