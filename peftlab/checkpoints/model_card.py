@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike read as a string without quotes.
 _PLAIN = re.compile(r"[A-Za-z][\w-]*([./][A-Za-z][\w-]*)*", re.ASCII)
 _NOT_A_STRING = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says of the training behind a model.
+
+    Attributes:
+        name: title and model name. summary: what was trained on what, the end of the card's first sentence.
+        parts: Markdown blocks. data: front matter: task, data sets, results.
+    """
+
+    name: str
+    summary: str
+    parts: Sequence[str]
+    data: ModelCardData
 
 
 def model_card(

@@ -36,7 +36,7 @@ from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.reporting.card import adapter_card, merged_card
+from peftlab.reporting.card import adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
@@ -325,7 +325,7 @@ def _write_out(
         write_text(staging / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
     if folds and recipe.merge is not False:
-        options = MergeOptions(card=merged_card(card), overwrite=True)
+        options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.to_dict())
         inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)

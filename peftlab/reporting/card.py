@@ -1,6 +1,6 @@
-"""README.md of an adapter and of a merged model: front matter for the hub, results, loading code, recipe.
+"""README.md of an adapter, and what a merged model's says of its training: results for the hub, loading code, recipe.
 
-Both cards are made of one dictionary:
+Both are made of one dictionary:
 
 | key | what | |
 | --- | --- | --- |
@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peftlab.checkpoints.model_card import code, fence, hub_id, model_card, table
+from peftlab.checkpoints.model_card import Training, code, fence, hub_id, model_card, table
 from peftlab.reporting import facts
 from peftlab.reporting.classes import class_rows
 
@@ -59,35 +60,31 @@ def adapter_card(info: Mapping[str, Any]) -> str:
         f"model = {_AUTO_CLASS}.from_pretrained(base{_base_options(info)})",
         f"model = {load}(model, {json.dumps(info['name'])})",
     ]
-    what = f"A {info['results']['method']} adapter of {code(info['base_model'])}"
-    return _card(info, "adapter", library, what, "\n".join(lines))
+    trained = training(info)
+    data = copy(trained.data)
+    data["base_model"], data["base_model_relation"], data["library_name"] = (
+        hub_id(info["base_model"]),
+        "adapter",
+        library,
+    )
+    parts = [
+        f"A {info['results']['method']} adapter of {code(info['base_model'])}, {trained.summary} with peftlab.",
+        *trained.parts,
+        "## Use\n\n" + fence("\n".join(lines), "python"),
+    ]
+    return model_card(data, trained.name, parts, recipe=info["recipe"], license_=info.get("base_license"))
 
 
-def merged_card(info: Mapping[str, Any]) -> str:
-    """Return the README.md of a merged model directory, which plain transformers loads.
+def training(info: Mapping[str, Any]) -> Training:
+    """Return what the card of a run's adapter, or of its merged model, says of the training.
 
     Args:
         info: the dictionary described at the top of this module.
     """
-    name = json.dumps(info["name"])
-    lines = [
-        f"from transformers import {_AUTO_CLASS}, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({name})",
-        f"model = {_AUTO_CLASS}.from_pretrained({name})",
-    ]
-    what = f"{code(info['base_model'])} with a {info['results']['method']} adapter merged into its weights"
-    return _card(info, "finetune", "transformers", what, "\n".join(lines))
-
-
-def _card(info: Mapping[str, Any], relation: str, library: str, what: str, use: str) -> str:
     from huggingface_hub import ModelCardData
 
     results, dataset, evaluated = info["results"], hub_id(info.get("dataset")), _eval_results(info)
     data = ModelCardData(
-        base_model=hub_id(info["base_model"]),
-        base_model_relation=relation,
-        library_name=library,
         pipeline_tag="text-classification",
         tags=list(dict.fromkeys(["peftlab", results["method"], results["task"].partition("/")[0]])),
         datasets=[dataset] if dataset else None,
@@ -95,17 +92,12 @@ def _card(info: Mapping[str, Any], relation: str, library: str, what: str, use: 
         eval_results=evaluated or None,
         model_name=Path(str(info["name"])).name,
     )
-    merge = dict(facts.flatten(results.get("merge") or {}))
-    checks = ((facts.label(key), facts.number(value)) for key, value in merge.items())
     parts = [
-        f"{what}, finetuned on {code(results['task'])} with peftlab.",
         f"## Results\n\n{_results_table(results)}",
         table(("run", ""), facts.facts(results).items()),
         *([_classes(results["classes"])] if results.get("classes") else []),
-        *(["## Merge verification\n\n" + table(("check", "value"), checks)] if merge else []),
-        f"## Use\n\n{fence(use, 'python')}",
     ]
-    return model_card(data, str(info["name"]), parts, recipe=info["recipe"], license_=info.get("base_license"))
+    return Training(str(info["name"]), f"finetuned on {code(results['task'])}", parts, data)
 
 
 def _classes(classes: Mapping[str, Mapping[str, int]]) -> str:

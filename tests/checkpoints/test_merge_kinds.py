@@ -272,12 +272,12 @@ def test_complete_directory(tmp_path: Path) -> None:
         "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE", "modeling_own.py",
     }  # fmt: skip
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert "license: mit" in card and "```yaml\nkind: finetune\n```" in card
+    assert "license: mit" in card and "licensed under `mit`" in card and "```yaml\nkind: finetune\n```" in card
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {"temperature": 0.5}
     (adapter / "tokenizer_config.json").write_text('{"grown": true}')
-    merge_checkpoint(adapter, base, tmp_path / "grown", MergeOptions(card="# Mine\n"))
+    merge_checkpoint(adapter, base, tmp_path / "grown")
     assert "grown" in (tmp_path / "grown" / "tokenizer_config.json").read_text()
-    assert (tmp_path / "grown" / "README.md").read_text() == "# Mine\n"
+    assert "AutoTokenizer.from_pretrained" in (tmp_path / "grown" / "README.md").read_text()
 
 
 def test_loads_without_peftlab(tmp_path: Path, stories: Path) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from peftlab.checkpoints.model_card import Training
+
 
 @dataclass(frozen=True)
 class MergeOptions:
@@ -20,8 +22,7 @@ class MergeOptions:
         trust_remote_code: run the model code in the base directory.
         lora_alpha: α of a loralib file, which does not contain it.
         push_to_hub: id of a repository to upload the result to; a new one is private.
-        recipe: text to embed in the model card.
-        card: the whole README.md; None: a short one is written.
+        recipe: text to embed in the model card. training: what the card says of the adapter's training.
     """
 
     dtype: torch.dtype | None = None
@@ -33,7 +34,7 @@ class MergeOptions:
     lora_alpha: float | None = None
     push_to_hub: str | None = None
     recipe: str | None = None
-    card: str | None = None
+    training: Training | None = None
 
     @property
     def precision(self) -> torch.dtype:

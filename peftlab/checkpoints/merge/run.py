@@ -95,7 +95,7 @@ def _merge(
                     seconds=time.perf_counter() - started,
                 )
                 write_model_config(plan.model, staging, plan.dtype)
-                write_text(staging / "README.md", options.card or merge_card(report, directory, options.recipe))
+                write_text(staging / "README.md", merge_card(report, directory, staging, options))
                 write_json(staging / "merge.json", report)
         except OSError as error:
             raise PeftlabError(f"{out}: cannot be written ({reason(error)}); nothing was left behind") from error

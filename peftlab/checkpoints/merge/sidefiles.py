@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+from copy import copy
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
+from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
 
@@ -45,31 +47,44 @@ def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
         model.generation_config.save_pretrained(out)
 
 
-def merge_card(report: MergeReport, base: Path, recipe: str | None) -> str:
-    """Return a README.md for a merged directory: what it was made of, how to load it, the recipe."""
-    licence = _base_licence(base)
-    data = ModelCardData(
-        base_model=hub_id(report.base),
-        base_model_relation="finetune",
-        library_name="transformers",
-        license=licence.get("license"),
-        license_name=licence.get("license_name"),
-        license_link=licence.get("license_link"),
+def merge_card(report: MergeReport, base: Path, out: Path, options: MergeOptions) -> str:
+    """Return the README.md of a merged directory: what it was made of and trained on, how to load it, the recipe.
+
+    Args:
+        report: of the merge. base: the base's directory, whose card names a licence.
+        out: the directory that the card is for, in which a tokenizer may be.
+        options: its ``training`` and ``recipe``.
+    """
+    licence, training = _base_licence(base), options.training
+    data = copy(training.data) if training else ModelCardData()
+    data["base_model"], data["base_model_relation"], data["library_name"] = (
+        hub_id(report.base),
+        "finetune",
+        "transformers",
     )
-    name = Path(report.out).name
-    changed = [row for row in report.tensors if row.kind == "folded"]
+    for key in ("license", "license_name", "license_link"):
+        data[key] = licence.get(key)
+    name = training.name if training else Path(report.out).name
+    folded = sum(row.kind == "folded" for row in report.tensors)
     parts = [
         f"{code(report.base)} with the {report.method} adapter {code(report.adapter)} merged into its weights by "
-        f"peftlab: {len(changed)} tensors folded, {len(report.tensors) - len(changed)} trained whole, {report.copied} "
-        "as they were. `merge.json` has the figures of each.",
-        "## Use\n\n"
-        + fence(
-            f"from transformers import {report.architecture}\n\n"
-            f"model = {report.architecture}.from_pretrained({json.dumps(name)})",
-            "python",
-        ),
+        f"peftlab{f', {training.summary}' if training else ''}: {folded} tensors folded, "
+        f"{len(report.tensors) - folded} trained whole, {report.copied} as they were. `merge.json` has the figures of "
+        "each.",
+        *(training.parts if training else ()),
+        f"## Use\n\n{fence(_loading(report.architecture, name, out), 'python')}",
     ]
-    return model_card(data, name, parts, recipe=recipe, license_=licence.get("license"))
+    return model_card(data, name, parts, recipe=options.recipe, license_=licence.get("license"))
+
+
+def _loading(architecture: str, name: str, out: Path) -> str:
+    """Return the code that loads a merged directory."""
+    shown = json.dumps(name)
+    model = f"model = {architecture}.from_pretrained({shown})"
+    if not (out / "tokenizer_config.json").exists():
+        return f"from transformers import {architecture}\n\n{model}"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({shown})"
+    return f"from transformers import AutoTokenizer, {architecture}\n\n{tokenizer}\n{model}"
 
 
 def _base_licence(base: Path) -> dict[str, str]:
