@@ -26,7 +26,7 @@ _A = re.compile(r"(.*)([._])(lora|lora_embedding)_A")
 def combine(
     adapters: Sequence[Adapter],
     weights: Sequence[float],
-    method: Combination = "linear",
+    method: str = "linear",
     *,
     rank: int | None = None,
     density: float = 0.5,

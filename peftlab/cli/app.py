@@ -12,6 +12,7 @@ import typer
 
 from peftlab import __version__
 from peftlab.cli.draft_app import draft_app, generate
+from peftlab.cli.merge_app import Overwrite, merge, unmerge
 from peftlab.errors import PeftlabError
 from peftlab.files import os_error_text
 
@@ -27,6 +28,8 @@ recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(draft_app, name="draft")
 app.command()(generate)
+app.command()(merge)
+app.command()(unmerge)
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 Overrides = Annotated[
@@ -36,7 +39,6 @@ Overrides = Annotated[
         metavar="[key=value]...",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -127,97 +129,6 @@ def eval_(
 
     for split, metrics in evaluate(directory, recipe, overrides or []).items():
         print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-
-
-@app.command()
-def merge(
-    source: Annotated[
-        Path | None,
-        typer.Argument(help="A run, an adapter of peftlab's, peft's or AdapterHub's, or a loralib file."),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("merged"),
-    base: Annotated[
-        str | None,
-        typer.Option("--base", help="Base model; default: the one the adapter names."),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter", help="Adapter and weight, once per adapter, instead of one source.", metavar="DIR:WEIGHT"
-        ),
-    ] = None,
-    method: Annotated[str, typer.Option("--method", help="How several adapters become one.")] = "linear",
-    rank: Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")] = None,
-    density: Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")] = 0.5,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Store fp32, bf16 or fp16; default: as each weight is stored."),
-    ] = None,
-    fp64: Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")] = False,
-    verify: Annotated[
-        bool | None,
-        typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
-    ] = None,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Write a model with NaN or infinite weights.")
-    ] = False,
-    dequantize: Annotated[
-        bool, typer.Option("--dequantize", help="Merge into a quantised base; the result is larger.")
-    ] = False,
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it."),
-    ] = None,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID"),
-    ] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Fold an adapter into its base model: a plain checkpoint, streamed."""
-    from rich.console import Console
-
-    from peftlab.checkpoints.merge.options import MergeOptions
-    from peftlab.files import to_json
-    from peftlab.models.dtypes import torch_dtype
-    from peftlab.pipelines.merge import combined, run_merge
-    from peftlab.reporting.console import merge_table
-
-    if (source is None) == (not adapter):
-        raise PeftlabError("merge: name one source, or several with --adapter DIR:WEIGHT")
-    options = MergeOptions(
-        dtype=None if dtype is None else torch_dtype(dtype),
-        fp64=fp64,
-        allow_nonfinite=allow_nonfinite,
-        dequantize=dequantize,
-        lora_alpha=lora_alpha,
-        push_to_hub=push_to_hub,
-        overwrite=overwrite,
-    )
-    adapted = source or combined(adapter or [], method, rank, density)
-    report, check = run_merge(adapted, base, out, options, verify=verify)
-    Console().print(merge_table(to_json(report)))
-    for line in (*report.notes, *(f"warning: {text}" for text in report.warnings)):
-        print(line)
-    for name, value in to_json(check).items() if check else ():
-        print(f"{name.replace('_', ' ')}: {value:.3g}")
-    print(f"merged: {out}")
-
-
-@app.command()
-def unmerge(
-    merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
-    base: Annotated[
-        str | None,
-        typer.Option("--base", help="Base model; default: the one merge.json names."),
-    ] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
-    from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
-
-    print(unmerge_checkpoint(merged, out, base=base, overwrite=overwrite))
 
 
 @app.command("inspect")

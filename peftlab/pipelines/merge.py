@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -30,17 +30,39 @@ SAMPLES = (
 )
 
 
+@dataclass(frozen=True)
+class Combining:
+    """How several adapters become one: the arguments of ``peftlab.checkpoints.combine.combine``."""
+
+    method: str = "linear"
+    rank: int | None = None
+    density: float = 0.5
+
+
 def run_merge(
-    adapter: Path | Adapter, base: str | None, out: Path, options: MergeOptions, *, verify: bool | None = None
+    adapters: Sequence[str],
+    base: str | None,
+    out: Path,
+    options: MergeOptions,
+    combining: Combining,
+    *,
+    verify: bool | None = None,
 ) -> tuple[MergeReport, MergeCheck | None]:
-    """Merge ``adapter`` into ``base`` and compare; return the merge's report and the comparison, if there was one.
+    """Merge adapters into ``base`` and compare; return the merge's report and the comparison, if there was one.
 
     The inputs compared on are the run's own evaluation examples where a recipe is beside the adapter, else four
     sentences.
 
     Args:
+        adapters: one, or several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining`` says.
         verify: compare, for which three models are loaded; None: where a recipe is beside the adapter.
     """
+    weighted = [_weighted(text) for text in adapters]
+    adapter: Path | Adapter = Path(weighted[0][0])
+    if len(weighted) > 1 or weighted[0][1] is not None:
+        read = [read_adapter(place) for place, _ in weighted]
+        weights = [1.0 if weight is None else weight for _, weight in weighted]
+        adapter = combine(read, weights, combining.method, rank=combining.rank, density=combining.density)
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))
@@ -50,17 +72,15 @@ def run_merge(
     return report, verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
 
 
-def combined(texts: Sequence[str], method: str, rank: int | None, density: float) -> Adapter:
-    """Return the adapter that ``DIR:WEIGHT`` texts name, combined by ``method``; the default weight is 1."""
-    adapters, weights = [], []
-    for text in texts:
-        place, colon, weight = text.rpartition(":")
-        try:
-            weights.append(float(weight) if colon else 1.0)
-        except ValueError:
-            raise PeftlabError(f"--adapter {text!r}: write DIR:WEIGHT; {weight!r} is not a number") from None
-        adapters.append(read_adapter(place if colon else text))
-    return combine(adapters, weights, method, rank=rank, density=density)  # type: ignore[arg-type]
+def _weighted(text: str) -> tuple[str, float | None]:
+    """Return the directory and the weight that ``DIR`` or ``DIR:WEIGHT`` names; a directory may contain colons."""
+    place, colon, weight = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, None
+    try:
+        return place, float(weight)
+    except ValueError:
+        raise PeftlabError(f"{text}: no such adapter, and {weight!r} is not a weight (DIR:WEIGHT)") from None
 
 
 def _recipe_near(adapter: Path) -> Path | None:

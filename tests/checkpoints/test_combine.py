@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, load, save_base
+from typer.testing import CliRunner
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import make_config
 
@@ -76,6 +78,28 @@ def test_the_combined_adapter_merges(tmp_path: Path) -> None:
             for adapter, weight in zip(both, (0.7, -0.3), strict=True)
         )
         torch.testing.assert_close(merged[f"{name}.weight"], plain[f"{name}.weight"] + delta)
+
+
+def test_the_command_combines_what_it_names(tmp_path: Path) -> None:
+    base, _, paths = _adapters(tmp_path, ranks=(4, 2))
+    odd = paths[1].rename(tmp_path / "adapters" / "b:2")  # a directory whose name ends like a weight
+    shell = [
+        "merge",
+        f"{paths[0]}:0.7",
+        f"{odd}:-0.3",
+        "--method",
+        "cat",
+        "--base",
+        str(base),
+        "-o",
+        str(tmp_path / "cli"),
+    ]
+    assert CliRunner().invoke(app, shell, catch_exceptions=False).exit_code == 0
+    merge_checkpoint(combine(list(map(read_adapter, (paths[0], odd))), (0.7, -0.3), "cat"), base, tmp_path / "python")
+    ours, same = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("cli", "python"))
+    assert ours == same
+    with pytest.raises(PeftlabError, match="'much' is not a weight"):
+        CliRunner().invoke(app, ["merge", f"{paths[0]}:much", str(odd)], catch_exceptions=False)
 
 
 @settings(max_examples=30, deadline=None)

@@ -374,7 +374,7 @@ def paths(world: World, folder: Path, rng: random.Random) -> Case:
     commands = [
         ["validate", name], ["run", name], ["resume", name], ["eval", name], ["inspect", name], ["merge", name],
         ["merge", lora, "--base", name, "-o", "merged"], ["merge", lora, "-o", name], ["unmerge", name, "-o", "out"],
-        ["unmerge", str(world.merge), "-o", name], ["merge", "--adapter", name, "-o", "merged"],
+        ["unmerge", str(world.merge), "-o", name], ["merge", name, f"{name}:0.5", "-o", "merged"],
         ["eval", str(world.run), f"data.path={json.dumps(name)}"], ["recipes", "copy", "quickstart", "--to", name],
         ["eval", str(world.run), "--recipe", name], ["eval", str(world.run), f"model={json.dumps(name)}"],
         ["draft", "bench", "--target", name, "--prompts", str(world.root / "prompts.jsonl")],

@@ -1,0 +1,94 @@
+"""The verbs merge and unmerge. Heavy imports wait until a verb needs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Adapters = Annotated[
+    list[str],
+    typer.Argument(
+        help="A run, an adapter of peftlab's, peft's or AdapterHub's, or a loralib file; several are combined, each "
+        "with its weight (1 if not given).",
+        metavar="ADAPTER[:WEIGHT]",
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
+Base = Annotated[str | None, typer.Option("--base", help="Base model; default: the one the adapter names.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
+Method = Annotated[str, typer.Option("--method", help="How several adapters become one.")]
+Rank = Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")]
+Density = Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Store fp32, bf16 or fp16; default: as each weight is stored.")
+]
+Fp64 = Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")]
+Verify = Annotated[
+    bool | None,
+    typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
+]
+AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Write a model with NaN or infinite weights.")]
+Dequantize = Annotated[bool, typer.Option("--dequantize", help="Merge into a quantised base; the result is larger.")]
+LoraAlpha = Annotated[
+    float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
+]
+PushToHub = Annotated[
+    str | None, typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID")
+]
+
+
+def merge(
+    adapters: Adapters,
+    out: Out = Path("merged"),
+    base: Base = None,
+    method: Method = "linear",
+    rank: Rank = None,
+    density: Density = 0.5,
+    dtype: Dtype = None,
+    fp64: Fp64 = False,
+    verify: Verify = None,
+    allow_nonfinite: AllowNonfinite = False,
+    dequantize: Dequantize = False,
+    lora_alpha: LoraAlpha = None,
+    push_to_hub: PushToHub = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Fold adapters into their base model: a plain checkpoint, streamed."""
+    from rich.console import Console
+
+    from peftlab.checkpoints.merge.options import MergeOptions
+    from peftlab.files import to_json
+    from peftlab.models.dtypes import torch_dtype
+    from peftlab.pipelines.merge import Combining, run_merge
+    from peftlab.reporting.console import merge_table
+
+    options = MergeOptions(
+        dtype=None if dtype is None else torch_dtype(dtype),
+        fp64=fp64,
+        allow_nonfinite=allow_nonfinite,
+        dequantize=dequantize,
+        lora_alpha=lora_alpha,
+        push_to_hub=push_to_hub,
+        overwrite=overwrite,
+    )
+    report, check = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify)
+    Console().print(merge_table(to_json(report)))
+    for line in (*report.notes, *(f"warning: {text}" for text in report.warnings)):
+        print(line)
+    for name, value in to_json(check).items() if check else ():
+        print(f"{name.replace('_', ' ')}: {value:.3g}")
+    print(f"merged: {out}")
+
+
+def unmerge(
+    merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
+    out: Out,
+    base: Annotated[str | None, typer.Option("--base", help="Base model; default: the one merge.json names.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
+    from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
+
+    print(unmerge_checkpoint(merged, out, base=base, overwrite=overwrite))
