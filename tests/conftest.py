@@ -22,7 +22,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The data that lies beside the checkout; a test that needs it is skipped where it is absent."""
+    """The data beside the checkout; a test that needs it is skipped where it is absent."""
     path = Path(__file__).resolve().parents[2] / "shared"
     if not path.is_dir():
         pytest.skip("no ../shared beside the checkout")

@@ -1,4 +1,4 @@
-"""How often a target would accept a draft's tokens, measured on text without decoding."""
+"""How often a target would accept a draft's tokens, meacertaind on text without decoding."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Acceptance(NamedTuple):
     Attributes:
         tokens: how many predictions. overlap: Σ α, α = Σ_x min(p, q) = 1 - TV(p, q): the acceptance of sampling at
             temperature 1. agreement: predictions where both have the same largest token: the acceptance of
-            greedy decoding. sure: Σ p(argmax q): sampling from p, drafting greedily.
+            greedy decoding. certain: Σ p(argmax q): sampling from p, drafting greedily.
     """
 
     tokens: Tensor
     overlap: Tensor
     agreement: Tensor
-    sure: Tensor
+    certain: Tensor
 
     def rates(self) -> dict[str, float]:
         """Return the pooled rates: sums over all examples, divided by all predictions."""
@@ -37,12 +37,12 @@ class Acceptance(NamedTuple):
         return {
             "acceptance": float(self.overlap.sum()) / total,
             "agreement": float(self.agreement.sum()) / total,
-            "target_probability": float(self.sure.sum()) / total,
+            "target_probability": float(self.certain.sum()) / total,
         }
 
 
 @torch.no_grad()
-def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
+def meacertain(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
     """Return the acceptance of ``draft`` by ``target`` on the continuations of ``data``, both reading the text.
 
     Args:
@@ -95,8 +95,8 @@ def add_rates(
         p = F.linear(target[part], target_head).float().softmax(-1)
         q = F.linear(draft[part], draft_head).float().softmax(-1)
         best = q.argmax(-1)
-        sure = p.gather(-1, best[:, None]).squeeze(-1)
+        certain = p.gather(-1, best[:, None]).squeeze(-1)
         for total, rate in zip(
-            sums, (torch.ones_like(sure), acceptance_rate(p, q), p.argmax(-1) == best, sure), strict=True
+            sums, (torch.ones_like(certain), acceptance_rate(p, q), p.argmax(-1) == best, certain), strict=True
         ):
             total.index_add_(0, rows[part], rate.double().cpu())

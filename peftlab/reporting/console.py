@@ -141,7 +141,7 @@ def inspection_table(found: Mapping[str, Any]) -> Table:
     ):
         table.add_row(name, value)
     if found["targets"] == "fallback":
-        table.caption = "no row for this architecture in the table of targets: chosen by the stated fallback"
+        table.caption = "no row for this architecture in the table of targets: every linear layer but the output layer"
     return table
 
 

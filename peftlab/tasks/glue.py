@@ -123,7 +123,7 @@ def _directory(task: Task, path: str) -> Path:
     folders = [entry.name for entry in root.iterdir() if entry.is_dir()]
     hint = did_you_mean(task.folder, folders)
     raise PeftlabError(
-        f"data.path {path!r}: holds neither a folder {task.folder!r}{hint} nor any of {', '.join(files)}"
+        f"data.path {path!r}: contains neither a folder {task.folder!r}{hint} nor any of {', '.join(files)}"
     )
 
 

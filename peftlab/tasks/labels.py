@@ -57,7 +57,7 @@ def sorted_classes(table: Table, column: str, labels: Sequence[str]) -> tuple[st
     """
     known = set(labels)
     if len(known) < 2:
-        raise PeftlabError(f"{table.path}: column {column!r} holds one class alone, {quoted(known.pop())}")
+        raise PeftlabError(f"{table.path}: column {column!r} contains a single class, {quoted(known.pop())}")
     numeric = all(math.isfinite(_number(name)) for name in known)
     return tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
 

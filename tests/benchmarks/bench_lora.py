@@ -89,7 +89,7 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 
 def injection_seconds(maps: int = 10_000) -> tuple[float, float]:
-    """Return the seconds that LoRA takes to go into so many linear maps, and those of allocating its factors."""
+    """Return the seconds to inject LoRA into that number of linear layers, and to allocate its factors."""
     net = nn.ModuleList(nn.Linear(16, 16) for _ in range(maps))
     started = time.perf_counter()
     kept = [(torch.empty(8, 16), torch.zeros(16, 8)) for _ in range(maps)]

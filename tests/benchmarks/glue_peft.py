@@ -3,7 +3,7 @@
     python -m tests.benchmarks.glue_peft RUN [TASK ...]
 
 RUN is the directory of a finished (or unfinished) table; prints both sides' best scores, mean ± standard deviation
-over the seeds that RUN has, and keeps peft's scores in ``RUN/peft.json``, from where a second call goes on.
+over the seeds that RUN has, and keeps peft's scores in ``RUN/peft.json``, from where a second call continues.
 """
 
 from __future__ import annotations

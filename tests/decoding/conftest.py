@@ -81,7 +81,7 @@ class Model:
 
 
 def completed(law: dict[tuple[int, ...], float], target: Model, length: int) -> dict[tuple[int, ...], float]:
-    """Return the law of the first ``length`` tokens when the target goes on alone after what was emitted."""
+    """Return the law of the first ``length`` tokens when the target continues alone after what was emitted."""
     result: dict[tuple[int, ...], float] = defaultdict(float)
     for emitted, weight in law.items():
         for sequence, w in target.sequences(length, emitted[:length]).items():

@@ -54,7 +54,7 @@ def plan_of(target, draft, conditions=QUIET):
 
 
 class TestPlan:
-    """A plan says how sure it is."""
+    """A plan has intervals."""
 
     def test_quiet_repeats_are_the_plan_of_their_medians(self):
         result = plan_of([[1.0, 1.01, 0.99], [1.02, 1.0, 1.01], [1.0, 1.0, 1.1]], [0.2, 0.2, 0.21])
@@ -66,7 +66,7 @@ class TestPlan:
         assert result.conditions.doubts() == []
 
     def test_a_busy_machine_concludes_nothing(self):
-        """Target and draft are the same model; the neighbour hit the draft's turns."""
+        """Target and draft are the same model; another process ran during the draft's steps."""
         same = [1.0, 1.1, 0.9, 1.0, 21.0]
         hit = [22.0, 1.0, 21.9, 25.0, 1.1]
         result = plan_of([same] * 3, hit, BUSY)

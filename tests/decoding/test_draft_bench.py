@@ -79,7 +79,7 @@ def test_overlap_is_that_of_the_models(stories_model):
     ids = torch.tensor([[1, *output.tokens]])
     with torch.inference_mode():
         p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (stories_model, draft))
-    # The positions looked at are those of the tokens that stood, and of the one that fell.
+    # The positions looked at are those of the accepted tokens, and of the first rejected one.
     looked, began = [], 0
     for step in output.steps:
         looked += range(began, began + min(step.accepted + 1, step.drafted))

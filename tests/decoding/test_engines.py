@@ -135,7 +135,7 @@ def test_tree_sees_its_ancestors_only(built):
                 above = shape.parents[above]
             line = torch.cat((ids[row, : start + 1], drafted[row, path]))
             close(out.logits[row, node + 1], model(line[None]).logits[0, -1])
-    # Node by node the accepted path moves up, and decoding goes on after it.
+    # Node by node the accepted path moves up, and decoding continues after it.
     deepest = max(range(len(tree)), key=lambda i: len(tree[i]))
     path, above = [], deepest
     while above >= 0:

@@ -1,4 +1,4 @@
-"""A draft confined to some tokens: its logits are the model's own there, and -inf elsewhere."""
+"""A draft restricted to some tokens: its logits are the model's own there, and -inf elsewhere."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_logits(stories_model, flat, monkeypatch):
     if not flat:
         model.model.norm.register_forward_hook(lambda *_: None)
     whole = logits(build_engine(model), torch.tensor([[1, 403, 407]]))
-    confined = ReducedVocabulary(model, tokens, 512)
-    assert confined.kind.startswith("flat") == flat and confined.kind.endswith("5 of 512 tokens")
-    some = logits(confined, torch.tensor([[1, 403, 407]]))
+    reduced = ReducedVocabulary(model, tokens, 512)
+    assert reduced.kind.startswith("flat") == flat and reduced.kind.endswith("5 of 512 tokens")
+    some = logits(reduced, torch.tensor([[1, 403, 407]]))
     torch.testing.assert_close(some[..., tokens], whole[..., tokens], rtol=1e-5, atol=1e-5)
     assert torch.isneginf(some).sum() == 3 * (512 - 5)
 

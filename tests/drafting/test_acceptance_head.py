@@ -52,11 +52,11 @@ def test_tokens_one_by_one_are_those_measured_together() -> None:
 def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
     target = tiny(0, layers=3)
     drafter = ModelDrafter(build_engine(truncate(target, [0, 1])))
-    gloomy = AcceptancePredictor(16)
+    low = AcceptancePredictor(16)
     with torch.no_grad():
-        gloomy.outer.bias.fill_(-20.0)
+        low.outer.bias.fill_(-20.0)
     lengths = {}
-    for name, head in (("gloomy", gloomy), ("sure", lambda hidden: 1.0)):
+    for name, head in (("low", low), ("high", lambda hidden: 1.0)):
         output = decode(
             build_engine(target),
             [[5, 6, 7]],
@@ -66,8 +66,8 @@ def test_a_head_that_expects_rejection_stops_after_one_token() -> None:
         )[0]
         lengths[name] = max(step.drafted for step in output.steps)
         lengths[f"{name} text"] = output.tokens
-    assert (lengths["gloomy"], lengths["sure"]) == (1, 4)
-    assert lengths["gloomy text"] == lengths["sure text"]
+    assert (lengths["low"], lengths["high"]) == (1, 4)
+    assert lengths["low text"] == lengths["high text"]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -155,10 +155,10 @@ class TestRun:
         assert results.vocabulary["tokens"] == 128 and 0.5 < results.vocabulary["ceiling"] < 1
         config = json.loads((place / "reduced" / "heads" / "config.json").read_text())
         assert config["truncated_vocab_size"] == 128
-        results = go(stories, place / "foreseen", "acceptance_head=true")
+        results = go(stories, place / "acceptance-head", "acceptance_head=true")
         assert set(results.acceptance_head) == {"brier", "brier_constant"}
         assert (
-            float(load_acceptance_head(place / "foreseen" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
+            float(load_acceptance_head(place / "acceptance-head" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
             > 0
         )
 
@@ -201,7 +201,7 @@ class TestModes:
             assert results.metrics["prompts"]["preserved"] == 1.0
 
     def test_a_draft_that_is_not_merged_drafts_without_dropout(self, gpt2: Path, place: Path) -> None:
-        """Its block efficiency is that of the adapter as it lies on disk."""
+        """Its block efficiency is that of the adapter on disk."""
         out = place / "unmerged"
         small = ["train.max_steps=4", "data.samples=2", "data.temperature=0.5"]
         results = go(gpt2, out, "draft={kind: model, truncate: {layers: [0, 1, 2]}}", "merge=false", *small)

@@ -33,7 +33,7 @@ def test_size_out_of_range() -> None:
         frequent_tokens([[1]], 11, 10)
 
 
-def test_ceiling_is_the_mean_mass_and_bounds_any_confined_draft() -> None:
+def test_ceiling_is_the_mean_mass_and_bounds_any_reduced_draft() -> None:
     target, rows = tiny(0), make_dataset(requests())
     tokens = torch.tensor([2, 3, 5, 8, 13, 21])
     found = ceiling(target, rows, tokens)
@@ -42,11 +42,11 @@ def test_ceiling_is_the_mean_mass_and_bounds_any_confined_draft() -> None:
         with torch.no_grad():
             p = target(input_ids=torch.tensor([row["input_ids"]])).logits[0, row["prompt"] - 1 : -1].softmax(-1)
         masses += p[:, tokens].sum(-1).tolist()
-        confined = torch.zeros_like(p)
-        confined[:, tokens] = p[:, tokens] / p[:, tokens].sum(-1, keepdim=True)
-        best += torch.minimum(p, confined).sum(-1).tolist()
+        reduced = torch.zeros_like(p)
+        reduced[:, tokens] = p[:, tokens] / p[:, tokens].sum(-1, keepdim=True)
+        best += torch.minimum(p, reduced).sum(-1).tolist()
     assert found == pytest.approx(sum(masses) / len(masses), abs=1e-6)
-    assert sum(best) / len(best) == pytest.approx(found, abs=1e-5), "the best confined draft reaches it"
+    assert sum(best) / len(best) == pytest.approx(found, abs=1e-5), "the best reduced draft reaches it"
     assert ceiling(target, rows, torch.arange(40)) == pytest.approx(1.0)
 
 

@@ -53,7 +53,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperat
     assert [r.prompt for r in whole] == [p for p in PROMPTS for _ in range(writing.samples)]
     before = len(calls)
     assert write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)[1] == whole
-    assert done == 3 and len(calls) == before, "what lies on disk is not written again"
+    assert done == 3 and len(calls) == before, "what is on disk is not written again"
 
 
 def test_greedy_text_is_what_transformers_writes(stories: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_second_injection_is_refused(first, second):
     "call", [peftlab.remove, peftlab.merge, lambda m: peftlab.disabled(m).__enter__(), injection_of]
 )
 def test_a_model_without_injection(call):
-    with pytest.raises(PeftlabError, match="holds no injection"):
+    with pytest.raises(PeftlabError, match="has no injected method"):
         call(base("bert"))
 
 

@@ -39,7 +39,7 @@ def test_the_new_configuration_computes_and_is_saved(other, tmp_path):
     before = trainable_parameters(model)
     peftlab.load_adapter(model, tmp_path / "stored")
     assert torch.equal(logits(model, inputs), logits(stored, inputs))
-    # The parameters are the same objects, so that an optimiser that holds them goes on training them.
+    # The parameters are the same objects, so that an optimiser that holds them continues to train them.
     assert {name: id(p) for name, p in trainable_parameters(model).items()} == {n: id(p) for n, p in before.items()}
     peftlab.save_adapter(model, tmp_path / "again")
     configs = [json.loads((tmp_path / where / "adapter_config.json").read_text()) for where in ("stored", "again")]

@@ -137,14 +137,14 @@ def test_the_command_line_in_two_processes(still, rows, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_sharded_parameters(still, rows, tmp_path, monkeypatch):
-    """The last run is one of five steps that goes on to nine."""
+    """The last run is one of five steps that continues to nine."""
     assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, **SHARDED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero(stage, still, rows, tmp_path, monkeypatch):
-    """The last run is one of five steps that goes on to nine."""
+    """The last run is one of five steps that continues to nine."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     options = documented("DEEPSPEED", tmp_path, zero_stage=stage)
     assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, options=options)

@@ -1,7 +1,7 @@
 """Text that the target wrote: continuations of prompts, kept on disk and never written twice.
 
 A data set is a directory named by its fingerprint. Each part file holds one batch of continuations and is
-written once and whole, so that an interrupted run goes on with the next part and ends with the same bytes.
+written once and whole, so that an interrupted run continues with the next part and ends with the same bytes.
 """
 
 from __future__ import annotations
