@@ -1,4 +1,4 @@
-"""How often a target would accept a draft's tokens, meacertaind on text without decoding."""
+"""How often a target would accept a draft's tokens, measured on text without decoding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Acceptance(NamedTuple):
 
 
 @torch.no_grad()
-def meacertain(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
+def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
     """Return the acceptance of ``draft`` by ``target`` on the continuations of ``data``, both reading the text.
 
     Args:

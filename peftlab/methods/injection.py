@@ -193,7 +193,8 @@ def is_injected(model: nn.Module) -> bool:
 def injection_of(model: nn.Module) -> Injection:
     """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
     if not is_injected(model):
-        raise PeftlabError(f"this {type(model).__name__} has no injected method; call peftlab.inject(model, config) first")
+        name = type(model).__name__
+        raise PeftlabError(f"this {name} has no injected method; call peftlab.inject(model, config) first")
     return getattr(model, _ATTRIBUTE)
 
 

@@ -158,7 +158,11 @@ class TestRun:
         results = go(stories, place / "acceptance-head", "acceptance_head=true")
         assert set(results.acceptance_head) == {"brier", "brier_constant"}
         assert (
-            float(load_acceptance_head(place / "acceptance-head" / "acceptance_head.safetensors")(torch.zeros(64)).detach())
+            float(
+                load_acceptance_head(place / "acceptance-head" / "acceptance_head.safetensors")(
+                    torch.zeros(64)
+                ).detach()
+            )
             > 0
         )
 
