@@ -104,7 +104,7 @@ def decode(
             their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
 
     Returns:
-        One output a prompt, in order.
+        One output per prompt, in order.
 
     Raises:
         PeftlabError: no prompt, an empty prompt, one longer than the context, or a token id out of range.

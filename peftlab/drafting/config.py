@@ -39,11 +39,13 @@ class DraftData(Section):
 
     prompts: str | list[str] | None = Field(
         default=None,
-        description="A file (txt, a prompt a line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
+        description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
         "package:NAME/path), or the prompts themselves.",
     )
     field: str | None = Field(
-        default=None, description="Column with the prompts; null: prompt, text, question, instruction or messages."
+        default=None,
+        description="Column with the prompts; null: prompt, text, question, instruction, messages, turns or "
+        "prompt_ids.",
     )
     chat: bool | None = Field(
         default=None,
@@ -54,7 +56,7 @@ class DraftData(Section):
     temperature: float = Field(default=0.0, ge=0, description="Of the target's sampling; 0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus of that sampling; null: all.")
     samples: int = Field(
-        default=1, ge=1, description="Continuations a prompt; needs a temperature above 0 if 2 or more."
+        default=1, ge=1, description="Continuations per prompt; needs a temperature above 0 if 2 or more."
     )
     batch_size: int = Field(default=32, ge=1, description="Prompts the target continues together.")
     held_out: int = Field(
@@ -69,7 +71,7 @@ class DraftData(Section):
     top_k: int | None = Field(
         default=None,
         ge=1,
-        description="Store the target's k largest probabilities a token and the rest's mass, for topk_kl.",
+        description="Store the target's k largest probabilities per token and the mass of the rest, for topk_kl.",
     )
     replay: str | None = Field(
         default=None,

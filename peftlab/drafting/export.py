@@ -14,8 +14,8 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
@@ -27,9 +27,6 @@ from peftlab.outputs import MARK, staged_directory
 from peftlab.references import locate, similar_path
 from peftlab.rows import resolve
 
-Consumer = Literal["transformers", "vllm"]
-CONSUMERS: tuple[str, ...] = get_args(Consumer)
-
 
 def export_draft(
     source: str | Path, out: str | Path, consumer: str, target: str, *, gamma: int = 4, overwrite: bool = False
@@ -38,7 +35,7 @@ def export_draft(
 
     Args:
         source: a run directory of a draft recipe, its ``merged/``, or any plain model directory.
-        target: reference of the model it drafts for. gamma: drafted tokens a step in the printed command.
+        target: reference of the model it drafts for. gamma: drafted tokens per step in the printed command.
 
     Returns:
         How to serve it, and the largest difference of a logit between what was trained and what was written.
@@ -54,7 +51,7 @@ def export_draft(
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
     kind, place = find_draft(str(source))
     plain: Path = resolve(kind.export)(place, consumer)
-    command = _serve(target, out, gamma) if consumer == "vllm" else _assisted(target, out)
+    command = CONSUMERS[consumer](target, out, gamma)
     config, goal = load_config(str(plain)), load_config(target)
     check_tokenizers(load_tokenizer(target), load_tokenizer(str(plain)), chat=False)
     sizes = [c.get_text_config(decoder=True).vocab_size for c in (goal, config)]
@@ -87,8 +84,8 @@ def _compare(source: Path, written: Path) -> float:
     return difference
 
 
-def _assisted(target: str, out: Path) -> str:
-    """Return Python lines that decode with the draft; they run in any directory."""
+def _assisted(target: str, out: Path, gamma: int) -> str:
+    """Return Python lines that decode with the draft; they run in any directory. transformers chooses gamma itself."""
     place = locate(target)
     arguments = [repr(target)]
     if isinstance(place, Path):
@@ -117,3 +114,7 @@ def _serve(target: str, out: Path, gamma: int) -> str:
     speculative = {"method": "draft_model", "model": os.path.abspath(out), "num_speculative_tokens": gamma}
     served = target if isinstance(place, str) else os.path.abspath(place)
     return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+
+
+CONSUMERS: dict[str, Callable[[str, Path, int], str]] = {"transformers": _assisted, "vllm": _serve}
+"""Name -> function of target, draft directory and gamma to how the draft is served."""

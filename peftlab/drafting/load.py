@@ -21,8 +21,8 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 
-BOTH = "lookup+draft"
-FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
+LOOKUP_OR_DRAFT = "lookup+draft"
+MODEL_FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
 """Name -> drafter that needs no model."""
 
 
@@ -31,7 +31,7 @@ class Pair:
     """A target with its tokenizer, and its draft if there is one: an engine, or heads.
 
     Attributes:
-        warnings: what a user should know before he continues.
+        warnings: what to show the user.
     """
 
     target: Engine
@@ -96,8 +96,10 @@ def load_pair(
 
 
 def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
-    """Return a new drafter: ``"draft"`` is the pair's model or heads, the others are ``FREE``, and ``BOTH`` copies
-    what followed the same two or three tokens before, and drafts elsewhere.
+    """Return a new drafter.
+
+    ``"draft"`` is the pair's model or heads; ``LOOKUP_OR_DRAFT`` copies what followed the same two or three tokens
+    before, and drafts elsewhere; the others are ``MODEL_FREE``.
 
     Args:
         width: choices of each Medusa head that a tree may use; 1 is a chain.
@@ -106,12 +108,12 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
     check_width(width, heads=pair.heads is not None)
-    if name in FREE:
-        return FREE[name]()
-    if name == BOTH:
+    if name in MODEL_FREE:
+        return MODEL_FREE[name]()
+    if name == LOOKUP_OR_DRAFT:
         return LookupOrDraft(PromptLookup(shortest=2), make_drafter("draft", pair, width))
     if name != "draft":
-        names = ("draft", BOTH, *FREE)
+        names = ("draft", LOOKUP_OR_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)

@@ -1,4 +1,4 @@
-"""What a draft is trained to minimise: divergences between the target p and the draft q, one value a token.
+"""What a draft is trained to minimise: divergences between the target p and the draft q, one value per token.
 
 Each function takes the target first and draft logits [T, V] second, and returns losses [T]. No gradient flows
 to the target. Softmaxes run in float32 at least. A log-probability is floored at -10⁴, whose exponential is 0
@@ -82,7 +82,7 @@ def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def lk_hybrid(target_logits: Tensor, draft_logits: Tensor, eta: float = 3.0) -> Tensor:
-    """λ·KL(p‖q) + (1-λ)·TV(p, q), λ = exp(-η·α) a token and constant in the gradient (arXiv 2602.23881).
+    """λ·KL(p‖q) + (1-λ)·TV(p, q), λ = exp(-η·α) per token, constant in the gradient (arXiv 2602.23881).
 
     KL while the draft is far off (λ = 1 at α = 0), mostly TV once it is near (λ = 0.05 at α = 1 and η = 3).
     """

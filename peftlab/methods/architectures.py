@@ -1,7 +1,8 @@
-"""Every table that is kept per architecture, by transformers' ``model_type``.
+"""The methods' tables by architecture, by transformers' ``model_type``.
 
 A new architecture that is built like a known one needs no row: methods fall back on the rows there are. Otherwise add
-its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE``, and fused projections to ``FUSED``.
+its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE``, fused projections to ``FUSED``, and the
+names of query projections to ``QUERIES``.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ SITES: dict[str, Sites] = {
 }  # fmt: skip
 
 
-# model_type -> the attention's query and value projections (the LoRA paper's choice); fused where they are fused.
+# model_type -> the modules that LoRA adapts by default: the attention's query and value projections (the paper's
+# choice), or the projection that fuses them with the key's, which is then adapted as a whole.
 QUERY_VALUE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -146,7 +148,7 @@ QUERY_VALUE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-# The last names of query projections that are not fused with key and value.
+# Name suffixes of query projections with a bias of their own, for BitFit's sparse variant.
 QUERIES = ("query", "q_proj", "q_lin", "query_proj", "attn.q")
 
 

@@ -15,7 +15,7 @@ class MethodConfig(Section):
     name: str
     modules_to_save: list[str] | None = Field(
         default=None,
-        description="Modules trained and saved whole, by name suffix, beside the task's head (which always is).",
+        description="Further modules to train and save whole, by name suffix; the task head always is.",
     )
 
     def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:

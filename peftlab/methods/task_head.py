@@ -20,7 +20,7 @@ from peftlab.methods.targets import inside, match
 def task_head(model: nn.Module) -> list[str]:
     """Return the task head: the modules, and single parameters, that the task class adds to its base model.
 
-    Added is each parameter that the base class (``AutoModel``'s for the configuration) does not have. Where there
+    A parameter counts as added if the base class (``AutoModel``'s for the configuration) does not have it. Where there
     is no base class, or the task class is listed as its own (``ParakeetForCTC``), it is each parameter outside the
     pretrained models within the model: the body, an encoder, a backbone.
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.architectures import QUERY_VALUE
 from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
 from peftlab.methods.table import METHODS
-from peftlab.methods.targets import model_type
+from peftlab.methods.targets import has_suffix, model_type
 from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
@@ -44,7 +44,7 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
     model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
     head = task_head(model)
     inject(model, settings)
-    injection = injection_of(model)
+    injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
     patterns = Counter(_pattern(module) for module in injection.replaced)
     in_place = Counter(_pattern(parameter) for parameter in injection.originals)
     linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
@@ -55,7 +55,7 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
         "matches": dict(patterns),
         "trained_in_place": dict(in_place),
         "head": head,
-        "targets": "table" if model_type(model) in QUERY_VALUE else "fallback",
+        "targets": "table" if any(has_suffix(n, t) for t in row for n in injection.replaced) else "fallback",
         "trainable": trainable,
         "trainable_tensors": len(trainable_parameters(model)),
         "total": total,

@@ -31,7 +31,7 @@ def run_update(run: str | Path, logs: str | Path, *, size: int = 1024, overrides
 
     Args:
         run: directory of a draft recipe's run.
-        logs: served requests, a prompt and a response a row.
+        logs: served requests, one prompt and response per row.
         size: of the buffer, in requests.
         overrides: as for ``peftlab run``: fewer steps, another learning rate.
 

@@ -11,7 +11,7 @@ from peftlab.tasks.metrics import compute_metrics
 from peftlab.tasks.table import Task
 
 
-class GlueMetric(evaluate.Metric):
+class TaskMetric(evaluate.Metric):
     """The official metrics of one task over scikit-learn and SciPy.
 
     It lives in the package because ``evaluate.load`` fetches its scripts from the hub at run time.
@@ -28,7 +28,7 @@ class GlueMetric(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         value = Value("float64" if self.task.regression else "int64")
         return evaluate.MetricInfo(
-            description=f"Official metrics of {self.task.name}: {', '.join(self.task.metrics)}.",
+            description=f"Metrics of {self.task.name}: {', '.join(self.task.metrics)}.",
             citation="",
             inputs_description="predictions: class indices or numbers. references: the labels.",
             features=Features({"predictions": value, "references": value}),
@@ -45,7 +45,7 @@ def load_metric(
     process_id: int = 0,
     experiment_id: str | None = None,
     cache_dir: str | None = None,
-) -> GlueMetric:
+) -> TaskMetric:
     """Return ``compute_metrics`` as an ``evaluate.Metric``: ``add_batch`` for each batch, then ``compute``.
 
     With several processes each adds its share to a file in ``cache_dir`` and ``compute`` gathers them:
@@ -58,7 +58,7 @@ def load_metric(
         experiment_id: keeps apart runs that share ``cache_dir``; needed with several processes.
         cache_dir: directory common to all processes; the default is evaluate's.
     """
-    return GlueMetric(
+    return TaskMetric(
         task,
         num_process=num_process,
         process_id=process_id,

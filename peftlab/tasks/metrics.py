@@ -1,4 +1,4 @@
-"""The official metrics of a task, and the scores of a constant answer."""
+"""The metrics of a task, and those of a constant answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compute_metrics(task: Task, predictions: Numbers, references: Numbers) -> di
         )
     if not task.regression:
         answers, truth = answers.astype(np.int64), truth.astype(np.int64)
-    return {name: _METRICS[name](task, answers, truth) for name in task.metrics}
+    return {name: METRICS[name](task, answers, truth) for name in task.metrics}
 
 
 def majority_baseline(task: Task, train_labels: Numbers, eval_labels: Numbers) -> dict[str, float]:
@@ -95,7 +95,7 @@ def _constant(answers: np.ndarray, truth: np.ndarray) -> bool:
     return bool(np.ptp(answers) == 0 or np.ptp(truth) == 0)
 
 
-_METRICS: dict[str, Callable[[Task, np.ndarray, np.ndarray], float]] = {
+METRICS: dict[str, Callable[[Task, np.ndarray, np.ndarray], float]] = {
     "accuracy": _accuracy,
     "f1": _f1,
     "matthews_correlation": _matthews,

@@ -113,7 +113,7 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     assert result["tau"] == pytest.approx(
         sum(int(n) * steps for n, steps in result["histogram"].items()) / sum(result["histogram"].values())
     )
-    assert list(result["drafters"]) == ["draft", "lookup+draft", "lookup", "recycling"]
+    assert list(result["drafters"]) == ["draft", "lookup+draft", "lookup", "recycling", "ngram"]
     assert all(of["lossless"] for of in result["drafters"].values())
     assert 0 < result["alpha"]["overlap"] < 1 and 0 < result["overhead"] < 1
     assert result["drafters"]["lookup"]["alpha"] is None

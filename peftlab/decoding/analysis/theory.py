@@ -65,7 +65,7 @@ def operations_growth(alpha: float, gamma: int, c_hat: float) -> float:
     Args:
         alpha: acceptance.
         gamma: drafted tokens per step.
-        c_hat: arithmetic of the draft a token over that of the target.
+        c_hat: arithmetic of the draft per token over that of the target.
     """
     _check(alpha, gamma, c_hat)
     return (gamma * c_hat + gamma + 1) / block_efficiency(alpha, gamma)

@@ -65,7 +65,7 @@ class NGram:
     """
 
     order: int = 3
-    name: str = "n-gram"
+    name: str = "ngram"
     _counts: dict[tuple[int, ...], Counter[int]] = field(
         init=False, repr=False, default_factory=lambda: defaultdict(Counter)
     )

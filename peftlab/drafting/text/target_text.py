@@ -34,7 +34,7 @@ class Writing:
     Attributes:
         max_new_tokens: most tokens of a continuation.
         temperature: 0 is greedy. top_p: nucleus; None for all.
-        samples: continuations a prompt.
+        samples: continuations per prompt.
         seed: continuation i is drawn with a generator of its own, seeded ``seed + i``.
         batch_size: prompts decoded together; a part file contains them.
     """

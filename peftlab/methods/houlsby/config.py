@@ -28,7 +28,8 @@ class HoulsbyConfig(MethodConfig):
     init_scale: float = Field(
         default=1e-2,
         gt=0,
-        description="Standard deviation of W_down at the start, truncated at two; W_up starts at zero.",
+        description="Standard deviation of W_down's initial values, from a normal distribution truncated at two; "
+        "W_up starts at zero.",
     )
     placement: Literal["houlsby", "pfeiffer", "parallel"] = Field(
         default="houlsby",

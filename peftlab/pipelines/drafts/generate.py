@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.text_stream import TextStream, stop_at
-from peftlab.drafting.load import BOTH, make_drafter
+from peftlab.drafting.load import LOOKUP_OR_DRAFT, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import Prompt, encode
@@ -58,8 +58,8 @@ def generate(
         PeftlabError: a setting, target or draft cannot be used.
     """
     options = options or DecodingOptions()
-    if draft is not None and drafter not in (None, "draft", BOTH):
-        raise PeftlabError(f"draft and drafter {drafter}: give one of them, or drafter {BOTH}")
+    if draft is not None and drafter not in (None, "draft", LOOKUP_OR_DRAFT):
+        raise PeftlabError(f"draft and drafter {drafter}: give one of them, or drafter {LOOKUP_OR_DRAFT}")
     make_policy, sampling = options.make_policy(), options.sampling()
     pair = options.load(target, draft)
     name = drafter or ("draft" if draft is not None else None)

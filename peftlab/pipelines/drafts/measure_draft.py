@@ -12,8 +12,7 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.drafting.load import BOTH, Pair, drafts_with_heads, make_drafter
+from peftlab.drafting.load import LOOKUP_OR_DRAFT, MODEL_FREE, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
@@ -80,7 +79,7 @@ def benchmark(
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
-    The drafters without a model (prompt lookup, token recycling) run beside the draft, or alone without one.
+    The drafters without a model (``MODEL_FREE``) run beside the draft, or alone without one.
 
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
@@ -105,9 +104,9 @@ def benchmark(
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = _watched(pair)
-    drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling}
-    if draft is not None:  # the first drafter is the one that the result is about
-        drafters = {name: partial(make_drafter, name, pair, options.width) for name in ("draft", BOTH)} | drafters
+    # The first drafter is the one that the result is about.
+    names = [*(("draft", LOOKUP_OR_DRAFT) if draft is not None else ()), *MODEL_FREE]
+    drafters: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     return DraftBenchmark(
         target=target,
