@@ -9,7 +9,7 @@ import ast
 import inspect
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -61,7 +61,7 @@ _HOME = _public()
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the keys are strings
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'peftlab' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

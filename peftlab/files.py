@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar, overload
 
 from peftlab.errors import PeftlabError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A value that JSON or YAML can represent."""
 
 _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
@@ -72,18 +78,30 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_bytes(content)
 
 
-def to_json(value: Any) -> Any:
-    """Return ``value`` in JSON's types: a dataclass is an object with its fields, a tuple a list, a path a string."""
+@overload
+def to_json(value: DataclassInstance | Mapping[str, object]) -> dict[str, Json]: ...
+@overload
+def to_json(value: object) -> Json: ...
+def to_json(value: object) -> Json:
+    """Return ``value`` in JSON's types: a dataclass is an object with its fields, a tuple a list, a path a string.
+
+    Raises:
+        TypeError: JSON has no such value.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: to_json(inner) for key, inner in value.items()}
+        return {str(key): to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"JSON has no value for a {type(value).__name__}")
 
 
-def write_json(path: str | Path, value: Any) -> None:
+def write_json(path: str | Path, value: object) -> None:
     """Write ``to_json(value)``, indented, to ``path`` atomically."""
     write_text(path, json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n")
 
@@ -127,7 +145,7 @@ def read_text(path: str | Path) -> str:
         raise PeftlabError(f"{path}:{line}: not UTF-8 ({error.reason})") from None
 
 
-def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+def parse_json(text: str, pairs: Callable[[list[tuple[str, Json]]], dict[str, Json]] | None = None) -> Json:
     """Return the value of a JSON text; any mistake in it raises ``ValueError``.
 
     Args:
@@ -143,7 +161,7 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any
         raise ValueError("nested too deeply") from None
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path) -> Json:
     """Return the value in a JSON file.
 
     Raises:
@@ -162,7 +180,7 @@ def read_json(path: str | Path) -> Any:
     return value
 
 
-def read_object(path: str | Path) -> dict[str, Any]:
+def read_object(path: str | Path) -> dict[str, Json]:
     """Return the object in a JSON file; errors as in ``read_json``, and for a value that is not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
@@ -170,7 +188,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def member(values: Mapping[str, Any], key: str, kind: type[T], where: str | Path) -> T:
+def member(values: Mapping[str, object], key: str, kind: type[T], where: str | Path) -> T:
     """Return the value of a key, which is of type ``kind``; ``PeftlabError`` where it is missing or another type."""
     value = values.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -179,7 +197,7 @@ def member(values: Mapping[str, Any], key: str, kind: type[T], where: str | Path
     return value
 
 
-def json_kind(value: Any) -> str:
+def json_kind(value: object) -> str:
     """Return JSON's word for the type of a value."""
     return _KINDS.get(type(value), "a number")
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_json
@@ -51,9 +51,10 @@ def read_mark(directory: Path) -> Mark | None:
     except (PeftlabError, OSError):
         return None
     kind, files = (value.get("kind"), value.get("files")) if isinstance(value, dict) else (None, None)
-    if not isinstance(kind, str) or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+    if not isinstance(kind, str) or not isinstance(files, list):
         return None
-    return Mark(kind, files)
+    names = [name for name in files if isinstance(name, str)]
+    return Mark(kind, names) if len(names) == len(files) else None
 
 
 def write_mark(directory: Path, mark: Mark) -> None:
@@ -219,7 +220,7 @@ def claimed(
         yield claim
         return
     place = real(path)
-    options: dict[str, Any] = {"overwrite": overwrite, "inputs": inputs, "advice": advice}
+    refuse = partial(refuse_loss, path, mark.kind, overwrite=overwrite, inputs=inputs, advice=advice)
     if resume:
         there = read_mark(place)
         if there is None:
@@ -229,10 +230,10 @@ def claimed(
         if there.kind != mark.kind:
             raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
     elif not _free(place) and not is_locked(place):
-        refuse_loss(path, mark.kind, **options)
+        refuse()
     with locked(place / LOCK, path):
         if not resume and not _free(place):  # another process may have written and ended since
-            refuse_loss(path, mark.kind, **options)
+            refuse()
         yield claim
 
 

@@ -15,15 +15,16 @@ from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.untyped import Named
 
 RowT = TypeVar("RowT")
 
 
 @cache
-def resolve(reference: str) -> Any:
+def resolve(reference: str) -> Named:
     """Return the object that ``reference``, ``"module:attribute"``, names; its module is imported at the first call.
 
     Raises:

@@ -74,7 +74,7 @@ def merge(
         overwrite=overwrite,
     )
     report, check = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify)
-    Console().print(merge_table(to_json(report)))
+    Console().print(merge_table(report))
     for line in (*report.notes, *(f"warning: {text}" for text in report.warnings)):
         print(line)
     for name, value in to_json(check).items() if check else ():

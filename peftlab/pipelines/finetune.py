@@ -22,7 +22,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.errors import PeftlabError
-from peftlab.files import to_json, write_json, write_text
+from peftlab.files import write_json, write_text
 from peftlab.methods.injection import count_parameters, inject
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
@@ -36,7 +36,7 @@ from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.reporting.card import adapter_card, training
+from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.data import TaskData, load_task_data
@@ -310,15 +310,15 @@ def _write_out(
     Returns:
         The results, with that comparison.
     """
-    card = {
-        "name": run_dir.name,
-        "base_model": recipe.model,
-        "results": results.to_dict(),
-        "recipe": dump_recipe(recipe),
-        "revision": recipe.revision,
-        "labels": list(task.data.task.labels),
-        "split": next(iter(evaluation.splits)),
-    }
+    card = CardInfo(
+        name=run_dir.name,
+        base_model=recipe.model,
+        results=results.to_dict(),
+        recipe=dump_recipe(recipe),
+        revision=recipe.revision,
+        labels=task.data.task.labels,
+        split=next(iter(evaluation.splits)),
+    )
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
         save_adapter(model, staging, base=recipe.model)
         task.tokenizer.save_pretrained(staging)
@@ -330,7 +330,7 @@ def _write_out(
         write_results(run_dir, results.to_dict())
         inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)
         compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
-        results = replace(results, merge=to_json(compared))
+        results = replace(results, merge=asdict(compared))
     conclude(run_dir, results.to_dict())
     return results
 

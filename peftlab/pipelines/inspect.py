@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import transformers
 from torch import nn
@@ -19,20 +19,18 @@ from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
+from peftlab.reporting.console import Inspection
 
 
-def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_class: str | None = None) -> dict[str, Any]:
+def inspect_model(
+    reference: str, method: str, fields: Mapping[str, object], auto_class: str | None = None
+) -> Inspection:
     """Inject ``method`` into the model that ``reference`` describes, without weights, and count.
 
     Args:
         reference: hub id, directory or ``package:NAME/path``; only its configuration is read.
         fields: of the method's configuration.
         auto_class: transformers auto class; default: the class the configuration names.
-
-    Returns:
-        ``matches`` (module pattern to number of modules), ``trainable``, ``total``, ``linear_covered`` (share of
-        linear weights in adapted modules), ``head`` (modules trained whole), ``targets`` ("table" or
-        "fallback": where default targets came from) and ``architecture``.
 
     Raises:
         PeftlabError: as loading the configuration and injecting do.
@@ -50,18 +48,18 @@ def inspect_model(reference: str, method: str, fields: dict[str, Any], auto_clas
     linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     covered = sum(size for n, size in linear.items() if n in set(injection.replaced))
     trainable, total = count_parameters(model)
-    return {
-        "architecture": type(model).__name__,
-        "matches": dict(patterns),
-        "trained_in_place": dict(in_place),
-        "head": head,
-        "targets": "table" if any(has_suffix(n, t) for t in row for n in injection.replaced) else "fallback",
-        "trainable": trainable,
-        "trainable_tensors": len(trainable_parameters(model)),
-        "total": total,
-        "linear_covered": covered / max(1, sum(linear.values())),
-        "folds": METHODS[method].folds,
-    }
+    return Inspection(
+        architecture=type(model).__name__,
+        matches=dict(patterns),
+        trained_in_place=dict(in_place),
+        head=head,
+        targets="table" if any(has_suffix(n, t) for t in row for n in injection.replaced) else "fallback",
+        trainable=trainable,
+        trainable_tensors=len(trainable_parameters(model)),
+        total=total,
+        linear_covered=covered / max(1, sum(linear.values())),
+        folds=METHODS[method].folds,
+    )
 
 
 def _pattern(name: str) -> str:

@@ -1,32 +1,18 @@
-"""README.md of an adapter, and what a merged model's says of its training: results for the hub, loading code, recipe.
-
-Both are made of one dictionary:
-
-| key | what | |
-| --- | --- | --- |
-| ``name`` | the model's name or directory, used as title and in the loading code | required |
-| ``base_model`` | the base's reference as in the recipe | required |
-| ``results`` | the contents of ``results.json`` | required |
-| ``recipe`` | the resolved recipe's YAML text | required |
-| ``revision`` | git revision of the base | optional |
-| ``base_license`` | the base's licence, as its own card calls it | optional |
-| ``dataset`` | reference of the data: a hub id or a path | optional |
-| ``split`` | the split the results are of | ``validation`` |
-| ``labels`` | class names in label order; empty for regression | optional |
-"""
+"""README.md of an adapter, and what a merged model's says of its training: results, loading code, recipe."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peftlab.checkpoints.model_card import Training, code, fence, hub_id, model_card, table
 from peftlab.reporting import facts
-from peftlab.reporting.classes import class_rows
+from peftlab.reporting.classes import Counts, class_counts, class_rows
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -36,109 +22,138 @@ _CLASSES = 50  # rows of the table of classes
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
-def adapter_card(info: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class CardInfo:
+    """What both cards are made of.
+
+    Attributes:
+        name: the model's name or directory, used as title and in the loading code.
+        base_model: the base's reference as in the recipe. revision: its git revision.
+        results: the contents of ``results.json``.
+        recipe: the resolved recipe's YAML text.
+        base_license: the base's licence, as its own card calls it.
+        dataset: reference of the data: a hub id or a path.
+        split: the split the results are of.
+        labels: class names in label order; empty for regression; None where they are not known.
+    """
+
+    name: str
+    base_model: str
+    results: facts.Results
+    recipe: str
+    revision: str | None = None
+    base_license: str | None = None
+    dataset: str | None = None
+    split: str = "validation"
+    labels: Sequence[str] | None = None
+
+    @property
+    def method(self) -> str:
+        """How parameters trained."""
+        return str(self.results["method"])
+
+    @property
+    def metric(self) -> str:
+        """The deciding metric."""
+        return str(self.results["metric"])
+
+
+def adapter_card(info: CardInfo) -> str:
     """Return the README.md of an adapter directory.
 
     A LoRA adapter is in peft's format and says ``library_name: peft``; any other is loaded by peftlab.
-
-    Args:
-        info: the dictionary described at the top of this module.
     """
-    if info["results"]["method"] == "lora":
+    if info.method == "lora":
         library, importing, load = "peft", "from peft import PeftModel", "PeftModel.from_pretrained"
     else:
         importing, load = "from peftlab.checkpoints.adapter import load_adapter", "load_adapter"
         library = "peftlab"
-    imports, base = _base_code(info["base_model"])
+    imports, base = _base_code(info.base_model)
     lines = [
         importing,
         *imports,
         f"from transformers import {_AUTO_CLASS}, AutoTokenizer",
         "",
         f"base = {base}",
-        f"tokenizer = AutoTokenizer.from_pretrained(base{_arguments(info, 'revision')})",
+        f"tokenizer = AutoTokenizer.from_pretrained(base{_revision(info)})",
         f"model = {_AUTO_CLASS}.from_pretrained(base{_base_options(info)})",
-        f"model = {load}(model, {json.dumps(info['name'])})",
+        f"model = {load}(model, {json.dumps(info.name)})",
     ]
     trained = training(info)
     data = copy(trained.data)
     data["base_model"], data["base_model_relation"], data["library_name"] = (
-        hub_id(info["base_model"]),
+        hub_id(info.base_model),
         "adapter",
         library,
     )
     parts = [
-        f"A {info['results']['method']} adapter of {code(info['base_model'])}, {trained.summary} with peftlab.",
+        f"A {info.method} adapter of {code(info.base_model)}, {trained.summary} with peftlab.",
         *trained.parts,
         "## Use\n\n" + fence("\n".join(lines), "python"),
     ]
-    return model_card(data, trained.name, parts, recipe=info["recipe"], license_=info.get("base_license"))
+    return model_card(data, trained.name, parts, recipe=info.recipe, license_=info.base_license)
 
 
-def training(info: Mapping[str, Any]) -> Training:
-    """Return what the card of a run's adapter, or of its merged model, says of the training.
-
-    Args:
-        info: the dictionary described at the top of this module.
-    """
+def training(info: CardInfo) -> Training:
+    """Return what the card of a run's adapter, or of its merged model, says of the training."""
     from huggingface_hub import ModelCardData
 
-    results, dataset, evaluated = info["results"], hub_id(info.get("dataset")), _eval_results(info)
+    task, dataset, evaluated = str(info.results["task"]), hub_id(info.dataset), _eval_results(info)
     data = ModelCardData(
         pipeline_tag="text-classification",
-        tags=list(dict.fromkeys(["peftlab", results["method"], results["task"].partition("/")[0]])),
+        tags=list(dict.fromkeys(["peftlab", info.method, task.partition("/")[0]])),
         datasets=[dataset] if dataset else None,
         metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
         eval_results=evaluated or None,
-        model_name=Path(str(info["name"])).name,
+        model_name=Path(info.name).name,
     )
     parts = [
-        f"## Results\n\n{_results_table(results)}",
-        table(("run", ""), facts.facts(results).items()),
-        *([_classes(results["classes"])] if results.get("classes") else []),
+        f"## Results\n\n{_results_table(info)}",
+        table(("run", ""), facts.facts(info.results).items()),
+        *([_classes(counts)] if (counts := class_counts(info.results)) else []),
     ]
-    return Training(str(info["name"]), f"finetuned on {code(results['task'])}", parts, data)
+    return Training(info.name, f"finetuned on {code(task)}", parts, data)
 
 
-def _classes(classes: Mapping[str, Mapping[str, int]]) -> str:
+def _classes(classes: Counts) -> str:
     header, *rows = class_rows(classes, _CLASSES)
     return table(header, rows)
 
 
-def _eval_results(info: Mapping[str, Any]) -> list[EvalResult]:
+def _eval_results(info: CardInfo) -> list[EvalResult]:
     """Return the finite scores as the hub's client represents them."""
     from huggingface_hub import EvalResult
 
-    task = info["results"]["task"]
+    task = str(info.results["task"])
     return [
         EvalResult(
             task_type="text-classification",
-            dataset_type=hub_id(info.get("dataset")) or "text",
+            dataset_type=hub_id(info.dataset) or "text",
             dataset_name=task,
             dataset_config=task.partition("/")[2] if task.startswith("glue/") else None,
-            dataset_split=info.get("split", "validation"),
+            dataset_split=info.split,
             metric_type=_HUB_METRICS.get(metric := name.rpartition(".")[2], metric),
             metric_value=value,
             metric_name=facts.label(name),
         )
-        for name, value in _scores(info["results"]).items()
+        for name, value in _scores(info).items()
         if math.isfinite(value)
     ]
 
 
-def _scores(results: Mapping[str, Any]) -> dict[str, float]:
+def _scores(info: CardInfo) -> dict[str, float]:
     """The deciding score first, then the other metrics."""
-    others = {key: value for key, value in facts.flatten(results.get("metrics") or {}) if value is not None}
-    return {results["metric"]: results["score"]} | others
+    named = {info.metric: info.results["score"]} | dict(facts.flatten(info.results.get("metrics") or {}))
+    return {key: number for key, value in named.items() if (number := facts.real(value)) is not None}
 
 
-def _results_table(results: Mapping[str, Any]) -> str:
-    baseline = results.get("baseline_score")
+def _results_table(info: CardInfo) -> str:
+    baseline = info.results.get("baseline_score")
     rows = [
-        (facts.label(name), facts.number(value), facts.number(baseline) if name == results["metric"] else "")
-        for name, value in _scores(results).items()
+        (facts.label(name), facts.number(value), facts.number(baseline) if name == info.metric else "")
+        for name, value in _scores(info).items()
     ]
-    return table(("metric", "score", facts.baseline_name(results["metric"])), rows)
+    return table(("metric", "score", facts.baseline_name(info.metric)), rows)
 
 
 def _base_code(reference: str) -> tuple[list[str], str]:
@@ -148,11 +163,10 @@ def _base_code(reference: str) -> tuple[list[str], str]:
     return [], json.dumps(reference)
 
 
-def _base_options(info: Mapping[str, Any]) -> str:
-    labels = info.get("labels")
-    count = "" if labels is None else f", num_labels={max(len(labels), 1)}"
-    return count + _arguments(info, "revision")
+def _base_options(info: CardInfo) -> str:
+    count = "" if info.labels is None else f", num_labels={max(len(info.labels), 1)}"
+    return count + _revision(info)
 
 
-def _arguments(info: Mapping[str, Any], *names: str) -> str:
-    return "".join(f", {name}={json.dumps(info[name])}" for name in names if info.get(name))
+def _revision(info: CardInfo) -> str:
+    return f", revision={json.dumps(info.revision)}" if info.revision else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
 
 from peftlab.reporting import facts
 
@@ -56,12 +55,18 @@ def class_warnings(classes: Counts) -> list[str]:
     ]
 
 
-def baseline_remark(results: Mapping[str, Any]) -> str | None:
+def class_counts(results: facts.Results) -> Counts:
+    """Return ``classes`` of ``results.json``; empty for regression and where it is missing."""
+    classes = results.get("classes")
+    return classes if isinstance(classes, Mapping) else {}
+
+
+def baseline_remark(results: facts.Results) -> str | None:
     """Return a sentence where the score equals that of always giving the same answer, else None."""
-    score, baseline = results.get("score"), results.get("baseline_score")
+    score, baseline = facts.real(results.get("score")), facts.real(results.get("baseline_score"))
     if "classes" not in results or score is None or baseline is None or not math.isclose(score, baseline):
         return None
-    metric = results["metric"]
+    metric = str(results["metric"])
     return f"The {facts.label(metric)} equals the {facts.baseline_name(metric)} (one answer for all)."
 
 

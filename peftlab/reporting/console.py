@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +16,9 @@ from rich.text import Text
 
 from peftlab.reporting import facts
 from peftlab.reporting.classes import baseline_remark
+
+if TYPE_CHECKING:
+    from peftlab.checkpoints.merge.report import MergeReport, TensorReport
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -53,13 +57,13 @@ def fold_name(name: str, width: int) -> list[str]:
     return lines
 
 
-def results_table(results: Mapping[str, Any]) -> Table:
+def results_table(results: facts.Results) -> Table:
     """Return the numbers of ``results.json``: the score beside its baseline first, the merge last."""
     table = _table(title=f"{results['task']}, {results['method']}")
     table.show_header = False
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    metric = results["metric"]
+    metric = str(results["metric"])
     table.add_row(Text(facts.label(metric)), Text(facts.number(results["score"]), style="bold green"))
     if results.get("baseline_score") is not None:
         baseline = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
@@ -78,7 +82,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
     return table
 
 
-def print_results(results: Mapping[str, Any], run_dir: str | Path) -> None:
+def print_results(results: facts.Results, run_dir: str | Path) -> None:
     """Print the table of results and, on lines that are never broken, a remark on the score and the run directory."""
     console = Console()
     console.print(results_table(results))
@@ -94,58 +98,80 @@ def trainable_line(trainable: int, total: int) -> str:
     return f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}"
 
 
-def merge_table(report: Mapping[str, Any]) -> Table:
+def merge_table(report: MergeReport) -> Table:
     """Return what a merge did, one row for all tensors whose names differ only in the layer.
 
     ``n`` tensors; the mean of the change's norm over the weight's; the mean share of elements whose stored
     value changed; and the worst share of the change that rounding to the stored dtype left.
-
-    Args:
-        report: the contents of ``merge.json``, which has every tensor's own figures.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in report["tensors"]:
-        groups.setdefault(_LAYER.sub("*", row["name"]), []).append(row)
-    table = _table(title=f"merged {report['architecture']} ({report['dtype']})")
+    groups: dict[str, list[TensorReport]] = {}
+    for row in report.tensors:
+        groups.setdefault(_LAYER.sub("*", row.name), []).append(row)
+    table = _table(title=f"merged {report.architecture} ({report.dtype})")
     table.add_column("tensor")
     for name in ("n", "delta/W", "changed", "survived"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, rows in groups.items():
-        ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+        ratios = [row.ratio for row in rows if row.ratio is not None]
         table.add_row(
             LongName(name),
             str(len(rows)),
-            facts.percent(sum(ratios) / len(ratios)) if ratios else rows[0]["kind"],
-            facts.percent(sum(row["changed"] for row in rows) / len(rows)),
-            facts.percent(min(row["survived"] for row in rows)),
+            facts.percent(sum(ratios) / len(ratios)) if ratios else rows[0].kind,
+            facts.percent(sum(row.changed for row in rows) / len(rows)),
+            facts.percent(min(row.survived for row in rows)),
         )
     return table
 
 
-def inspection_table(found: Mapping[str, Any]) -> Table:
+@dataclass(frozen=True)
+class Inspection:
+    """What a method would train in a model.
+
+    Attributes:
+        architecture: the class of the model.
+        matches: adapted modules, pattern to their number. trained_in_place: the same of parameters.
+        head: modules trained whole.
+        targets: where default targets came from, "table" or "fallback".
+        trainable: trainable parameters; trainable_tensors: the tensors that contain them. total: all parameters.
+        linear_covered: share of the linear weights that is in adapted modules.
+        folds: whether the method can be merged into plain weights.
+    """
+
+    architecture: str
+    matches: dict[str, int]
+    trained_in_place: dict[str, int]
+    head: list[str]
+    targets: str
+    trainable: int
+    trainable_tensors: int
+    total: int
+    linear_covered: float
+    folds: bool
+
+
+def inspection_table(found: Inspection) -> Table:
     """Return what ``peftlab inspect`` found: matched module patterns with their numbers, then the counts."""
-    table = _table(title=found["architecture"])
+    table = _table(title=found.architecture)
     table.add_column("what")
     table.add_column("number", justify="right", no_wrap=True)
-    for kind, title in (("matches", "adapted"), ("trained_in_place", "trained in place")):
-        for pattern, count in found[kind].items():
+    for counts, title in ((found.matches, "adapted"), (found.trained_in_place, "trained in place")):
+        for pattern, count in counts.items():
             table.add_row(LongName(f"{title}: {pattern}"), f"{count:,}")
     table.add_section()
-    total = found["total"]
     for name, value in (
-        ("trainable parameters", f"{found['trainable']:,}"),
-        ("all parameters", f"{total:,}"),
-        ("trainable share", facts.percent(found["trainable"] / total)),
-        ("linear weights covered", facts.percent(found["linear_covered"])),
-        ("folds into plain weights", "yes" if found["folds"] else "no"),
+        ("trainable parameters", f"{found.trainable:,}"),
+        ("all parameters", f"{found.total:,}"),
+        ("trainable share", facts.percent(found.trainable / found.total)),
+        ("linear weights covered", facts.percent(found.linear_covered)),
+        ("folds into plain weights", "yes" if found.folds else "no"),
     ):
         table.add_row(name, value)
-    if found["targets"] == "fallback":
+    if found.targets == "fallback":
         table.caption = "no row for this architecture in the table of targets: every linear layer but the output layer"
     return table
 
 
-def recipes_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     """Return a list of recipes; columns are the rows' keys in order, the first (the name) never folded."""
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.files import parse_json
+from peftlab.files import Json, parse_json
 
 MAX_POINTS = 500
 
@@ -97,23 +96,31 @@ class History:
         self.lines += 1
         try:
             row = parse_json(line)
-            step = row["step"]
-            if "eval" in row:
-                for metric, value in row["eval"].items():
-                    self._add(self.evaluation.setdefault((row.get("split", ""), metric), Curve()), step, value)
-            else:
-                for name, curve in self.train.items():
-                    self._add(curve, step, row.get(name))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and self._add_row(row)):
             self.damaged += 1
 
-    def _add(self, curve: Curve, step: int, value: Any) -> None:
-        if value is None:
-            return
+    def _add_row(self, row: dict[str, Json]) -> bool:
+        """Take in the values of a line; False if one of them is of another type than it should be."""
+        step, split, scores = row.get("step"), row.get("split", ""), row.get("eval", {})
+        if not (isinstance(step, int | float) and isinstance(split, str) and isinstance(scores, dict)):
+            return False
+        if "eval" in row:
+            return all(self._add(self._of(split, metric), step, value) for metric, value in scores.items())
+        return all(self._add(curve, step, row.get(name)) for name, curve in self.train.items())
+
+    def _of(self, split: str, metric: str) -> Curve:
+        return self.evaluation.setdefault((split, metric), Curve())
+
+    def _add(self, curve: Curve, step: float, value: Json) -> bool:
+        if not isinstance(value, int | float):
+            return value is None
         if math.isfinite(value):
             curve.add(step, value)
         else:
             self.non_finite += 1
+        return True
 
 
 def read_history(path: Path) -> History:

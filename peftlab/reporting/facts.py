@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from peftlab.errors import PeftlabError
+
+Results = Mapping[str, object]
+"""The contents of ``results.json``; its keys are listed in ``peftlab.reporting.result_keys``."""
 
 HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "metrics", "merge", "classes"})
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Return ``value`` as a person reads it: ``294,912``, ``0.8725``, ``3.1e-06``, ``yes``, ``none``."""
     if value is None:
         return "none"
@@ -23,6 +27,19 @@ def number(value: Any) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.2g}"
     return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def real(value: object) -> float | None:
+    """Return ``value`` if it is a number, else None."""
+    return value if isinstance(value, int | float) else None
+
+
+def required(results: Results, key: str) -> float:
+    """Return the number of a key; ``PeftlabError`` where there is none."""
+    value = real(results.get(key))
+    if value is None:
+        raise PeftlabError(f"results.json of {results.get('task')}: {key} is not a number")
+    return value
 
 
 def duration(seconds: float) -> str:
@@ -40,7 +57,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
 
 
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -64,32 +81,42 @@ def baseline_name(metric: str) -> str:
     return "constant baseline" if metric in _CONSTANT_SCORED else "majority baseline"
 
 
-def gain(results: Mapping[str, Any]) -> str | None:
+def gain(results: Results) -> str | None:
     """Return the signed distance of score to baseline, or None where there is no baseline."""
-    score, baseline = results.get("score"), results.get("baseline_score")
+    score, baseline = real(results.get("score")), real(results.get("baseline_score"))
     return None if score is None or baseline is None else f"{score - baseline:+.4f}"
 
 
-def facts(results: Mapping[str, Any]) -> dict[str, str]:
+def facts(results: Results) -> dict[str, str]:
     """Return label and text of everything in ``results`` but the headline and the merge, nothing left out.
 
     Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
     """
     rest = {key: value for key, value in results.items() if key not in HEADLINE and value is not None}
     rows: dict[str, str] = {}
-    if "trainable_parameters" in rest and "total_parameters" in rest:
-        trainable, total = rest.pop("trainable_parameters"), rest.pop("total_parameters")
+
+    def taken(key: str) -> float | None:
+        """Remove and return the number of a key; None if there is none."""
+        value = real(rest.get(key))
+        if value is not None:
+            del rest[key]
+        return value
+
+    if (total := real(rest.get("total_parameters"))) is not None and (
+        trainable := taken("trainable_parameters")
+    ) is not None:
+        del rest["total_parameters"]
         rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
-    if "train_seconds" in rest:
-        rows["training time"] = duration(rest.pop("train_seconds"))
-    speeds = {"examples_per_second": "examples/s", "tokens_per_second": "tokens/s"}
-    throughput = [f"{rest.pop(key):,.0f} {unit}" for key, unit in speeds.items() if key in rest]
+    if (seconds := taken("train_seconds")) is not None:
+        rows["training time"] = duration(seconds)
+    speeds = (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
+    throughput = [f"{speed:,.0f} {unit}" for key, unit in speeds if (speed := taken(key)) is not None]
     if throughput:
         rows["throughput"] = ", ".join(throughput)
-    if "padding_share" in rest:
-        rows["padding"] = percent(rest.pop("padding_share"))
-    if "peak_rss_mb" in rest:
-        rows["peak memory"] = f"{rest.pop('peak_rss_mb'):,.0f} MB"
+    if (share := taken("padding_share")) is not None:
+        rows["padding"] = percent(share)
+    if (memory := taken("peak_rss_mb")) is not None:
+        rows["peak memory"] = f"{memory:,.0f} MB"
     if "best_step" in rest:
         rows["best step"] = number(rest.pop("best_step"))
     if "seed" in rest:

@@ -6,12 +6,11 @@ import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, read_text, write_text
+from peftlab.files import read_object, read_text, write_text
 from peftlab.reporting import facts
-from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings
+from peftlab.reporting.classes import baseline_remark, class_counts, class_rows, class_warnings
 from peftlab.reporting.curves import History, read_history
 from peftlab.reporting.plots import Line, curve_svg
 
@@ -35,7 +34,7 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def render(template: str, context: Mapping[str, Any]) -> str:
+def render(template: str, context: Mapping[str, object]) -> str:
     """Return the page that a template of ``templates/`` makes of ``context``; the same input gives the same bytes.
 
     Raises:
@@ -61,21 +60,21 @@ def _require(module: str) -> None:
         raise PeftlabError(f"the HTML report needs {module}: pip install peftlab[report]") from None
 
 
-def page_context(run_dir: Path) -> dict[str, Any]:
+def page_context(run_dir: Path) -> dict[str, object]:
     """Return what the template shows, read from the files of ``run_dir``."""
     from ruamel.yaml import YAML
 
-    results = read_json(run_dir / "results.json")
+    results = read_object(run_dir / "results.json")
     missing = [key for key in ("task", "method", "metric", "score") if key not in results]
     if missing:
         raise PeftlabError(f"{run_dir / 'results.json'}: no {', '.join(missing)}")
-    provenance = read_json(run_dir / "provenance.json")
+    provenance = read_object(run_dir / "provenance.json")
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
         raise PeftlabError(f"{recipe_file}: no such file")
     recipe = read_text(recipe_file)
     history = read_history(run_dir / "metrics.jsonl")
-    metric = results["metric"]
+    metric = str(results["metric"])
     return {
         "task": results["task"],
         "method": results["method"],
@@ -85,9 +84,9 @@ def page_context(run_dir: Path) -> dict[str, Any]:
         "gain": facts.gain(results),
         "baseline_name": facts.baseline_name(metric),
         "bars": _bars(results),
-        "plots": _plots(history, metric, results.get("baseline_score")),
+        "plots": _plots(history, metric, facts.real(results.get("baseline_score"))),
         "notes": [*_remarks(results), *_notes(history)],
-        "classes": class_rows(results["classes"], _CLASSES) if results.get("classes") else [],
+        "classes": class_rows(counts, _CLASSES) if (counts := class_counts(results)) else [],
         "facts": facts.facts(results),
         "metrics": _rows(results.get("metrics")),
         "merge": _rows(results.get("merge")),
@@ -96,24 +95,24 @@ def page_context(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _remarks(results: dict[str, Any]) -> list[str]:
+def _remarks(results: facts.Results) -> list[str]:
     """Return remarks on the score and warnings about the classes."""
-    warnings = [f"{text[:1].upper()}{text[1:]}." for text in class_warnings(results.get("classes") or {})]
+    warnings = [f"{text[:1].upper()}{text[1:]}." for text in class_warnings(class_counts(results))]
     return [*filter(None, [baseline_remark(results)]), *warnings]
 
 
-def _rows(values: Any) -> dict[str, str]:
+def _rows(values: object) -> dict[str, str]:
     return {facts.label(key): facts.number(value) for key, value in facts.flatten(values or {})}
 
 
-def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
+def _bars(results: facts.Results) -> list[dict[str, str | None]]:
     """Score and baseline as bars from zero on one scale, which is 0 to 1 or as far as the numbers go."""
-    metric = results["metric"]
+    metric = str(results["metric"])
     named = [
-        ("score", facts.label(metric), results["score"]),
-        ("baseline", facts.baseline_name(metric), results.get("baseline_score")),
+        ("score", facts.label(metric), facts.real(results["score"])),
+        ("baseline", facts.baseline_name(metric), facts.real(results.get("baseline_score"))),
     ]
-    bars = [bar for bar in named if bar[2] is not None and math.isfinite(bar[2])]
+    bars = [(kind, name, value) for kind, name, value in named if value is not None and math.isfinite(value)]
     low = min([0.0, *(value for _, _, value in bars)])
     high = max([1.0, *(value for _, _, value in bars)])
     return [
@@ -129,7 +128,7 @@ def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _plots(history: History, metric: str, baseline: float | None) -> list[dict[str, Any]]:
+def _plots(history: History, metric: str, baseline: float | None) -> list[dict[str, object]]:
     """Loss, metric and learning rate; a plot without a point is left out."""
     losses = [Line("training loss", history.train["loss"])]
     scores: list[Line] = []
@@ -145,7 +144,7 @@ def _plots(history: History, metric: str, baseline: float | None) -> list[dict[s
 
 def _plot(
     salt: str, title: str, lines: list[Line], baseline: float | None = None, baseline_name: str = ""
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     lines = [line for line in lines if line.curve.buckets]
     if not lines:
         return []

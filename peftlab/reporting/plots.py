@@ -6,9 +6,13 @@ import html
 import io
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from peftlab.reporting.curves import Curve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import RcKeyType
 
 INK, GRID = "#010101", "#020202"
 SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305")
@@ -16,7 +20,7 @@ SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305")
 _VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
 }
-_STYLE: dict[Any, Any] = {
+_STYLE: dict[RcKeyType, str | float | bool] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
@@ -77,7 +81,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
     return _inline(buffer.getvalue(), summary)
 
 
-def _draw(axes: Any, curve: Curve, colour: str) -> None:
+def _draw(axes: Axes, curve: Curve, colour: str) -> None:
     x, y = curve.x, curve.y
     if curve.per_bucket > 1:
         low = [bucket.low for bucket in curve.buckets]

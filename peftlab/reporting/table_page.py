@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from peftlab.reporting import facts
 from peftlab.reporting.html import render
@@ -52,7 +51,7 @@ def table_page(table: Table, failed: Sequence[str] = ()) -> str:
     return render("table.html.j2", context)
 
 
-def _figure(table: Table, task: str) -> dict[str, Any] | None:
+def _figure(table: Table, task: str) -> dict[str, object] | None:
     """One task's plot and numbers; None while no run of it has finished."""
     entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
     if not entries:
@@ -91,7 +90,7 @@ def _figure(table: Table, task: str) -> dict[str, Any] | None:
     }
 
 
-def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str, Any]:
+def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str, object]:
     megabytes = entry.gpu if entry.gpu is not None else entry.memory
     return {
         "name": row,

@@ -9,17 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from peftlab.files import read_json
+from peftlab.files import member, read_object
 from peftlab.reporting import facts
 
 PUBLISHED = Path(__file__).with_name("published.json")
@@ -115,7 +114,7 @@ def summarise(
     seeds: int,
     titles: dict[str, str],
     rows: list[str],
-    results: Iterable[tuple[str, str, Mapping[str, Any]]],
+    results: Iterable[tuple[str, str, facts.Results]],
 ) -> Table:
     """Return the table of finished runs, with the published rows that share a task with it.
 
@@ -123,14 +122,14 @@ def summarise(
         model, seeds, titles, rows: as the attributes of ``Table``.
         results: (task, row, contents of ``results.json``) of each finished run.
     """
-    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    runs: dict[tuple[str, str], list[facts.Results]] = {}
     for task, row, found in results:
         runs.setdefault((task, row), []).append(found)
     entries = {key: _entry(found) for key, found in runs.items()}
-    source = read_json(PUBLISHED)
+    source = read_object(PUBLISHED)
     size = "roberta-large" if "roberta-large" in model.lower() else "roberta-base"
-    theirs = source["models"][size]
-    shown = {
+    theirs = member(member(source, "models", dict, PUBLISHED), size, dict, PUBLISHED)
+    shown: dict[str, dict[str, float]] = {
         row: {task: score for task, score in scores.items() if task in titles}
         for row, scores in theirs["rows"].items()
         if scores.keys() & titles.keys()
@@ -143,25 +142,31 @@ def summarise(
     return Table(model, seeds, titles, rows, entries, shown, f"published, {theirs['label']}", notes)
 
 
-def _entry(runs: list[Mapping[str, Any]]) -> Entry:
-    runs = sorted(runs, key=lambda run: run["seed"])
-    metric = runs[0]["metric"]
-    split = next(iter(runs[0]["metrics"]))
+def _entry(runs: list[facts.Results]) -> Entry:
+    def numbers(key: str) -> tuple[float, ...]:
+        return tuple(facts.required(run, key) for run in runs)
+
+    runs = sorted(runs, key=lambda run: facts.required(run, "seed"))
+    metric = str(runs[0]["metric"])
+    best = [dict(facts.flatten(run["metrics"])) for run in runs]
+    deciding = f"{next(iter(best[0])).partition('.')[0]}.{metric}"
     others: dict[str, list[float]] = {}
-    for run in runs:
-        for name, value in facts.flatten(run["metrics"]):
-            if name != f"{split}.{metric}" and not name.endswith("loss"):
-                others.setdefault(name, []).append(100 * value)
-    gpus = [run["peak_gpu_mb"] for run in runs if run.get("peak_gpu_mb") is not None]
+    for metrics in best:
+        for name, value in metrics.items():
+            number = facts.real(value)
+            if number is not None and name != deciding and not name.endswith("loss"):
+                others.setdefault(name, []).append(100 * number)
+    last = [facts.required(dict(facts.flatten(run["last_metrics"])), deciding) for run in runs]
+    gpus = [number for run in runs if (number := facts.real(run.get("peak_gpu_mb"))) is not None]
     return Entry(
         metric,
-        tuple(run["seed"] for run in runs),
-        Spread(tuple(100 * run["score"] for run in runs)),
-        Spread(tuple(100 * run["last_metrics"][split][metric] for run in runs)),
+        tuple(map(int, numbers("seed"))),
+        Spread(tuple(100 * score for score in numbers("score"))),
+        Spread(tuple(100 * score for score in last)),
         {name: statistics.fmean(values) for name, values in others.items()},
-        runs[0]["trainable_parameters"],
-        statistics.fmean(run["train_seconds"] for run in runs),
-        max(run["peak_rss_mb"] for run in runs),
+        int(numbers("trainable_parameters")[0]),
+        statistics.fmean(numbers("train_seconds")),
+        max(numbers("peak_rss_mb")),
         max(gpus, default=None),
     )
 
@@ -184,7 +189,7 @@ def row_parameters(table: Table, row: str) -> str:
 
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print the overview and each task's details, in 80 columns."""
-    parts: list[Any] = [_overview(table), *(_details(table, task) for task in table.titles)]
+    parts: list[ConsoleRenderable] = [_overview(table), *(_details(table, task) for task in table.titles)]
     parts += [Text(note, style="dim") for note in ["± is the standard deviation over seeds.", *table.notes]]
     (console or Console()).print(Group(*parts))
 

@@ -19,25 +19,25 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.sidefiles import merge_card
 from peftlab.checkpoints.model_card import front_matter
-from peftlab.reporting.card import adapter_card, training
+from peftlab.reporting.card import CardInfo, adapter_card, training
 
 
-def merged_card(info: dict[str, Any]) -> str:
+def merged_card(info: CardInfo) -> str:
     """The card of a run's merged model, in a directory without a licence or a tokenizer."""
     report = MergeReport(
-        out="merged", adapter="adapter", base=info["base_model"], architecture="RobertaForSequenceClassification",
-        method=info["results"]["method"], dtype="fp32", tensors=[], copied=0, dropped=[], underflow={}, overflow={},
+        out="merged", adapter="adapter", base=info.base_model, architecture="RobertaForSequenceClassification",
+        method=info.method, dtype="fp32", tensors=[], copied=0, dropped=[], underflow={}, overflow={},
         notes=[], warnings=[], total_bytes=0, seconds=0.0,
     )  # fmt: skip
     nowhere = Path("nowhere")
-    return merge_card(report, nowhere, nowhere, MergeOptions(recipe=info["recipe"], training=training(info)))
+    return merge_card(report, nowhere, nowhere, MergeOptions(recipe=info.recipe, training=training(info)))
 
 
 CARDS = [adapter_card, merged_card]
 PRINTABLE = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=40)
 
 
-def info(**changes: Any) -> dict[str, Any]:
+def info(**changes: Any) -> CardInfo:
     values = {
         "name": "roberta-base-mrpc-lora",
         "base_model": "FacebookAI/roberta-base",
@@ -46,7 +46,7 @@ def info(**changes: Any) -> dict[str, Any]:
         "dataset": "nyu-mll/glue",
         "labels": ["not_equivalent", "equivalent"],
     }
-    return values | changes
+    return CardInfo(**(values | changes))
 
 
 def head(card: str) -> dict[str, Any]:

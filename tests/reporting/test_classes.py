@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_directory import results, write_run
 
-from peftlab.reporting.card import adapter_card
+from peftlab.reporting.card import CardInfo, adapter_card
 from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings, data_lines
 from peftlab.reporting.console import print_results
 from peftlab.reporting.html import write_report
@@ -68,5 +68,5 @@ def test_report_and_card_show_the_classes(tmp_path: Path) -> None:
     text = page.read_text()
     assert '<th scope="row">a&lt;b</th><td>1,234</td><td>7</td>' in text
     assert "Class names that differ only in case or spaces" in text
-    info = {"name": "x", "base_model": "b", "recipe": "r", "results": results(classes=SPELLED)}
+    info = CardInfo(name="x", base_model="b", recipe="r", results=results(classes=SPELLED))
     assert "| bad | 1,200 | 3 |" in adapter_card(info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_directory import results
 
+from peftlab.checkpoints.merge.report import MergeReport, TensorReport
 from peftlab.reporting import console, facts
 
 PATH = "/a/very/long/path/" + "to/some/place/" * 8 + "recipe.yaml"
@@ -46,9 +48,11 @@ def test_trainable_line_is_pefts() -> None:
     assert console.trainable_line(0, 0).endswith("trainable%: 0.0000")
 
 
-def _merged(name: str) -> dict:
-    row = {"name": name, "kind": "folded", "ratio": 0.0052, "changed": 0.667, "survived": 1.0}
-    return {"architecture": "LlamaForCausalLM", "dtype": "bfloat16", "tensors": [row]}
+def _merged(name: str) -> MergeReport:
+    row = TensorReport(name, "folded", "bfloat16", (2, 2), ratio=0.0052, changed=0.667, survived=1.0, nonfinite=0)
+    return MergeReport(
+        "out", "adapter", "base", "LlamaForCausalLM", "lora", "bfloat16", [row], 0, {}, {}, {}, [], [], 8, 0.1
+    )
 
 
 def test_merge_table_folds_long_names_after_separators() -> None:
@@ -64,9 +68,7 @@ def test_merge_table_folds_long_names_after_separators() -> None:
 
 def test_merge_table_groups_layers() -> None:
     report = _merged("model.layers.0.self_attn.q_proj.weight")
-    report["tensors"].append(
-        {**report["tensors"][0], "name": "model.layers.1.self_attn.q_proj.weight", "survived": 0.5}
-    )
+    report.tensors.append(replace(report.tensors[0], name="model.layers.1.self_attn.q_proj.weight", survived=0.5))
     text = rendered(console.merge_table(report))
     row = next(line for line in text.splitlines() if "model.layers.*" in line)
     assert row.split()[-7] == "2" and row.split()[-2] == "50"

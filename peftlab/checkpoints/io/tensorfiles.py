@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peftlab.errors import PeftlabError
-from peftlab.files import open_regular, parse_json, read_object, reason
+from peftlab.files import Json, open_regular, parse_json, read_object, reason
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -196,21 +196,28 @@ def shard_names(directory: Path, index_name: str) -> list[str]:
         PeftlabError: the index is malformed, points outside ``directory``, or names a missing shard.
     """
     path = directory / index_name
-    weight_map = read_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map = _weight_map(path)
+    if not weight_map:
         raise PeftlabError(f"{path}: has no weight_map")
+    names = set()
     for key, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name:
             raise PeftlabError(f"{path}: {key!r} points to {name!r}, which is not a file name inside the directory")
         if not (directory / name).is_file():
             raise PeftlabError(f"{path}: {key!r} is in {name}, which is missing")
-    return sorted(set(weight_map.values()))
+        names.add(name)
+    return sorted(names)
 
 
 def check_index(directory: Path, index_name: str, found: Mapping[str, Iterable[str]]) -> None:
     """Check that each key of an index is in the shard it names (``found``: keys by shard)."""
     path = directory / index_name
     keys = {name: set(names) for name, names in found.items()}
-    for key, name in read_object(path)["weight_map"].items():
-        if key not in keys[name]:
+    for key, name in _weight_map(path).items():
+        if key not in keys[str(name)]:
             raise PeftlabError(f"{path}: {key!r} is not in {name}")
+
+
+def _weight_map(path: Path) -> dict[str, Json]:
+    weight_map = read_object(path).get("weight_map")
+    return weight_map if isinstance(weight_map, dict) else {}

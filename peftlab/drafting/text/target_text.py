@@ -11,17 +11,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.files import member, parse_json, read_object, read_text, write_json, write_text
+from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text
 from peftlab.tasks.prompts import Request
 
 _SAMPLED = 1024  # elements a tensor that tell one set of weights from another
@@ -48,7 +48,7 @@ class Writing:
 
 
 def write_continuations(
-    target: Any, prompts: Sequence[Sequence[int]], writing: Writing, cache: Path, eos: frozenset[int]
+    target: PreTrainedModel, prompts: Sequence[Sequence[int]], writing: Writing, cache: Path, eos: frozenset[int]
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
@@ -95,12 +95,21 @@ def _batch(
 def _read_part(path: Path, count: int) -> list[Request]:
     try:
         rows = [parse_json(line) for line in read_text(path).splitlines()]
-        requests = [Request(row["prompt_ids"], row["response_ids"]) for row in rows]
-    except (PeftlabError, ValueError, KeyError, TypeError) as error:
+        requests = [Request(_ids(row, "prompt_ids"), _ids(row, "response_ids")) for row in rows]
+    except (PeftlabError, ValueError) as error:
         raise PeftlabError(f"{path}: damaged ({error}); delete it and run again") from None
     if len(requests) != count:
         raise PeftlabError(f"{path}: {len(requests)} continuations instead of {count}; delete it and run again")
     return requests
+
+
+def _ids(row: Json, key: str) -> list[int]:
+    """Return the token ids of a key of a part file's line."""
+    ids = row.get(key) if isinstance(row, dict) else None
+    found = [i for i in ids if isinstance(i, int)] if isinstance(ids, list) else []
+    if not isinstance(ids, list) or len(found) < len(ids):
+        raise ValueError(f"{key} is not a list of token ids")
+    return found
 
 
 def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:

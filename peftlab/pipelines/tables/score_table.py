@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json, write_text
+from peftlab.files import read_object, write_text
 from peftlab.outputs import Claim, claimed, read_mark
 from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
-from peftlab.reporting.facts import duration
+from peftlab.reporting.facts import duration, required
 from peftlab.reporting.table_page import table_page
 from peftlab.reporting.table_results import Table, print_table, summarise, table_csv, table_latex
 from peftlab.tasks.table import find_task
@@ -94,15 +94,16 @@ def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str
 
 
 def _outcome(cell: Cell) -> str:
-    results = read_json(cell.directory / RESULTS)
-    return f"{results['metric']} {100 * results['score']:.1f}, {duration(results['train_seconds'])}"
+    results = read_object(cell.directory / RESULTS)
+    score, seconds = required(results, "score"), required(results, "train_seconds")
+    return f"{results['metric']} {100 * score:.1f}, {duration(seconds)}"
 
 
 def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Table:
     """Gather the results there are, and write the table's files."""
     directory = Path(recipe.output_dir)
     results = [
-        (cell.task, cell.row, read_json(cell.directory / RESULTS))
+        (cell.task, cell.row, read_object(cell.directory / RESULTS))
         for cell in cells
         if (cell.directory / RESULTS).exists()
     ]
