@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -93,6 +94,17 @@ class DraftData(Section):
         return self
 
 
+@dataclass(frozen=True)
+class OtherKeys:
+    """The keys of a draft recipe that a draft's section is checked against; named as there."""
+
+    method: MethodConfig | None
+    objective: DraftObjective
+    data: DraftData
+    merge: bool | None
+    acceptance_head: bool
+
+
 class DraftConfig(Section):
     """Base of the kinds' sections, distinguished by ``kind`` in a recipe's ``draft``."""
 
@@ -100,15 +112,7 @@ class DraftConfig(Section):
     usual_method: ClassVar[str | None] = "lora"
     """The method of a recipe that names none; None: nothing is put into the model."""
 
-    def problems(
-        self,
-        *,
-        method: MethodConfig | None,
-        objective: DraftObjective,
-        data: DraftData,
-        merge: bool | None,
-        acceptance_head: bool,
-    ) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""
-        if method is None:
+        if recipe.method is None:
             yield "method", f"null, and draft kind {self.kind} has no parameters of its own to train; name a method"

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -35,7 +34,7 @@ Overrides apply from left to right. The run directory contains the resolved reci
 """
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """Return the JSON Schema (draft 2020-12) of all kinds of recipe, for editors that complete YAML."""
     references, schema = models_json_schema([(kind, "validation") for kind in KINDS.values()])
     return {
@@ -94,7 +93,7 @@ def _first_line(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").strip().splitlines()[0].replace("``", "`")
 
 
-def _table(head: tuple[str, ...], rows: Any) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 

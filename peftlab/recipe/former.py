@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+
+from peftlab.files import Json
 
 _MEDUSA = (
     "write draft: {kind: medusa, heads: ...} with its settings beside it; method: null trains the heads alone, "
@@ -11,12 +12,12 @@ _MEDUSA = (
 )
 
 
-def former_spellings(recipe: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+def former_spellings(recipe: Mapping[str, Json]) -> list[tuple[tuple[str, ...], str]]:
     """Return the keys of ``recipe`` that were spelled otherwise before, each with the present spelling."""
     return list(_draft_keys(recipe)) if recipe.get("kind") == "draft" else []
 
 
-def _draft_keys(recipe: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _draft_keys(recipe: Mapping[str, Json]) -> Iterator[tuple[tuple[str, ...], str]]:
     method, draft = recipe.get("method"), recipe.get("draft")
     medusa = isinstance(method, dict) and method.get("name") == "medusa"
     if medusa:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
@@ -15,6 +14,7 @@ from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json
 from peftlab.recipe import library
 from peftlab.recipe.problems import validated
 from peftlab.recipe.schema import KINDS, Recipe, TableRecipe
@@ -62,7 +62,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe
 
 
-def parse_fields(texts: Iterable[str]) -> dict[str, Any]:
+def parse_fields(texts: Iterable[str]) -> dict[str, Json]:
     """Return the mapping of ``key=value`` texts; each value is YAML 1.2, as in overrides.
 
     Raises:
@@ -131,7 +131,7 @@ _Representer.add_representer(type(None), _Representer.null)
 _Representer.add_representer(str, _Representer.text)
 
 
-def _in_flow_style(value: Any) -> Any:
+def _in_flow_style(value: Json) -> Json:
     """Mappings in block style, lists in brackets, the way recipes are written."""
     if isinstance(value, dict):
         return {key: _in_flow_style(inner) for key, inner in value.items()}

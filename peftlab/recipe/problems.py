@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from peftlab.errors import did_you_mean
+from peftlab.files import Json
 from peftlab.recipe.former import former_spellings
 from peftlab.recipe.source import Keys, Source, dotted
 from peftlab.recipe.suggestions import meant, suggest
@@ -51,7 +54,7 @@ def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> 
             source.complain(keys, f"{dotted(field_keys or keys)}: {text}" if keys else text)
 
 
-def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) -> tuple[Keys, str]:
+def _sentence(recipe: type[BaseModel], source: Source, item: ErrorDetails) -> tuple[Keys, str]:
     kind = item["type"]
     location = item["loc"]
     keys = _data_keys(location, source.data)
@@ -69,11 +72,12 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
     options = sections(field)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(field.discriminator)
-        name = _value_at(source.data, keys).get(tag)
+        section = _value_at(source.data, keys)
+        tags = section if isinstance(section, dict) else {}
+        name = tags.get(tag)
         listing = f"one of {', '.join(options)}"
-        known = isinstance(name, str)
-        text = f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; {listing}" if known else listing
-        return (*keys, tag), text if tag in _value_at(source.data, keys) else f"missing; {listing}"
+        unknown = f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; " if isinstance(name, str) else ""
+        return (*keys, tag), f"{unknown if tag in tags else 'missing; '}{listing}"
     value = _value_at(source.data, field_keys)
     if options:
         hint = f" (write {{{field.discriminator}: {value}}})" if field.discriminator and isinstance(value, str) else ""
@@ -81,7 +85,7 @@ def _sentence(recipe: type[BaseModel], source: Source, item: Mapping[str, Any]) 
     return keys, f"expected {describe(field)}, got {_shown(value)}{_value_hint(field, value)}"
 
 
-def _value_hint(field: FieldInfo, value: Any) -> str:
+def _value_hint(field: FieldInfo, value: Json) -> str:
     kinds, known = alternatives(field.annotation), literals(field.annotation)
     words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
     for word in words:
@@ -100,7 +104,8 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     *above, key = map(str, keys)
     valid = dict(all_sections(recipe, source.data))
     here = valid.get(".".join(above), {})
-    method = (source.data.get("method") or {}) if above == ["method"] else {}
+    section = source.data.get("method") if above == ["method"] else None
+    method = section if isinstance(section, dict) else {}
     if method and source.place(("method", "name")).rank and not source.place(keys).rank:
         name = method.get("name")
         return f"no key of method {name}; remove it by '~{dotted(keys)}', or write 'method={{name: {name}}}'"
@@ -117,7 +122,7 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     return f"unknown key{suggest(key, here) or '; keys here: ' + ', '.join(here)}"
 
 
-def all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str, FieldInfo]]]:
+def all_sections(recipe: type[BaseModel], data: Mapping[str, Json]) -> list[tuple[str, dict[str, FieldInfo]]]:
     """Every section's dotted name and fields, the top level (``""``) first, as ``data`` has chosen them."""
     found: list[tuple[str, dict[str, FieldInfo]]] = [("", fields(recipe))]
     for name, field in recipe.model_fields.items():
@@ -127,16 +132,16 @@ def all_sections(recipe: type[BaseModel], data: Any) -> list[tuple[str, dict[str
     return found
 
 
-def _section(field: FieldInfo, value: Any) -> type[BaseModel] | None:
+def _section(field: FieldInfo, value: Json) -> type[BaseModel] | None:
     """The model that checks ``value`` in ``field``; None if that is not a section or its tag is unknown."""
     models = sections(field)
     if not field.discriminator:
         return models.get("")
-    tag = value.get(field.discriminator) if isinstance(value, dict) else None
+    tag = value.get(str(field.discriminator)) if isinstance(value, dict) else None
     return models.get(tag) if isinstance(tag, str) else next(iter(models.values()), None)
 
 
-def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, FieldInfo | None]:
+def _field_at(recipe: type[BaseModel], data: Json, keys: Keys) -> tuple[Keys, FieldInfo | None]:
     """The deepest field along ``keys``, and the keys up to it."""
     model: type[BaseModel] | None = recipe
     found: tuple[Keys, FieldInfo | None] = ((), None)
@@ -146,28 +151,36 @@ def _field_at(recipe: type[BaseModel], data: Any, keys: Keys) -> tuple[Keys, Fie
             return found if model is None else (keys[:depth], None)
         field = fields(model)[str(key)]
         found = (keys[:depth], field)
-        data = data.get(key) if isinstance(data, dict) else None
+        data = data.get(str(key)) if isinstance(data, dict) else None
         model = _section(field, data)
     return found
 
 
-def _data_keys(location: tuple[str | int, ...], data: Any) -> Keys:
+def _data_keys(location: tuple[str | int, ...], data: Json) -> Keys:
     """Pydantic's location without the tags of union branches, which are not keys of the data."""
     keys: list[str | int] = []
     for step in location:
-        inside = step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
-        if inside:
-            data = data[step]
+        with suppress(LookupError):
+            data = _item(data, step)
             keys.append(step)
     return tuple(keys)
 
 
-def _value_at(data: Any, keys: Keys) -> Any:
+def _value_at(data: Json, keys: Keys) -> Json:
     for key in keys:
-        data = data[key]
+        data = _item(data, key)
     return data
 
 
-def _shown(value: Any) -> str:
+def _item(data: Json, key: str | int) -> Json:
+    """Return the value of a section's key or of a list's index; ``LookupError`` if there is none."""
+    if isinstance(data, dict):
+        return data[str(key)]
+    if isinstance(data, list) and isinstance(key, int):
+        return data[key]
+    raise LookupError(key)
+
+
+def _shown(value: Json) -> str:
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

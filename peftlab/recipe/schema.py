@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Literal, Union
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
+from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
 from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
@@ -74,15 +75,15 @@ class FinetuneRecipe(Section):
         return self
 
 
-def _usual_method(recipe: dict[str, Any]) -> MethodConfig | None:
+def _usual_method(recipe: dict[str, object]) -> MethodConfig | None:
     draft = recipe.get("draft")  # absent if it was refused
     name = draft.usual_method if isinstance(draft, DraftConfig) else "lora"
     return config_class(name)(name=name) if name is not None else None
 
 
-def _or_reference(schema: dict[str, Any]) -> None:
+def _or_reference(schema: JsonDict) -> None:
     """Let the JSON Schema of ``draft`` accept a reference too."""
-    branches = {key: schema.pop(key) for key in ("oneOf", "discriminator") if key in schema}
+    branches: JsonDict = {key: schema.pop(key) for key in ("oneOf", "discriminator") if key in schema}
     schema["anyOf"] = [branches, {"type": "string"}]
 
 
@@ -123,7 +124,7 @@ class DraftRecipe(Section):
 
     @field_validator("draft", mode="before")
     @classmethod
-    def _of_a_reference(cls, value: Any) -> Any:
+    def _of_a_reference(cls, value: object) -> object:
         return {"kind": "model", "from": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -140,9 +141,7 @@ class DraftRecipe(Section):
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))
-        found += self.draft.problems(
-            method=self.method, objective=objective, data=data, merge=self.merge, acceptance_head=self.acceptance_head
-        )
+        found += self.draft.problems(OtherKeys(self.method, objective, data, self.merge, self.acceptance_head))
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]
             message = "; ".join(text for _, text in problems)
@@ -150,7 +149,7 @@ class DraftRecipe(Section):
         return self
 
 
-Changes = dict[str, dict[str, Any]]
+Changes = dict[str, dict[str, object]]
 """By task or row, the keys of a finetune recipe that differ there."""
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -14,10 +14,11 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_text
+from peftlab.files import Json, read_text
 from peftlab.recipe.suggestions import suggest
 
 Keys = tuple[str | int, ...]
+DataT = TypeVar("DataT")
 
 _TAG = "tag:yaml.org,2002:"
 _TYPED = {_TAG + name for name in ("null", "bool", "int", "float")}
@@ -51,16 +52,16 @@ class Problem:
 
 
 @dataclass
-class Source:
-    """A recipe as written.
+class Document(Generic[DataT]):
+    """A YAML document as written.
 
     Attributes:
-        data: plain values: dictionaries with text keys, lists, text, numbers, booleans, ``None``.
+        data: plain values.
         places: where the value at each path of keys was written; ``()`` is the document.
         problems: what is wrong so far.
     """
 
-    data: Any
+    data: DataT
     places: dict[Keys, Place]
     problems: list[Problem] = field(default_factory=list)
 
@@ -75,6 +76,10 @@ class Source:
         self.problems.append(Problem(self.place(keys), text))
 
 
+Source = Document[dict[str, Json]]
+"""A recipe as written."""
+
+
 def dotted(keys: Iterable[str | int]) -> str:
     """Spell a path of keys as an override does: ``train.lr``."""
     return ".".join(map(str, keys))
@@ -86,20 +91,20 @@ def read_source(path: Path, shown: str) -> Source:
     Raises:
         PeftlabError: not UTF-8, not YAML, empty, or not a mapping.
     """
-    source = parse(read_text(path), lambda line: Place(0, line, shown))
-    if source.data is None:
+    document = parse(read_text(path), lambda line: Place(0, line, shown))
+    if document.data is None:
         raise PeftlabError(f"{shown}: the recipe is empty")
-    if not isinstance(source.data, dict):
-        found = "a list" if isinstance(source.data, list) else "one value"
+    if not isinstance(document.data, dict):
+        found = "a list" if isinstance(document.data, list) else "one value"
         raise PeftlabError(f"{shown}: a recipe is a mapping of keys such as model and task, not {found}")
-    return source
+    return Source(document.data, document.places, document.problems)
 
 
-def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
+def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Document[Json]:
     """Parse one YAML 1.2 document, the value of the keys ``at`` of a recipe.
 
     ``place`` makes a Place of a line number (0 for the whole document). Duplicate keys and unknown tags become
-    problems of the source.
+    problems of the document.
 
     Raises:
         PeftlabError: the text is not one YAML document, or its aliases expand to more values than a recipe may have.
@@ -118,20 +123,20 @@ def parse(text: str, place: Callable[[int], Place], at: Keys = ()) -> Source:
         raise PeftlabError(f"{place(0)}: not valid YAML: {error}") from None
     except RecursionError:
         raise PeftlabError(f"{place(0)}: nested too deeply for a recipe") from None
-    source = Source(None, {at: place(0)})
+    document: Document[Json] = Document(None, {at: place(0)})
     if root is not None:
-        source.data = _Reader(yaml, source, place).value(root, at, ())
-    return source
+        document.data = _Reader(yaml, document, place).value(root, at, ())
+    return document
 
 
 class _Reader:
-    """Turns the nodes of one YAML document into plain values, and notes on ``source`` where each was written."""
+    """Turns the nodes of one YAML document into plain values, and notes in ``source`` where each was written."""
 
-    def __init__(self, yaml: YAML, source: Source, place: Callable[[int], Place]) -> None:
+    def __init__(self, yaml: YAML, source: Document[Json], place: Callable[[int], Place]) -> None:
         self.yaml, self.source, self.place = yaml, source, place
         self.count = 0
 
-    def value(self, node: Node, keys: Keys, above: tuple[Node, ...]) -> Any:
+    def value(self, node: Node, keys: Keys, above: tuple[Node, ...]) -> Json:
         """Return the value of ``node``, the one at ``keys``; ``above`` are the nodes that contain it."""
         self.count += 1
         if self.count > _MAX_VALUES:
@@ -152,7 +157,7 @@ class _Reader:
             self.source.complain(keys, f"{dotted(keys)}: unknown tag {str(node.tag).replace(_TAG, '!!')}")
         return None
 
-    def _scalar(self, node: ScalarNode, keys: Keys) -> Any:
+    def _scalar(self, node: ScalarNode, keys: Keys) -> Json:
         if node.tag in _TEXT:
             return node.value
         try:
@@ -165,8 +170,8 @@ class _Reader:
         # No setting is infinite or NaN: left as text, the schema refuses it with the text as it was written.
         return node.value if isinstance(value, float) and not math.isfinite(value) else value
 
-    def _mapping(self, node: MappingNode, keys: Keys, above: tuple[Node, ...]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _mapping(self, node: MappingNode, keys: Keys, above: tuple[Node, ...]) -> dict[str, Json]:
+        values: dict[str, Json] = {}
         for key_node, value_node in node.value:
             here = self.place(key_node.start_mark.line + 1)
             if not isinstance(key_node, ScalarNode):
@@ -212,7 +217,7 @@ def override(source: Source, text: str, number: int = 1) -> None:
         _set(source, section, keys, place, value_text)
 
 
-def _remove(source: Source, section: dict[str, Any], keys: Keys, place: Place) -> None:
+def _remove(source: Source, section: dict[str, Json], keys: Keys, place: Place) -> None:
     if keys[-1] not in section:
         text = f"{dotted(keys)}: no such key to remove{suggest(str(keys[-1]), section)}"
         source.problems.append(Problem(place, text))
@@ -221,7 +226,7 @@ def _remove(source: Source, section: dict[str, Any], keys: Keys, place: Place) -
     _forget(source, keys)
 
 
-def _set(source: Source, section: dict[str, Any], keys: Keys, place: Place, value_text: str) -> None:
+def _set(source: Source, section: dict[str, Json], keys: Keys, place: Place, value_text: str) -> None:
     if not value_text.strip():
         source.problems.append(Problem(place, f"{dotted(keys)}: no value; write null or '' if that is meant"))
         return

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from peftlab.errors import PeftlabError
+from peftlab.files import Json
 from peftlab.recipe.problems import all_sections
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.recipe.source import Keys, Place, Source, dotted, parse
@@ -23,7 +23,7 @@ class _Axis:
     """One swept key, its values, and the override it was written in."""
 
     keys: Keys
-    values: list[Any]
+    values: list[Json]
     place: Place
 
 
@@ -46,18 +46,21 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
     if source.problems:
         return source
     axes.sort(key=lambda axis: axis.keys != ("method",))  # the method first: it replaces its whole section
+    shared = {key: copy.deepcopy(source.data[key]) for key in SHARED if source.data.get(key) is not None}
+    if isinstance(train := shared.get("train"), dict):
+        train.pop("seed", None)
+    lines: dict[str, Json] = {}
     table = Source(
         {
             "kind": "table",
-            **{key: copy.deepcopy(source.data[key]) for key in SHARED if source.data.get(key) is not None},
+            **shared,
             "tasks": [recipe.task],
-            "rows": {},
+            "rows": lines,
             "seeds": [recipe.train.seed],
             "output_dir": f"{recipe.output_dir}-sweep",
         },
         {keys: place for keys, place in source.places.items() if keys[:1] in {(key,) for key in SHARED} or not keys},
     )
-    table.data.get("train", {}).pop("seed", None)
     table.places[("tasks", 0)] = source.place(("task",))
     rows = []
     for axis in axes:
@@ -71,7 +74,7 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
     for values in product(*(axis.values for axis in rows)):
         pairs = zip(names, values, strict=True)
         label = " ".join(f"{name}={_shown(value)}" for name, value in pairs) or recipe.method.name
-        _add_row(table, source, label, rows, values)
+        lines[label] = _row(table, source, label, rows, values)
     return table
 
 
@@ -113,7 +116,8 @@ def _axis(source: Source, number: int, text: str) -> _Axis | None:
     return _Axis(keys, values, place)
 
 
-def _add_row(table: Source, source: Source, label: str, axes: list[_Axis], values: Sequence[Any]) -> None:
+def _row(table: Source, source: Source, label: str, axes: list[_Axis], values: Sequence[Json]) -> Json:
+    """Return a row's own keys; the places where they were written are added to ``table``."""
     row = {key: copy.deepcopy(source.data[key]) for key in ("method", "init_from") if source.data.get(key) is not None}
     at = ("rows", label)
     table.places[at] = axes[0].place if axes else table.place(())
@@ -125,9 +129,10 @@ def _add_row(table: Source, source: Source, label: str, axes: list[_Axis], value
             row[str(axis.keys[0])] = value
         else:
             section, key = map(str, axis.keys)
-            row[section] = {**row.get(section, {}), key: value}
+            above = row.get(section)
+            row[section] = {**(above if isinstance(above, dict) else {}), key: value}
         table.places[(*at, *axis.keys)] = axis.place
-    table.data["rows"][label] = row
+    return row
 
 
 def _names(keys: list[Keys]) -> list[str]:
@@ -136,7 +141,7 @@ def _names(keys: list[Keys]) -> list[str]:
     return [name if last.count(name) == 1 else dotted(path) for name, path in zip(last, keys, strict=True)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     if isinstance(value, list):
         return ",".join(map(_shown, value))
     if isinstance(value, float):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json, to_json
 from peftlab.recipe.problems import validated
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.source import Keys, Place, Source
@@ -60,13 +61,13 @@ def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
     _consistent(recipe, source)
     if source.problems:
         return []
-    values = recipe.model_dump(mode="json")
+    shared = to_json(recipe.model_dump(mode="json", include=set(SHARED)))
     tasks = sorted(recipe.tasks, key=lambda task: task in recipe.init)
     cells = []
     for seed in recipe.seeds:
         for task in tasks:
             for row in recipe.rows:
-                written = _cell_source(values, source, task, row, seed)
+                written = _cell_source(recipe, shared, source, task, row, seed)
                 valid = validated(FinetuneRecipe, written)
                 if valid is not None:
                     cells.append(Cell(task, row, seed, valid))
@@ -74,34 +75,36 @@ def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
     return cells
 
 
-def _cell_source(values: dict[str, Any], source: Source, task: str, row: str, seed: int) -> Source:
+def _cell_source(
+    recipe: TableRecipe, shared: Mapping[str, Json], source: Source, task: str, row: str, seed: int
+) -> Source:
     """The cell as if it had been written by itself: the table's values, then the task's, then the row's."""
     cell = Source({}, {(): source.place(())})
 
-    def merge(changes: dict[str, Any], at: Keys) -> None:
+    def merge(changes: Mapping[str, Json], at: Keys) -> None:
         for key, value in changes.items():
-            both = isinstance(value, dict) and isinstance(cell.data.get(key), dict)
-            cell.data[key] = {**cell.data[key], **value} if both else value
+            before = cell.data.get(key)
+            cell.data[key] = {**before, **value} if isinstance(value, dict) and isinstance(before, dict) else value
         for keys, place in source.places.items():
             if keys[: len(at)] == at and keys[len(at) :][:1] in {(key,) for key in changes}:
                 cell.places[keys[len(at) :]] = place
 
-    merge({key: values[key] for key in SHARED}, ())
-    merge(values["per_task"].get(task, {}), ("per_task", task))
-    merge(values["rows"][row], ("rows", row))
+    merge(shared, ())
+    merge(to_json(recipe.per_task.get(task, {})), ("per_task", task))
+    merge(to_json(recipe.rows[row]), ("rows", row))
     cell.data["task"] = task
-    cell.places[("task",)] = source.place(("tasks", values["tasks"].index(task)))
-    if isinstance(cell.data["train"], dict):
-        cell.data["train"] = {**cell.data["train"], "seed": seed}
-    cell.data["output_dir"] = _directory(values, task, row, seed)
-    if task in values["init"]:
-        cell.data["init_from"] = _directory(values, values["init"][task], row, seed)
+    cell.places[("task",)] = source.place(("tasks", recipe.tasks.index(task)))
+    if isinstance(train := cell.data["train"], dict):
+        cell.data["train"] = {**train, "seed": seed}
+    cell.data["output_dir"] = _directory(recipe, task, row, seed)
+    if task in recipe.init:
+        cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
     return cell
 
 
-def _directory(values: dict[str, Any], task: str, row: str, seed: int) -> str:
+def _directory(recipe: TableRecipe, task: str, row: str, seed: int) -> str:
     name = f"{task.rpartition('/')[2]}-{_file_name(row)}-seed{seed}"
-    return str(Path(values["output_dir"], "cells", name))
+    return str(Path(recipe.output_dir, "cells", name))
 
 
 def _file_name(row: str) -> str:
@@ -125,7 +128,7 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
         for name, keys in changes.items():
             for key in keys.keys() & set(_OF_THE_TABLE):
                 source.complain((section, name, key), f"{section}.{name}.{key}: the table sets it for all cells")
-            if isinstance(keys.get("train"), dict) and "seed" in keys["train"]:
+            if isinstance(train := keys.get("train"), dict) and "seed" in train:
                 text = f"{section}.{name}.train.seed: a table's seeds are listed under seeds"
                 source.complain((section, name, "train", "seed"), text)
     # Keys may name tasks that the table leaves out, so that tasks can be removed; what is no task at all is a mistake.

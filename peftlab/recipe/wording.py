@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_WORDS: dict[Any, str] = {
+_WORDS: dict[object, str] = {
     str: "text",
     int: "whole number",
     float: "number",
     bool: "true or false",
     NoneType: "null",
-    Any: "value",
+    object: "value",
 }
 
 
@@ -25,7 +25,7 @@ def describe(field: FieldInfo) -> str:
     return _type(field.annotation, field.metadata)
 
 
-def alternatives(annotation: Any) -> list[Any]:
+def alternatives(annotation: object) -> list[object]:
     """Return the branches of a union, ``Annotated`` stripped; a plain type is its own only branch."""
     if get_origin(annotation) is Annotated:
         return alternatives(get_args(annotation)[0])
@@ -34,7 +34,7 @@ def alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def literals(annotation: Any) -> list[str]:
+def literals(annotation: object) -> list[str]:
     """Return the words that occur literally anywhere in ``annotation``."""
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if isinstance(value, str)]
@@ -53,7 +53,7 @@ def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def _type(annotation: Any, constraints: Iterable[Any]) -> str:
+def _type(annotation: object, constraints: Iterable[object]) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [c for a in args[1:] for c in (a.metadata if isinstance(a, FieldInfo) else [a])]
@@ -78,7 +78,7 @@ def _type(annotation: Any, constraints: Iterable[Any]) -> str:
     return word + _range(constraints) if annotation in (int, float) else word
 
 
-def _range(constraints: Iterable[Any]) -> str:
+def _range(constraints: Iterable[object]) -> str:
     words = []
     for constraint in constraints:
         match constraint:
@@ -93,7 +93,7 @@ def _range(constraints: Iterable[Any]) -> str:
     return "".join(words)
 
 
-def _size(constraints: Iterable[Any]) -> str:
+def _size(constraints: Iterable[object]) -> str:
     least = next((c.min_length for c in constraints if isinstance(c, MinLen)), None)
     most = next((c.max_length for c in constraints if isinstance(c, MaxLen)), None)
     if least is None and most is None:

@@ -25,8 +25,8 @@ class AheadDraft(DraftConfig):
     usual_method: ClassVar[str | None] = None
     scale: float = Field(default=1.0, gt=0, description="Of the logits.")
 
-    def problems(self, **recipe):
-        if recipe["method"] is not None:
+    def problems(self, recipe):
+        if recipe.method is not None:
             yield "method", "the target stays as it is; write method: null"
 '''
 ROW = """

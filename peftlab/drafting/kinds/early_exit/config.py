@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
 class EarlyExitDraft(DraftConfig):
@@ -21,10 +21,10 @@ class EarlyExitDraft(DraftConfig):
         "target and draft at once.",
     )
 
-    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
-        yield from super().problems(**recipe)
-        objective, data = recipe["objective"], recipe["data"]
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        objective, data = recipe.objective, recipe.data
         if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
             yield "objective", "an early exit trains without topk_kl, selective and on_policy"
-        if recipe["acceptance_head"]:
+        if recipe.acceptance_head:
             yield "acceptance_head", "reads a draft model's states; there is none with an early exit"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
 class MedusaDraft(DraftConfig):
@@ -36,11 +36,11 @@ class MedusaDraft(DraftConfig):
         "other rows, and the ceiling p(V_d) is reported. null: all.",
     )
 
-    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
-        objective, data = recipe["objective"], recipe["data"]
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        objective, data = recipe.objective, recipe.data
         if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
             yield "objective", "heads train without topk_kl, selective and on_policy"
-        if recipe["acceptance_head"]:
+        if recipe.acceptance_head:
             yield "acceptance_head", "reads a draft model's states; there is none with heads"
-        if recipe["method"] is None and recipe["merge"]:
+        if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"

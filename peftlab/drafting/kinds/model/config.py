@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.section import Section
 
 
@@ -44,7 +44,7 @@ class ModelDraft(DraftConfig):
             raise ValueError("needs exactly one of from: REF and truncate: {layers: [...]}")
         return self
 
-    def problems(self, **recipe: Any) -> Iterator[tuple[str, str]]:
-        yield from super().problems(**recipe)
-        if self.vocabulary is not None and recipe["merge"] is False:
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if self.vocabulary is not None and recipe.merge is False:
             yield "draft.vocabulary", "is stored beside the merged weights; remove merge: false"
