@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+ResultT = TypeVar("ResultT")
 
 Named: TypeAlias = Any
 """What ``"module:attribute"`` names: a class or a function whose type is known only once it is imported. The rows'
 docstrings say what each one is."""
+
+Function: TypeAlias = Callable[..., ResultT]
+"""A function of a library, or a table's, that is called with arguments that its caller chooses; mypy counts the ``...``
+as ``Any``."""
+
+Unwrapped: TypeAlias = Any
+"""The module inside the one that accelerate wraps it in: a wrapper's type does not say what it contains."""
+
+AutogradContext: TypeAlias = Any
+"""``ctx`` of a ``torch.autograd.Function``, whose attributes are what its forward pass stores there."""

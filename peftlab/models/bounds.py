@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
+from peftlab.untyped import Function
 
 _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _ID_RANGE = 10  # ids may leave gaps
@@ -30,7 +30,7 @@ _ELEMENTS_PER_BYTE, _FRESH_ELEMENTS = 8, 200_000_000
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn, torch.tensor}
 
 
-def check_sizes(config: Mapping[str, Any], where: str | Path) -> None:
+def check_sizes(config: Mapping[str, object], where: str | Path) -> None:
     """Refuse sizes below zero, and numbers of layers and labels that no model has.
 
     Raises:
@@ -67,7 +67,7 @@ def check_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
         raise PeftlabError(f"tokenizer of {where!r}: {token[:50]!r} has the id {largest}, but there are {count} tokens")
 
 
-def _integers(value: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _integers(value: Mapping[str, object]) -> Iterator[tuple[str, int]]:
     """Yield the keys of all integers of a JSON object, those of objects in it too."""
     for key, inner in value.items():
         if isinstance(inner, dict):
@@ -89,7 +89,13 @@ class Bounded(TorchFunctionMode):
         sizes = [f.stat().st_size for p in _WEIGHTS for f in directory.glob(p) if f.is_file()] if directory else []
         self._stored = sum(sizes)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Function[object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in _FACTORIES and isinstance(result, Tensor) and result.is_meta:
             self._tensors += 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+from peftlab.untyped import Function
 
 _TOKENS = 4
 _PRODUCTS = frozenset({F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
@@ -42,12 +43,19 @@ class _Lookups(TorchFunctionMode):
         super().__init__()
         self.found: list[tuple[int, int]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Function[object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _PRODUCTS:
             raise _EmbeddingsDone
         if func is F.embedding:
-            ids, table = args[:2]
-            self._note(ids, table)
+            match args:
+                case [Tensor() as ids, Tensor() as table, *_]:
+                    self._note(ids, table)
         return func(*args, **(kwargs or {}))
 
     def _note(self, ids: Tensor, table: Tensor) -> None:

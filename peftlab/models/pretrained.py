@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import transformers
@@ -16,6 +15,7 @@ from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
 from peftlab.models.bounds import Bounded, check_directory, check_ids
 from peftlab.references import locate, similar_path
+from peftlab.untyped import Function
 
 T = TypeVar("T")
 
@@ -25,14 +25,16 @@ def load_base(
     auto_class: str = "AutoModelForSequenceClassification",
     *,
     dtype: torch.dtype = torch.float32,
-    **options: Any,
+    revision: str | None = None,
+    **options: object,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a pretrained model and list the parameters that are not in its checkpoint.
 
     Args:
         reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
         auto_class: name of the transformers auto class.
-        options: passed to ``from_pretrained``: ``num_labels``, ``revision``, ``trust_remote_code``, ...
+        revision: git revision of a hub model.
+        options: passed to ``from_pretrained``: ``num_labels``, ``trust_remote_code``, ...
 
     Returns:
         The model in eval mode, and the names of its freshly initialised parameters.
@@ -41,7 +43,7 @@ def load_base(
         PeftlabError: the model cannot be loaded; the library's reason is given.
     """
     loader = getattr(transformers, auto_class).from_pretrained
-    model, info = _load(reference, loader, dtype=dtype, output_loading_info=True, **options)
+    model, info = _load(reference, loader, dtype=dtype, output_loading_info=True, revision=revision, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
@@ -50,19 +52,19 @@ def load_base(
     return model.eval(), sorted(info["missing_keys"])
 
 
-def load_config(reference: str, **options: Any) -> transformers.PretrainedConfig:
+def load_config(reference: str, *, revision: str | None = None, **options: object) -> transformers.PretrainedConfig:
     """Load a model's configuration; ``reference`` and errors as in ``load_base``."""
-    return _load(reference, transformers.AutoConfig.from_pretrained, **options)
+    return _load(reference, transformers.AutoConfig.from_pretrained, revision=revision, **options)
 
 
-def load_tokenizer(reference: str, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model; ``reference`` and errors as in ``load_base``."""
-    tokenizer = _load(reference, transformers.AutoTokenizer.from_pretrained, **options)
+    tokenizer = _load(reference, transformers.AutoTokenizer.from_pretrained, revision=revision, **options)
     check_ids(tokenizer, reference)
     return tokenizer
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+def describe(model: nn.Module) -> dict[str, object]:
     """Return what identifies a base model: class, model type, vocabulary and the configuration itself."""
     config = getattr(model, "config", None)
     return {
@@ -77,13 +79,12 @@ def _gguf(reference: str) -> bool:
     return reference.endswith(".gguf")
 
 
-def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
+def _load(reference: str, loader: Function[T], *, revision: str | None, **options: object) -> T:
     place = locate(reference)
     if isinstance(place, str) and unreachable():
-        place = snapshot(place, "model", revision=options.get("revision"))
+        place = snapshot(place, "model", revision=revision)
     local = isinstance(place, Path) and not _gguf(reference)
     if isinstance(place, Path):
-        options.pop("revision", None)
         if _gguf(reference):
             options["gguf_file"] = place.name
             place = place.parent
@@ -93,6 +94,8 @@ def _load(reference: str, loader: Callable[..., T], **options: Any) -> T:
             raise PeftlabError(f"model {reference!r}: {place} has no config.json")
         else:
             check_directory(place)
+    else:
+        options["revision"] = revision
     try:
         with Bounded(Path(place) if local else None):
             return loader(str(place), **options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -94,7 +93,7 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     Renaming is transformers' own, so that what is found here is what ``from_pretrained`` would find. The
     merged key is the base's, with the name of the body put before it or taken off.
     """
-    state: dict[str, Any] = dict.fromkeys(tied_names(model), True)
+    state = dict.fromkeys(tied_names(model), True)
     state |= dict.fromkeys(model.state_dict(keep_vars=True), True)
     prefix = model.base_model_prefix
     keys = list(keys)

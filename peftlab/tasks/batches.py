@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 _WINDOW_BATCHES = 64
 
@@ -22,7 +23,7 @@ def seeded_order(n: int, *key: int) -> list[int]:
     return _order(n, *key).tolist()
 
 
-def _order(n: int, *key: int) -> np.ndarray:
+def _order(n: int, *key: int) -> NDArray[np.int64]:
     seed = np.random.SeedSequence([part % 2**64 for part in key])
     draws = np.random.Generator(np.random.PCG64(seed)).random(n)
     return np.argsort(draws, kind="stable")

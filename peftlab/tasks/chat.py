@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from peftlab.errors import PeftlabError
 
@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, where: str) -> list[int]:
+Message: TypeAlias = dict[str, str]
+"""One turn of a conversation, ``role`` and ``content``, in transformers' own type; a template may take more than text
+(a list of parts), which is passed on as it is."""
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
     """Return the token ids of a conversation, ending with the prompt for the model's answer.
 
     Args:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import evaluate
 from datasets import Features, Value
 
-from peftlab.tasks.metrics import compute_metrics
+from peftlab.tasks.metrics import Numbers, compute_metrics
 from peftlab.tasks.table import Task
 
 
@@ -21,7 +19,7 @@ class TaskMetric(evaluate.Metric):
         options: ``evaluate.Metric``'s own, such as ``num_process``, ``process_id`` and ``experiment_id``.
     """
 
-    def __init__(self, task: Task, **options: Any) -> None:
+    def __init__(self, task: Task, **options: str | int | None) -> None:
         self.task = task
         super().__init__(config_name=task.name.replace("/", "-"), **options)
 
@@ -34,7 +32,7 @@ class TaskMetric(evaluate.Metric):
             features=Features({"predictions": value, "references": value}),
         )
 
-    def _compute(self, *, predictions: Any = None, references: Any = None, **_: Any) -> dict[str, float]:
+    def _compute(self, *, predictions: Numbers, references: Numbers, **_: object) -> dict[str, float]:
         return compute_metrics(self.task, predictions, references)
 
 

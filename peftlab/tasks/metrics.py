@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.table import Task
 
-Numbers = Sequence[float] | np.ndarray
+Array = NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64]
+Numbers = Sequence[float] | Array
 
 
 def compute_metrics(task: Task, predictions: Numbers, references: Numbers) -> dict[str, float]:
@@ -63,39 +65,39 @@ def majority_baseline(task: Task, train_labels: Numbers, eval_labels: Numbers) -
     return compute_metrics(task, np.full(len(eval_labels), answer), eval_labels)
 
 
-def _accuracy(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+def _accuracy(task: Task, answers: Array, truth: Array) -> float:
     return float((answers == truth).mean())
 
 
-def _f1(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+def _f1(task: Task, answers: Array, truth: Array) -> float:
     from sklearn.metrics import f1_score
 
     return float(f1_score(truth, answers, average="binary" if task.glue else "macro", zero_division=0))
 
 
-def _matthews(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+def _matthews(task: Task, answers: Array, truth: Array) -> float:
     from sklearn.metrics import matthews_corrcoef
 
     return 0.0 if _constant(answers, truth) else float(matthews_corrcoef(truth, answers))
 
 
-def _pearson(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+def _pearson(task: Task, answers: Array, truth: Array) -> float:
     from scipy.stats import pearsonr
 
     return 0.0 if _constant(answers, truth) else float(pearsonr(answers, truth).statistic)
 
 
-def _spearman(task: Task, answers: np.ndarray, truth: np.ndarray) -> float:
+def _spearman(task: Task, answers: Array, truth: Array) -> float:
     from scipy.stats import spearmanr
 
     return 0.0 if _constant(answers, truth) else float(spearmanr(answers, truth).statistic)
 
 
-def _constant(answers: np.ndarray, truth: np.ndarray) -> bool:
+def _constant(answers: Array, truth: Array) -> bool:
     return bool(np.ptp(answers) == 0 or np.ptp(truth) == 0)
 
 
-METRICS: dict[str, Callable[[Task, np.ndarray, np.ndarray], float]] = {
+METRICS: dict[str, Callable[[Task, Array, Array], float]] = {
     "accuracy": _accuracy,
     "f1": _f1,
     "matthews_correlation": _matthews,

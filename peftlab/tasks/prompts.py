@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.chat import Message, chat_ids
 from peftlab.tasks.reading.bad_rows import listed, quoted
 from peftlab.tasks.reading.content import is_unicode, text_lines
 from peftlab.tasks.reading.readers import Table, read_table, table_suffix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXTS = ("prompt", "text")
 _QUESTIONS = ("question", "instruction")
@@ -36,7 +39,7 @@ class Prompt:
     id: str
     category: str
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     ids: list[int] | None = None
     where: str = ""
 
@@ -79,7 +82,11 @@ def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None
 
 
 def read_prompt_ids(
-    source: str | Path | Sequence[str], tokenizer: Any, *, field: str | None = None, chat: bool | None = None
+    source: str | Path | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    field: str | None = None,
+    chat: bool | None = None,
 ) -> list[list[int]]:
     """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
 
@@ -92,7 +99,7 @@ def read_prompt_ids(
     return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field)]
 
 
-def read_requests(path: str | Path, tokenizer: Any, *, chat: bool | None = None) -> list[Request]:
+def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
     """Return served requests: rows with a prompt (as in ``read_prompt_ids``) and a response.
 
     The response is text (column response, completion, answer or output) or ids (response_ids). A text's end of
@@ -122,7 +129,7 @@ def read_requests(path: str | Path, tokenizer: Any, *, chat: bool | None = None)
     return requests
 
 
-def encode(tokenizer: Any, prompt: Prompt, chat: bool | None = None) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[int]:
     """Return a prompt's token ids; an empty text is the BOS token.
 
     Args:
@@ -171,14 +178,14 @@ def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
     return [prompts[place] for place in sorted(place for _, place in sorted(ranked)[:most])]
 
 
-def _ids(tokenizer: Any, prompt: Prompt, chat: bool | None) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None) -> list[int]:
     """The ids of a prompt to train on, which must not be empty."""
     if prompt.text is not None and not prompt.text.strip():
         raise PeftlabError(f"{prompt.where}: empty")
     return encode(tokenizer, prompt, bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat)
 
 
-def _through_template(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+def _through_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise PeftlabError(
             f"{where}: chat messages, but the target's tokenizer has no chat template; give plain texts, or a "
@@ -210,7 +217,7 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
     return prompts
 
 
-def _prompt(id_: str, category: str, name: str, value: Any, where: str) -> Prompt:
+def _prompt(id_: str, category: str, name: str, value: object, where: str) -> Prompt:
     if name == "turns" and isinstance(value, list) and value:
         value = value[0]
     if isinstance(value, str) and is_unicode(value):
@@ -223,15 +230,15 @@ def _prompt(id_: str, category: str, name: str, value: Any, where: str) -> Promp
     raise PeftlabError(f"{where}: {name} is not a text, chat messages or token ids, but {quoted(value)}")
 
 
-def _user_turn(text: str) -> dict[str, Any]:
+def _user_turn(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
-def _is_ids(value: Any) -> TypeGuard[list[int]]:
+def _is_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
@@ -242,7 +249,7 @@ def _file(reference: str | Path) -> Path:
     return path
 
 
-def _column(columns: Mapping[str, Any], names: Sequence[str], path: Path, what: str) -> str:
+def _column(columns: Mapping[str, object], names: Sequence[str], path: Path, what: str) -> str:
     found = next((name for name in names if name in columns), None)
     if found is None:
         raise PeftlabError(f"{path}: no {what} column ({', '.join(names)}); columns: {listed(columns, 50)}")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.evaluation import load_metric
 from peftlab.tasks.table import Task
+from peftlab.tasks.tokens import Row
 
 
 def summed_loss(model: nn.Module, inputs: dict[str, Tensor], *, regression: bool) -> Tensor:
@@ -42,7 +43,7 @@ class Evaluation:
 
     task: Task
     splits: Mapping[str, Dataset]
-    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
     batch_size: int
 
     def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
@@ -63,7 +64,7 @@ class Evaluation:
             scores[split] = {name: float(value) for name, value in values.items()} | {"loss": loss}
         return scores
 
-    def predict(self, model: nn.Module, data: Dataset) -> numpy.ndarray:
+    def predict(self, model: nn.Module, data: Dataset) -> NDArray[numpy.float32]:
         """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression.
 
         Each process takes every n-th batch; no example is counted twice however unevenly they divide. Where some
@@ -72,7 +73,7 @@ class Evaluation:
         state = PartialState()
         batches = eval_batches(data["length"], self.batch_size)
         turns = math.ceil(len(batches) / state.num_processes) * state.num_processes
-        found: list[tuple[list[int], numpy.ndarray]] = []
+        found: list[tuple[list[int], NDArray[numpy.float32]]] = []
         with torch.no_grad():
             for turn in range(state.process_index, turns, state.num_processes):
                 batch = batches[turn] if turn < len(batches) else batches[0]

@@ -8,15 +8,22 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from peftlab.errors import PeftlabError
+from peftlab.files import member
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+
+Row: TypeAlias = Mapping[str, object]
+"""One tokenised example: ``input_ids``, ``length``, and what else its data set has."""
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
@@ -47,7 +54,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     if max_length < shortest:
         raise PeftlabError(f"max_length {max_length} leaves no room for text; this task needs at least {shortest}")
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
+    def encode(batch: dict[str, list[str]]) -> dict[str, object]:
         tokens = tokenizer(
             batch["text"],
             batch["text_pair"] if pair else None,
@@ -59,12 +66,12 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
 
     texts = ["text", "text_pair"] if pair else ["text"]
     key = _fingerprint(dataset, tokenizer, max_length)
-    options: dict[str, Any] = {"batched": True, "remove_columns": texts, "new_fingerprint": key}
+    encoded = partial(dataset.map, encode, batched=True, remove_columns=texts, new_fingerprint=key)
     with _bars_on_terminals_only():
         try:
-            tokenised = dataset.map(encode, **options, cache_file_name=_cache_file(key))
+            tokenised = encoded(cache_file_name=_cache_file(key))
         except (OSError, ArrowInvalid):  # no space on the disk, or a damaged file
-            tokenised = dataset.map(encode, **options)
+            tokenised = encoded()
     _reset_backend(tokenizer)
     lengths = list(tokenised["length"])
     if 0 in lengths:
@@ -99,7 +106,7 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
     return digest.hexdigest()
 
 
-def _reset_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _reset_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Clear the last call's truncation and padding, which would be saved; return the Rust tokenizer, if any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -149,15 +156,15 @@ class Collate:
         self.regression = regression
         self.multiple = pad_to_multiple_of or 1
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, int64 of shape (batch,
         longest), and ``labels`` of shape (batch,) where the rows have them."""
         import torch
 
-        longest = max(len(row["input_ids"]) for row in rows)
-        width = -(-longest // self.multiple) * self.multiple
         # Masks are padded with 0 like everything else, from lists of ones.
-        lists = {name: [row[name] for row in rows] for name in self.fill if name in rows[0]}
+        lists = {name: [member(row, name, list, "an example") for row in rows] for name in self.fill if name in rows[0]}
+        longest = max(map(len, lists["input_ids"]))
+        width = -(-longest // self.multiple) * self.multiple
         lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
         batch = {
             name: torch.tensor([self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +34,12 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of
 from peftlab.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch.optim.optimizer import StateDict
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
+NestedT = TypeVar("NestedT")
 
 OLDEST = "0.18"  # DeepSpeed before this ignores ``torch_autocast``
 
@@ -80,7 +85,7 @@ def _reset_accelerate() -> None:
     AcceleratorState._reset_state()
 
 
-def whole(values: Any) -> Any:
+def whole(values: NestedT) -> NestedT:
     """Return nested ``values`` with every tensor in one piece, detached, on the CPU."""
 
     def gather(tensor: Tensor) -> Tensor:
@@ -97,7 +102,7 @@ def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def shard_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def shard_state(optimiser: torch.optim.Optimizer, state: StateDict) -> StateDict:
     """Return an optimiser's whole ``state_dict`` with each parameter's tensors sharded as the parameter is."""
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     return {
@@ -117,7 +122,7 @@ def adapter_template(model: ModelT) -> ModelT:
 
     FSDP2 changes a model for good, its class included; the copy made before receives the trained adapter.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in injection_of(model).originals.values()}
+    memo: dict[int, object] = {id(tensor): tensor for tensor in injection_of(model).originals.values()}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="cpu" if parameter.requires_grad else "meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -174,7 +179,7 @@ def zero_plugin(settings: TrainConfig) -> DeepSpeedPlugin | None:
     return plugin
 
 
-def optimiser_state(optimiser: Any, accelerator: Accelerator) -> Any:
+def optimiser_state(optimiser: AcceleratedOptimizer, accelerator: Accelerator) -> StateDict | list[StateDict]:
     """Return the optimiser's state for a checkpoint; under ZeRO a list of each process's partition.
 
     Every process must call it.
@@ -184,7 +189,9 @@ def optimiser_state(optimiser: Any, accelerator: Accelerator) -> Any:
     return gather_object([whole(_partition(optimiser).state_dict())])
 
 
-def restore_optimiser(optimiser: Any, state: Any, accelerator: Accelerator) -> None:
+def restore_optimiser(
+    optimiser: AcceleratedOptimizer, state: StateDict | list[StateDict], accelerator: Accelerator
+) -> None:
     """Load what ``optimiser_state`` returned; the model's parameters must be restored before.
 
     Raises:
@@ -194,7 +201,7 @@ def restore_optimiser(optimiser: Any, state: Any, accelerator: Accelerator) -> N
     if zero != isinstance(state, list):
         begun, now = ("without", "with") if zero else ("with", "without")
         raise PeftlabError(f"the run was started {begun} DeepSpeed and cannot be resumed {now} it")
-    if not zero:
+    if not isinstance(state, list):
         optimiser.load_state_dict(shard_state(optimiser, state))
         return
     # The optimiser steps fp32 copies: without this the next step would undo the restored parameters.
@@ -202,6 +209,6 @@ def restore_optimiser(optimiser: Any, state: Any, accelerator: Accelerator) -> N
     _partition(optimiser).load_state_dict(state[accelerator.process_index])
 
 
-def _partition(optimiser: Any) -> Any:
+def _partition(optimiser: AcceleratedOptimizer) -> torch.optim.Optimizer:
     """Return the AdamW over this process's partition: inside DeepSpeed's optimiser, inside accelerate's."""
     return optimiser.optimizer.optimizer

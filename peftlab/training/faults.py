@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 from accelerate import Accelerator
@@ -43,11 +43,11 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _record(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         signal.signal(number, self._before[signal.Signals(number)])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -37,7 +36,7 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
         if self._file is not None:
             self._file.finish()
@@ -88,7 +87,7 @@ class Log:
         self.flush()
         return self._file.position() if self._file is not None else 0
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
+    def _write(self, step: int, values: dict[str, object]) -> None:
         values = {"epoch": self._order.epoch(step), **values}
         if self._file is not None:
             self._file.log(values, step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ def make_optimiser(
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
         ratio = lr_ratio.get(name.rpartition(".")[2], 1.0)
         groups.setdefault((decay, ratio), []).append(parameter)
-    listed: list[dict[str, Any]] = [
+    listed: list[dict[str, object]] = [
         {"params": members, "weight_decay": decay, "peak_lr": settings.lr * ratio}
         for (decay, ratio), members in groups.items()
     ]

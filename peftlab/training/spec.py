@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor, nn
 
 from peftlab.methods.modes import eval_mode
+from peftlab.tasks.tokens import Row
 
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
@@ -31,7 +31,7 @@ class TrainingSpec:
 
     model: nn.Module
     train: Dataset
-    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     denominator: Callable[[list[int]], float]
     score: Callable[[nn.Module], Scores]

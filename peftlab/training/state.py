@@ -5,20 +5,24 @@ from __future__ import annotations
 import shlex
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from peftlab.checkpoints.io.pickles import unpickle
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters
 from peftlab.training.distributed import optimiser_state, restore_optimiser, shard_like, whole
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 _PATTERN = "step-*.pt"
 
@@ -49,6 +53,30 @@ class Progress:
     metrics_bytes: int = 0
 
 
+class RandomState(TypedDict):
+    """The state of torch's generators, on the CPU and on the current CUDA device."""
+
+    torch: Tensor
+    cuda: Tensor | None
+
+
+class Checkpoint(TypedDict):
+    """What a checkpoint file contains.
+
+    Attributes:
+        progress: the fields of ``Progress``.
+        adapter: the trainable parameters by name.
+        optimiser: as ``optimiser_state`` returns it. scaler: of fp16's gradient scaler; None without one.
+        rng: the generators' states, one per process.
+    """
+
+    progress: StateDict
+    adapter: Mapping[str, Tensor]
+    optimiser: StateDict | list[StateDict]
+    scaler: StateDict | None
+    rng: list[RandomState]
+
+
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Return the file of the checkpoint after ``step`` steps."""
     return directory / f"step-{step:08d}.pt"
@@ -67,7 +95,7 @@ def save_checkpoint(
     Raises:
         PeftlabError: it cannot be written; earlier checkpoints are unchanged.
     """
-    state = {
+    state: Checkpoint = {
         "progress": asdict(progress),
         "adapter": whole(trainable_parameters(model)),
         "optimiser": optimiser_state(optimiser, accelerator),
@@ -138,7 +166,7 @@ def _clean(directory: Path, newest: Path) -> None:
         leftover.unlink()
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint file; a missing or damaged one raises ``PeftlabError``."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch itself does not check the checksums
@@ -153,7 +181,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     raise PeftlabError(f"{path}: damaged checkpoint ({reason})")
 
 
-def restore_adapter(model: nn.Module, state: dict[str, Any]) -> None:
+def restore_adapter(model: nn.Module, state: Checkpoint) -> None:
     """Copy a checkpoint's adapter into the trainable parameters of ``model``."""
     parameters = trainable_parameters(model)
     if set(parameters) != set(state["adapter"]):
@@ -167,12 +195,12 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state() -> RandomState:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {"torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def _set_rng_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

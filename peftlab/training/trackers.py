@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from accelerate.tracking import GeneralTracker
 
@@ -32,14 +33,14 @@ class JsonlTracker(GeneralTracker):
         self._file.truncate(keep_bytes)
 
     @property
-    def tracker(self) -> Any:
+    def tracker(self) -> BinaryIO:
         """The file object."""
         return self._file
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: Mapping[str, object]) -> None:
         """Do nothing: the resolved recipe is stored beside the file."""
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: Mapping[str, object], step: int | None, **kwargs: object) -> None:
         """Append ``{"step": step, **values}``; a number that is not finite becomes null, as JSON has none."""
         self._file.write((json.dumps(_finite({"step": step, **values})) + "\n").encode())
 
@@ -64,7 +65,7 @@ class JsonlTracker(GeneralTracker):
             self._file.close()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -77,7 +78,7 @@ def check_trackers(names: list[str]) -> None:
             raise PeftlabError(f"train.trackers: {name} is not installed; pip install 'peftlab[{name}]'")
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
     """Return the numbers in nested ``values`` under slash-joined names, as the other trackers need them."""
     result: dict[str, float] = {}
     for key, value in values.items():

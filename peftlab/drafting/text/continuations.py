@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from peftlab.drafting.objectives import TopK
+from peftlab.files import member
 from peftlab.tasks.prompts import Request
+from peftlab.tasks.tokens import Row
 
 
 def make_dataset(requests: Sequence[Request], stored: Sequence[TopK] | None = None) -> Dataset:
@@ -25,7 +26,7 @@ def make_dataset(requests: Sequence[Request], stored: Sequence[TopK] | None = No
     for i, request in enumerate(requests):
         ids = [*request.prompt, *request.response]
         sizes = {"prompt": len(request.prompt), "length": len(ids), "kept": len(request.response)}
-        row: dict[str, Any] = {"input_ids": ids, **sizes}
+        row: dict[str, object] = {"input_ids": ids, **sizes}
         if stored is not None:
             values, indices, rest = (part.tolist() for part in stored[i])
             row |= {"top_values": values, "top_indices": indices, "top_rest": rest}
@@ -44,17 +45,18 @@ class Collate:
 
     pad: int = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(row["length"] for row in rows)
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        lengths = [member(row, "length", int, "an example") for row in rows]
+        longest = max(lengths)
         batch = {
             "input_ids": torch.full((len(rows), longest), self.pad),
             "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
             "weights": torch.zeros(len(rows), longest),
         }
-        for i, row in enumerate(rows):
-            batch["input_ids"][i, : row["length"]] = torch.tensor(row["input_ids"])
-            batch["attention_mask"][i, : row["length"]] = 1
-            batch["weights"][i, row["prompt"] - 1 : row["length"] - 1] = 1
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            batch["input_ids"][i, :length] = torch.tensor(row["input_ids"])
+            batch["attention_mask"][i, :length] = 1
+            batch["weights"][i, member(row, "prompt", int, "an example") - 1 : length - 1] = 1
         for key in ("top_values", "top_indices", "top_rest"):
             if key in rows[0]:  # [predictions of the batch, ...]: in the order of weights' nonzero places
                 batch[key] = torch.cat([torch.tensor(row[key]) for row in rows])
