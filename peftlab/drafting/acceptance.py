@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,7 +43,7 @@ class Acceptance(NamedTuple):
 
 
 @torch.no_grad()
-def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16) -> Acceptance:
+def measure(target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int = 16) -> Acceptance:
     """Return the acceptance of ``draft`` by ``target`` on the continuations of ``data``, both reading the text.
 
     Args:
@@ -59,7 +60,7 @@ def measure(target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
 
 @torch.no_grad()
 def each_token(
-    target: nn.Module, draft: nn.Module, data: Any, batch_size: int = 16
+    target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int = 16
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t]."""
     heads = head_weight(target), head_weight(draft)
@@ -71,13 +72,13 @@ def each_token(
 
 
 @torch.no_grad()
-def target_states(target: nn.Module, data: Any, batch_size: int = 16) -> Iterator[Tensor]:
+def target_states(target: nn.Module, data: Dataset, batch_size: int = 16) -> Iterator[Tensor]:
     """Yield the target's states [t, H] at a few predictions at a time."""
     for _, places, ids, mask in batches(data, batch_size, head_weight(target).device):
         yield from frozen_hidden(target, ids, mask)[places].split(_CHUNK)
 
 
-def batches(data: Any, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def batches(data: Dataset, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """Yield row numbers [b], which predictions count [b, n], token ids [b, n] and their mask [b, n]."""
     collate = Collate()
     keys = ("input_ids", "prompt", "length")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,8 +37,8 @@ class AcceptancePredictor(nn.Module):
 def train_acceptance_head(
     target: nn.Module,
     draft: nn.Module,
-    train: Any,
-    held_out: Any,
+    train: Dataset,
+    held_out: Dataset,
     *,
     greedy: bool = False,
     epochs: int = 20,
@@ -104,7 +104,7 @@ def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
     return head.eval()
 
 
-def _states(target: nn.Module, draft: nn.Module, data: Any, greedy: bool) -> tuple[Tensor, Tensor]:
+def _states(target: nn.Module, draft: nn.Module, data: Dataset, greedy: bool) -> tuple[Tensor, Tensor]:
     """Return the draft's hidden states [T, H] and the acceptance probability of each [T]."""
     parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in each_token(target, draft, data)]
     states, probabilities = (torch.cat(column) for column in zip(*parts, strict=True))

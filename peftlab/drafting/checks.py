@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.errors import PeftlabError
@@ -54,7 +52,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         )
 
 
-def check_models(target: Any, draft: Any, length: int) -> None:
+def check_models(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> None:
     """Refuse vocabularies of different size and a draft context below ``length``.
 
     Args:
@@ -77,7 +75,7 @@ def check_models(target: Any, draft: Any, length: int) -> None:
         )
 
 
-def check_dtypes(target: Any, draft: Any) -> None:
+def check_dtypes(target: PretrainedConfig, draft: PretrainedConfig) -> None:
     """Refuse two different half precisions on disk.
 
     Args:
@@ -94,7 +92,7 @@ def check_dtypes(target: Any, draft: Any) -> None:
         )
 
 
-def check_method(model: Any, config: MethodConfig) -> None:
+def check_method(model: PreTrainedModel, config: MethodConfig) -> None:
     """Refuse a method that does not fit the model, or that exchanges its LM head; nothing is changed.
 
     Raises:
@@ -110,7 +108,7 @@ def check_method(model: Any, config: MethodConfig) -> None:
 
 
 @torch.no_grad()
-def check_head(model: Any, what: str, tolerance: float = 1e-4) -> None:
+def check_head(model: PreTrainedModel, what: str, tolerance: float = 1e-4) -> None:
     """Refuse a model whose logits are not its last hidden state times its LM head.
 
     So the states that training uses are those after the final norm, and nothing (a soft cap, a scale) comes

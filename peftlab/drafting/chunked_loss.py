@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from peftlab.drafting.objectives import OBJECTIVES, TopK
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.untyped import AutogradContext
 
 Losses = Callable[[Tensor, Tensor], Tensor]  # row indices [t] and their draft logits [t, V] -> losses [t]
 
@@ -24,7 +25,7 @@ def chunked_loss(
     objective: str = "kl",
     weights: Tensor | None = None,
     chunk: int = 128,
-    **settings: float,
+    settings: Mapping[str, float] = MappingProxyType({}),
 ) -> Tensor:
     """Return ``weighted_mean(OBJECTIVES[objective](target, hidden @ head_weightᵀ), weights)`` in chunks.
 
@@ -73,7 +74,7 @@ class _ChunkedMean(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         head_weight: Tensor,
         weights: Tensor | None,
@@ -107,7 +108,7 @@ class _ChunkedMean(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, d_total: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_head = (None if d is None else d * d_total.to(d.dtype) for d in ctx.saved_tensors)
         return d_hidden, d_head, None, None, None, None
 

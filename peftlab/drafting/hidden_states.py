@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
+from peftlab.untyped import Unwrapped
 
 
 def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
@@ -36,13 +35,18 @@ def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return forward_hidden(model, input_ids, attention_mask)[-1]
 
 
+def unwrapped(model: nn.Module) -> Unwrapped:
+    """Return the module inside the one that accelerate wraps it in, or ``model`` itself."""
+    return getattr(model, "module", model)
+
+
 def head_weight(model: nn.Module) -> Tensor:
     """Return the LM head's weight [V, H].
 
     Raises:
         PeftlabError: the head has a bias, or there is none.
     """
-    bare: Any = getattr(model, "module", model)
+    bare = unwrapped(model)
     head = bare.get_output_embeddings()
     name = type(bare).__name__
     if head is None:

@@ -9,9 +9,9 @@ other side has mass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from peftlab.drafting.config import DraftObjective
 from peftlab.errors import PeftlabError
+from peftlab.untyped import Function
 
 _LOG_ZERO = -1e4
 
@@ -105,7 +106,7 @@ def topk_kl(target: TopK, draft_logits: Tensor) -> Tensor:
     return _kl(log_p.detach(), torch.cat([log_q.gather(-1, target.indices), log_q_rest[:, None]], -1))
 
 
-OBJECTIVES: dict[str, Callable[..., Tensor]] = {
+OBJECTIVES: dict[str, Function[Tensor]] = {
     "ce": ce,
     "kl": kl,
     "reverse_kl": reverse_kl,
@@ -214,7 +215,7 @@ class Objective:
     """
 
     name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
     share: float = 1.0
 
     def kept(self, tokens: int) -> int:

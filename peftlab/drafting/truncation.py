@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ def truncate(model: M, layers: Sequence[int], *, share: bool = False) -> M:
         raise PeftlabError(f"layers: no layer {missing[0]}; {type(model).__name__} has 0 to {count - 1}")
     if list(layers) != sorted(set(layers)):
         raise PeftlabError(f"layers: {list(layers)} is not a rising list of distinct layers")
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if share else {}
+    memo: dict[int, object] = {id(p): p for p in model.parameters()} if share else {}
     # The copy finds the stack made already, so that the layers left out are never copied.
     memo[id(stack)] = nn.ModuleList(copy.deepcopy(stack[i], memo) for i in layers)
     draft = copy.deepcopy(model, memo)
@@ -57,7 +57,7 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _renumber(draft: PreTrainedModel, layers: Sequence[int]) -> None:
-    config: Any = draft.config.get_text_config(decoder=True)
+    config = draft.config.get_text_config(decoder=True)
     config.num_hidden_layers = len(layers)
     for name, value in list(vars(config).items()):
         if name.endswith("layer_types") and isinstance(value, list):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -39,7 +38,7 @@ def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tenso
 
 
 @torch.no_grad()
-def ceiling(target: nn.Module, data: Any, tokens: Tensor) -> float:
+def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
     """Return the mean p(V_d) over the predictions of ``data``: no draft restricted to ``tokens`` is accepted more.
 
     α = Σ min(p, q) over V_d is at most p(V_d), and p is never renormalised over V_d.

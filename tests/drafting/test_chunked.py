@@ -76,7 +76,9 @@ def test_gradcheck(batch, objective):
     weights = torch.arange(4, dtype=torch.float64)
 
     def loss(hidden, head):
-        return chunked_loss(hidden, head, t["target"][:4], t["target_head"], objective, weights, chunk=3, **settings)
+        return chunked_loss(
+            hidden, head, t["target"][:4], t["target_head"], objective, weights, chunk=3, settings=settings
+        )
 
     assert torch.autograd.gradcheck(loss, (t["hidden"][:4].detach().requires_grad_(), t["head"]))
 
@@ -84,7 +86,8 @@ def test_gradcheck(batch, objective):
 def test_settings_reach_the_objective(batch):
     t = batch()
     values = {
-        chunked_loss(t["hidden"], t["head"], t["target"], t["target_head"], "jsd", beta=b).item() for b in (0.2, 0.5)
+        chunked_loss(t["hidden"], t["head"], t["target"], t["target_head"], "jsd", settings={"beta": b}).item()
+        for b in (0.2, 0.5)
     }
     assert len(values) == 2
 

@@ -21,6 +21,9 @@ from peftlab.models.pretrained import load_base
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfig)
 
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+"""(the model in training, a batch) -> the sum of the loss over tokens."""
+
 
 @dataclass(frozen=True)
 class DraftJob(Generic[ConfigT]):

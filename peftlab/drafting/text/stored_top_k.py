@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
@@ -24,7 +24,7 @@ _PART = 32  # requests a file
 
 
 @torch.no_grad()
-def stored_topk(target: Any, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
+def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
     """Return the target's top-k distribution at every token of each response, [response, k] a request.
 
     Parts that lie in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
@@ -53,7 +53,7 @@ def stored_topk(target: Any, requests: Sequence[Request], k: int, cache: Path) -
     return found
 
 
-def _distribution(target: Any, request: Request, k: int) -> tuple[torch.Tensor, ...]:
+def _distribution(target: PreTrainedModel, request: Request, k: int) -> tuple[torch.Tensor, ...]:
     ids = [*request.prompt, *request.response]
     row = {"input_ids": ids, "prompt": len(request.prompt), "length": len(ids)}
     inputs = {key: value.to(head_weight(target).device) for key, value in Collate()([row]).items()}

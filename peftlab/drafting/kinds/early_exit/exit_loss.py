@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
-from peftlab.drafting.hidden_states import forward_hidden, frozen_hidden, head_weight
+from peftlab.drafting.hidden_states import forward_hidden, frozen_hidden, head_weight, unwrapped
 from peftlab.drafting.kinds.early_exit.exits import Exit
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import following
@@ -37,7 +37,7 @@ class EarlyExitLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens."""
         ids, mask, places = inputs["input_ids"], inputs["attention_mask"], inputs["weights"] > 0
-        bare: Any = getattr(model, "module", model)
+        bare = unwrapped(model)
         with disabled(bare):
             base = frozen_hidden(bare, ids, mask)[places]
         states = forward_hidden(model, ids, mask)
@@ -48,13 +48,13 @@ class EarlyExitLoss:
             target, target_head = following(ids)[places], None
         else:
             target, target_head = base, frozen
-        loss = chunked_loss(early, head, target, target_head, self.objective.name, **self.objective.settings)
+        loss = chunked_loss(early, head, target, target_head, self.objective.name, settings=self.objective.settings)
         kept = chunked_loss(states[-1][places], head, base, frozen, "kl")
         return (loss + self.preserve * kept) * places.sum()
 
 
 @torch.no_grad()
-def measure_exit(model: Any, exit_: Exit, data: Any, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
+def measure_exit(model: nn.Module, exit_: Exit, data: Dataset, batch_size: int = 16) -> tuple[Acceptance, Acceptance]:
     """Return the acceptance of an early exit, and of the whole model as trained.
 
     Both by the base model, which is what ``model`` computes with its injection switched off.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +71,11 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
     last, head = layer_stack(model)[-1], model.get_output_embeddings()
     assert head is not None
     names: list[str] = []
-    state: Tensor | None = None
+    state: object = None
     running: nn.Module | None = None
-    reached: Tensor | None = None
+    reached: object = None
 
-    def enter(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter(name: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
         nonlocal running, reached
         if module is head:
             reached = inputs[0]
@@ -84,7 +83,7 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
             running = module
             names.append(name)
 
-    def leave(module: nn.Module, output: Any) -> None:
+    def leave(module: nn.Module, output: object) -> None:
         nonlocal running, state
         if module is last or module is running:
             state, running = output[0] if isinstance(output, tuple) else output, None
@@ -110,8 +109,10 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _same(one: Tensor | None, other: Any) -> bool:
-    """Whether two tensors hold the same numbers; models reshape on the way."""
-    if one is None or not isinstance(other, Tensor) or one.numel() != other.numel() or not one.is_floating_point():
+def _same(one: object, other: object) -> bool:
+    """Whether both are tensors of the same numbers; models reshape on the way."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    if one.numel() != other.numel() or not one.is_floating_point():
         return False
     return torch.equal(one.flatten(), other.flatten())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
 from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
 from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
@@ -46,7 +45,7 @@ def load(job: DraftJob[EarlyExitDraft], target: PreTrainedModel) -> ExitDraft:
     return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exit_)
 
 
-def loss(job: DraftJob[EarlyExitDraft], draft: ExitDraft) -> Callable[..., Tensor]:
+def loss(job: DraftJob[EarlyExitDraft], draft: ExitDraft) -> Loss:
     """Return LayerSkip's loss on the exit."""
     return EarlyExitLoss(make_objective(job.objective), draft.exit)
 

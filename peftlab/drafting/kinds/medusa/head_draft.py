@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_files import check_heads, is_medusa, read_medusa, write_medusa
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
@@ -83,7 +82,7 @@ def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
         )
 
 
-def loss(job: DraftJob[MedusaDraft], draft: HeadDraft) -> Callable[..., Tensor]:
+def loss(job: DraftJob[MedusaDraft], draft: HeadDraft) -> Loss:
     """Return the weighted sum of the heads' losses."""
     return HeadsLoss(make_objective(job.objective), job.config.decay, job.config.preserve)
 

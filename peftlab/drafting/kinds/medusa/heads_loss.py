@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
-from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden, unwrapped
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import following
@@ -41,7 +41,7 @@ class HeadsLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens and heads."""
         ids, mask, weights = inputs["input_ids"], inputs["attention_mask"], inputs["weights"]
-        medusa: Any = getattr(model, "module", model)
+        medusa = unwrapped(model)
         base_weight, trained = head_weight(medusa).detach(), is_injected(medusa.trunk)
         if trained:
             hidden = last_hidden(model, ids, mask)
@@ -67,7 +67,9 @@ class HeadsLoss:
                 target, target_head = following(ids)[:, ahead:][places], None
             else:
                 target, target_head = base[:, ahead:][places], base_weight
-            mean = chunked_loss(states, weight, target, target_head, self.objective.name, **self.objective.settings)
+            mean = chunked_loss(
+                states, weight, target, target_head, self.objective.name, settings=self.objective.settings
+            )
             total = total + self.decay**i * mean * len(states)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
             total = total + 0 * sum(p.sum() for p in medusa.heads.parameters())
@@ -79,7 +81,7 @@ class HeadsLoss:
 
 
 @torch.no_grad()
-def measure_heads(model: MedusaModel, data: Any, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
+def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
     """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
 
     Head i's guess at place t, of token t+2+i, is compared with what the base model says at t+1+i; examples too

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 
 class MedusaBlock(nn.Module):
@@ -86,7 +86,7 @@ class MedusaModel(nn.Module):
         super().__init__()
         self.trunk, self.heads = trunk, heads
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **inputs: object) -> ModelOutput:
         """Return what the language model returns."""
         return self.trunk(**inputs)
 

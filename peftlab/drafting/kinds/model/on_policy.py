@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
+from peftlab.drafting.hidden_states import unwrapped
 from peftlab.methods.modes import eval_mode
 
 
@@ -38,7 +38,7 @@ class OnPolicy:
         seed = int(torch.randint(2**31, ()))
         if not chosen:
             return inputs
-        bare: Any = getattr(model, "module", model)
+        bare = unwrapped(model)
         counts = (inputs["weights"] > 0).sum(1).tolist()
         starts = (inputs["weights"] > 0).int().argmax(1).tolist()
         prompts = [inputs["input_ids"][i, : starts[i] + 1].tolist() for i in chosen]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from peftlab.drafting.checks import (
     common_vocabulary,
     end_ids,
 )
-from peftlab.drafting.kinds.base import Draft, DraftJob, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model.config import ModelDraft
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
@@ -74,16 +72,16 @@ def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
     reference: PreTrainedModel | None = None
     if job.objective.reference is not None:
         reference, _ = load_base(job.objective.reference, "AutoModelForCausalLM")
-    others: list[Any] = [model, reference]
-    for other in filter(None, others):
+    for other in [model] if reference is None else [model, reference]:
         check_head(other, "draft")
         check_models(target, other, job.longest)
-        other.to(job.device)
+        module: nn.Module = other  # transformers' own annotation of ``to`` has no ``self``
+        module.to(job.device)
     model.requires_grad_(True)
     return PairDraft(model, model, target, base, end_ids(target, job.tokenizer), reference, base_model=base_model)
 
 
-def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Callable[..., Tensor]:
+def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Loss:
     """Return the objective between target and draft, with text of the draft's own where the recipe asks for it."""
     data = job.data
     rewrite = OnPolicy(data.on_policy, data.temperature, draft.eos) if data.on_policy else None

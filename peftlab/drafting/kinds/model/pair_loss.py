@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +44,11 @@ class PairLoss:
         if self.reference is not None:
             weights = weights * self._filter(hidden.detach(), model, inputs, places, target, head)
         loss = chunked_loss(
-            hidden, head_weight(model), target, head, self.objective.name, weights, **self.objective.settings
+            hidden, head_weight(model), target, head, self.objective.name, weights, settings=self.objective.settings
         )
         return loss * weights.sum()
 
-    def _target(self, inputs: Inputs, places: Tensor) -> tuple[Any, Tensor | None]:
+    def _target(self, inputs: Inputs, places: Tensor) -> tuple[Tensor | TopK, Tensor | None]:
         if self.objective.name == "ce":
             return following(inputs["input_ids"])[places], None
         if self.objective.name == "topk_kl":
@@ -59,7 +58,13 @@ class PairLoss:
         return hidden, head_weight(self.target)
 
     def _filter(
-        self, hidden: Tensor, model: nn.Module, inputs: Inputs, places: Tensor, target: Any, head: Tensor | None
+        self,
+        hidden: Tensor,
+        model: nn.Module,
+        inputs: Inputs,
+        places: Tensor,
+        target: Tensor | TopK,
+        head: Tensor | None,
     ) -> Tensor:
         """Return [T] booleans: in each example, the share whose loss is furthest above the reference's."""
         assert self.reference is not None
@@ -73,11 +78,14 @@ class PairLoss:
         return kept
 
     @torch.no_grad()
-    def _token_losses(self, hidden: Tensor, weight: Tensor, target: Any, head: Tensor | None) -> Tensor:
+    def _token_losses(self, hidden: Tensor, weight: Tensor, target: Tensor | TopK, head: Tensor | None) -> Tensor:
         one = torch.arange(len(hidden), device=hidden.device)
         losses = []
         for rows in one.split(128):
-            part: Any = TopK(*(p[rows] for p in target)) if isinstance(target, TopK) else target[rows]
-            picked = part if head is None else part @ head.T
+            picked: Tensor | TopK
+            if isinstance(target, TopK):
+                picked = TopK(*(part[rows] for part in target))
+            else:
+                picked = target[rows] if head is None else target[rows] @ head.T
             losses.append(OBJECTIVES[self.objective.name](picked, hidden[rows] @ weight.T, **self.objective.settings))
         return torch.cat(losses)
