@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not complete
 
 
-def stop_at(tokenizer: Any, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+def stop_at(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
     """Return whether output ids contain a stop string, as ``decode.StoppingCriteria.stops`` takes it.
 
     The output then ends with the token that completes the stop string; ``cut_at`` removes it from the text.
@@ -43,7 +46,7 @@ class TextStream:
     Held back are characters whose bytes are incomplete and an ending that may become a stop string.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
         self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
         self._returned = 0
@@ -59,7 +62,7 @@ class TextStream:
         return self._next(cut_at(self._text(), self._stops))
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _unsure(self, text: str) -> int:
         broken = len(text) - len(text.rstrip(_BROKEN))

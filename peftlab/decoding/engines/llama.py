@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, additive
 
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 _PACKED_FOR = 8  # rows that oneDNN packs the weights for; measured no slower at 1 and at 64
+_HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OUT, _GATE_UP, _DOWN = "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 Product = Callable[[Tensor], Tensor]
 Added = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,21 +37,19 @@ def flattens(model: PreTrainedModel) -> bool:
         _acting(hook) for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
     ):
         return False
-    body: Any = model.model
+    body = model.model
     linears = [model.lm_head, *(linear for layer in body.layers for linear in _linears(layer))]
     norms = [n for layer in body.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
     return all(type(m) is nn.Linear for m in linears) and all(type(n) is type(body.norm) for n in norms)
 
 
-def _acting(hook: Any) -> bool:
+def _acting(hook: object) -> bool:
     """Whether a hook may change what is computed; those that ``output_hidden_states`` leaves behind only record."""
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
-def _linears(layer: Any) -> list[nn.Module]:
-    attention, mlp = layer.self_attn, layer.mlp
-    heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+def _linears(layer: nn.Module) -> list[nn.Module]:
+    return [layer.get_submodule(name) for name in (*_HEADS, _OUT, *_GATE_UP, _DOWN)]
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class LlamaEngine:
     """See ``base.Engine``; made by ``build.build_engine``."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, pack: bool = True):
-        config: Any = model.config
-        body: Any = model.model
+        config, body = model.config, model.model
         self.device = model.device
         pack = pack and can_pack(model)
         self.vocab_size = vocabulary or model.lm_head.weight.shape[0]
@@ -162,26 +160,31 @@ def can_pack(model: PreTrainedModel) -> bool:
     )
 
 
-def _window(config: Any, layer: int) -> int | None:
+def _window(config: PretrainedConfig, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "full_attention":
         return None
     return getattr(config, "sliding_window", None)
 
 
-def _flatten(layer: Any, window: int | None, pack: bool) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, shrink_heads = _product([attention.q_proj, attention.k_proj, attention.v_proj], pack)
-    gate_up, shrink_mlp = _product([mlp.gate_proj, mlp.up_proj], pack)
+def _flatten(layer: nn.Module, window: int | None, pack: bool) -> _Layer:
+    qkv, shrink_heads = _product([_linear(layer, name) for name in _HEADS], pack)
+    gate_up, shrink_mlp = _product([_linear(layer, name) for name in _GATE_UP], pack)
     return _Layer(
-        before_attention=layer.input_layernorm.weight.detach() * shrink_heads,
+        before_attention=layer.get_parameter("input_layernorm.weight").detach() * shrink_heads,
         qkv=qkv,
-        out=_added(attention.o_proj, pack),
-        before_mlp=layer.post_attention_layernorm.weight.detach() * shrink_mlp,
+        out=_added(_linear(layer, _OUT), pack),
+        before_mlp=layer.get_parameter("post_attention_layernorm.weight").detach() * shrink_mlp,
         gate_up=gate_up,
-        down=_added(mlp.down_proj, pack),
+        down=_added(_linear(layer, _DOWN), pack),
         window=window,
     )
+
+
+def _linear(layer: nn.Module, name: str) -> nn.Linear:
+    linear = layer.get_submodule(name)
+    assert isinstance(linear, nn.Linear)  # see ``flattens``
+    return linear
 
 
 def _stacked(linears: list[nn.Linear], outputs: int | None = None) -> tuple[Tensor, Tensor | None]:

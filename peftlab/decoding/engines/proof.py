@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
@@ -54,16 +54,20 @@ class Trial:
         self._window = _window(self._config)
         self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
         self._short = min(5, self._long - 1)
-        embeddings: Any = model.get_input_embeddings()
-        vocabulary = len(embeddings.weight)
+        weight = model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        vocabulary = len(weight)
         tokens = torch.randint(vocabulary, (_PROMPT + _NODES,), generator=torch.Generator().manual_seed(0))
         self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
         self._prompt = self._prompt[: self._long]
         with _evaluating(model), torch.inference_mode():
             cache = DynamicCache(config=self._config)
             self._prompt_logits = self._read(self._prompt, cache)
-            layers: list[Any] = cache.layers
-            self._states = [(i, x.keys, x.values) for i, x in enumerate(layers) if x.keys is not None]
+            self._states = [
+                (i, layer.keys, layer.values)
+                for i, layer in enumerate(cache.layers)
+                if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None
+            ]
             self._paths = {
                 n: [self._read(self._tree[path], self._library_cache(n)) for path in _PATHS]
                 for n in (self._short, self._long)
@@ -155,7 +159,7 @@ def _precision(dtype: torch.dtype) -> float:
     return torch.finfo(coarse[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype).eps
 
 
-def _window(config: Any) -> int:
+def _window(config: PretrainedConfig) -> int:
     """The width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
     names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
     widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from peftlab.decoding.engines.base import Output
@@ -77,7 +75,7 @@ class TransformersEngine:
         """How many slots the model is shown. In a chain none past its limit: it may have no bias or mask for them."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
-    def _mask(self, block: Block) -> Any:
+    def _mask(self, block: Block) -> Tensor | dict[str, Tensor | None] | None:
         # Always a tensor: without one, the library would derive a causal mask from its own idea of positions.
         everything = torch.ones(1, 1, block.n, block.end, dtype=torch.bool, device=self.device)
 
@@ -92,7 +90,7 @@ class TransformersEngine:
         return mask(None if self._types == {"full_attention"} else self._window)
 
 
-def limit_of(config: Any) -> int | None:
+def limit_of(config: PretrainedConfig) -> int | None:
     """Return how many positions a model of this (text) config knows; None if it states no limit."""
     # MPT has no other name for it: its biases are made for this number of positions.
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -108,7 +106,7 @@ class _Slots(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the ``KVCache`` allocates."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
         return keys[:, :, : self.seen], values[:, :, : self.seen]
 
@@ -125,6 +123,6 @@ class _Slots(CacheLayerMixin):
 class _Copies(_Slots):
     """Gives keys and values in one piece of memory, as the library's cache does: some models rely on it."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states)
         return keys.contiguous(), values.contiguous()
