@@ -20,3 +20,6 @@ Unwrapped: TypeAlias = Any
 
 AutogradContext: TypeAlias = Any
 """``ctx`` of a ``torch.autograd.Function``, whose attributes are what its forward pass stores there."""
+
+Attributes: TypeAlias = dict[str, Any]
+"""A dataclass's or a function's arguments by name, for a call with ``**``: mypy knows one type for all of them."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json
+from peftlab.files import Json, write_json
 from peftlab.reporting.console import print_results
 from peftlab.reporting.html import write_report
 
 
-def write_results(run_dir: Path, results: dict[str, Any]) -> None:
+def write_results(run_dir: Path, results: dict[str, Json]) -> None:
     """Write ``results.json`` and ``report.html``, or print why there is no report.
 
     Called before measurements too, so that a failing measurement does not lose the results.
@@ -23,7 +22,7 @@ def write_results(run_dir: Path, results: dict[str, Any]) -> None:
         print(f"no report.html: {error}")
 
 
-def conclude(run_dir: Path, results: dict[str, Any]) -> None:
+def conclude(run_dir: Path, results: dict[str, Json]) -> None:
     """Write the results, as ``write_results`` does, and print them."""
     write_results(run_dir, results)
     print_results(results, run_dir)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.options import MergeOptions
@@ -22,7 +22,7 @@ from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
-from peftlab.files import to_json, write_json, write_text
+from peftlab.files import write_json, write_text
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.pretrained import load_base
@@ -115,9 +115,9 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path) -> Accelerator:
 
 def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
     """Load target and draft, check that they fit each other and the method, and put them on the device."""
-    target: Any = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe))[0]
+    target = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe))[0]
     check_head(target, "target")
-    target.to(job.device).requires_grad_(False)
+    torch.nn.Module.to(target, job.device).requires_grad_(False)
     draft: Draft = resolve(kind.load)(job, target)
     if recipe.method is not None:
         check_method(draft.adapted, recipe.method)
@@ -234,10 +234,10 @@ def _save(
 
 
 def _read_back(job: DraftJob[DraftConfig], tokens: torch.Tensor | None) -> Saved:
-    merged: Any = None
+    merged: PreTrainedModel | None = None
     if job.folds:
         merged = load_base(str(job.directory / "merged"), "AutoModelForCausalLM")[0]
-        merged.to(job.device)
+        torch.nn.Module.to(merged, job.device)
     return Saved(job.directory, merged, tokens)
 
 
@@ -248,7 +248,7 @@ def _measure(
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
         check = verify_merge(run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
-        results.merge = to_json(check)
+        results.merge = check
         if draft.separate:
             results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -48,7 +47,7 @@ def evaluate(
     else:
         task = _load_adapted(recipe, place)
     evaluation = make_evaluation(recipe, task)
-    model: Any = Accelerator().prepare(task.model)
+    model = Accelerator().prepare(task.model)
     with eval_mode(model):
         return evaluation.score(model)
 
@@ -82,12 +81,17 @@ def _load_adapted(recipe: FinetuneRecipe, place: Path) -> LoadedTask:
     return task
 
 
-def _classes(recipe: FinetuneRecipe, names: Any, place: str) -> tuple[str, ...]:
+def _classes(recipe: FinetuneRecipe, names: object, place: str) -> tuple[str, ...]:
     """Return a model's class names in label order; none for regression."""
     try:
-        classes = tuple(str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0])))
-    except (AttributeError, TypeError, ValueError):
-        raise PeftlabError(f"{place}: id2label is not a mapping from class numbers to names") from None
+        numbered = (
+            {int(str(number)): str(name) for number, name in names.items()} if isinstance(names, Mapping) else None
+        )
+    except ValueError:
+        numbered = None
+    if numbered is None:
+        raise PeftlabError(f"{place}: id2label is not a mapping from class numbers to names")
+    classes = tuple(name for _, name in sorted(numbered.items()))
     if not find_task(recipe.task).regression:
         return classes
     if len(classes) != 1:

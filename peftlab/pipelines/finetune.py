@@ -5,10 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import verify_merge
+from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json, write_text
+from peftlab.files import Json, to_json, write_json, write_text
+from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
@@ -49,6 +49,7 @@ from peftlab.training.loop import train
 from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
+from peftlab.untyped import Attributes
 
 VERIFY_EXAMPLES = 64  # examples on which merged and unmerged model are compared
 
@@ -70,8 +71,8 @@ class LoadedTask:
     def tokens(self, split: str, recipe: FinetuneRecipe) -> Dataset:
         """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
         tokens = tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
-        embeddings: Any = self.model.get_input_embeddings()
-        largest, embedded = max(largest_id(tokens), self.collate.fill["input_ids"]), len(embeddings.weight)
+        embeddings = self.model.get_input_embeddings().get_parameter("weight")
+        largest, embedded = max(largest_id(tokens), self.collate.fill["input_ids"]), len(embeddings)
         if largest >= embedded:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             raise PeftlabError(
@@ -121,11 +122,11 @@ class FinetuneResults:
     classes: dict[str, dict[str, int]]
     dropped_rows: int
     left_out: dict[str, int]
-    merge: dict[str, float] | None = None
+    merge: MergeCheck | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without ``merge`` if nothing was merged."""
-        values = asdict(self)
+        values = to_json(self)
         if self.merge is None:
             del values["merge"]
         return values
@@ -193,12 +194,12 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> L
         classes: a trained model's class names in label order; None: those of task and data.
     """
     data = load_task_data(recipe.task, recipe.data, classes)
-    options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
+    options: Attributes = {"trust_remote_code": recipe.trust_remote_code}
     if recipe.revision:
         options["revision"] = recipe.revision
     tokenizer = load_tokenizer(recipe.model, **options)
     labels = data.task.labels
-    names: dict[str, Any] = {
+    names: Attributes = {
         "id2label": dict(enumerate(labels)),
         "label2id": {name: i for i, name in enumerate(labels)},
     }
@@ -245,7 +246,7 @@ def make_spec(recipe: FinetuneRecipe, task: LoadedTask, evaluation: Evaluation) 
     )
 
 
-def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> Any:
+def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> MethodConfig:
     """Return the recipe's method, which also trains every body module that the checkpoint does not contain."""
     head = task_head(task.model)
     owners = {name.rpartition(".")[0] for name in task.fresh if not inside(name, head)}
@@ -330,7 +331,7 @@ def _write_out(
         write_results(run_dir, results.to_dict())
         inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)
         compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
-        results = replace(results, merge=asdict(compared))
+        results = replace(results, merge=compared)
     conclude(run_dir, results.to_dict())
     return results
 

@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
-from typing import Any
+
+from peftlab.files import Json
 
 PACKAGES = (
     "peftlab",
@@ -22,11 +23,11 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, Json]:
     """Return versions, platform and devices of this process."""
     import torch
 
-    versions: dict[str, str | None] = {}
+    versions: dict[str, Json] = {}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
@@ -44,7 +45,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def git_state() -> dict[str, Any]:
+def git_state() -> dict[str, Json]:
     """Return the commit of the working directory's repository, and whether it has uncommitted changes."""
     if shutil.which("git") is None:
         return {"git_sha": None, "git_dirty": None}
@@ -57,7 +58,7 @@ def git_state() -> dict[str, Any]:
     return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(status) if status is not None else None}
 
 
-def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Any]:
+def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
         "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],

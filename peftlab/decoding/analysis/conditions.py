@@ -6,11 +6,12 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
+
+from peftlab.files import Json, to_json
 
 _LOAD = 1.25  # of the cores: this process's own threads reach 1
 _RUNNING = 0.9
@@ -44,9 +45,9 @@ class Conditions:
             doubts.append(f"repeats of the same work differ by {100 * self.spread:.0f} %")
         return doubts
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes and the doubts."""
-        return asdict(self) | {"doubts": self.doubts()}
+        return to_json(self) | {"doubts": to_json(self.doubts())}
 
 
 class Watch:

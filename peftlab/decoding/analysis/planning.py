@@ -6,18 +6,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.decoding.analysis.theory import goodput
-from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
+from peftlab.files import Json, to_json
+from peftlab.untyped import Attributes
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ class MeasuredPlan(DraftPlan):
     threads: int
     device: str
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes, and the doubts beside the conditions."""
-        return asdict(self) | {"conditions": self.conditions.as_json()}
+        return to_json(self) | {"conditions": self.conditions.as_json()}
 
 
 ALPHAS = tuple(i / 20 for i in range(1, 21))
@@ -132,7 +133,7 @@ def step_seconds(
     """
     check_repeats(repeats)
     generator = torch.Generator().manual_seed(0)
-    runs: dict[tuple[str, int], Callable[[], Any]] = {}
+    runs: dict[tuple[str, int], Callable[[], Output]] = {}
     for name, (engine, most) in engines.items():
         if engine.limit is not None and context + most > engine.limit:
             raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
@@ -217,7 +218,7 @@ def plan_from_repeats(target: list[list[float]], draft: list[float], conditions:
     )
 
 
-def _attributes(of: Gains) -> dict[str, Any]:
+def _attributes(of: Gains) -> Attributes:
     """The attributes as they are, for a plan that has more of them."""
     return {field.name: getattr(of, field.name) for field in fields(of)}
 

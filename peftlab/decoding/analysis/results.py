@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
+from peftlab.files import Json, to_json
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class DrafterResult:
     divergences: list[PromptDivergence]
     alpha: OverlapRates | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes, those of ``statistics`` among them."""
-        values = asdict(self)
-        statistics = values.pop("statistics")
-        return values | statistics
+        values = to_json(self)
+        del values["statistics"]
+        return values | to_json(self.statistics)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class BenchmarkResult:
     prompts: list[PromptResult]
     skipped: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes, and beside them the figures of ``drafter``."""
         drafters = {name: of.as_json() for name, of in self.drafters.items()}
-        values = asdict(self) | {"drafters": drafters, "conditions": self.conditions.as_json()}
-        return drafters[self.drafter] | values
+        conditions = self.conditions.as_json()
+        return drafters[self.drafter] | to_json(self) | {"drafters": to_json(drafters), "conditions": conditions}

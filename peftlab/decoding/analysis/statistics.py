@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.decode import Generation
@@ -160,7 +161,7 @@ def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> Rat
     batch = rng.integers(count, size=(draws, count))
     repeat = rng.integers(repeats, size=(draws, count, repeats))
 
-    def drawn(of: Timings) -> numpy.ndarray:
+    def drawn(of: Timings) -> NDArray[numpy.float64]:
         seconds = numpy.median(numpy.asarray(of.seconds)[batch[..., None], repeat], -1)  # [draws, count]
         return numpy.asarray(of.tokens)[batch].sum(-1) / seconds.sum(-1)
 
@@ -168,7 +169,7 @@ def rate_intervals(one: Timings, baseline: Timings, *, draws: int = 1000) -> Rat
     return RateIntervals(percentiles(rate), percentiles(plain), percentiles(rate / plain))
 
 
-def percentiles(values: numpy.ndarray) -> tuple[float, float]:
+def percentiles(values: NDArray[numpy.float64]) -> tuple[float, float]:
     """Return the ends of the middle 95 % of resampled values."""
     low, high = numpy.quantile(values, [0.025, 0.975])
     return float(low), float(high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.untyped import Function
 
 ResultT = TypeVar("ResultT")
 
@@ -34,7 +35,7 @@ class Stopwatch:
         """Return ``heads`` with their time counted as this engine's."""
         return _TimedHeads(heads, self)
 
-    def timed(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+    def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
         """Call ``work`` and add its time."""
         began = time.perf_counter()
         output = work(*arguments)

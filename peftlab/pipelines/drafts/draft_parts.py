@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -23,6 +22,7 @@ from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.tasks.prompts import Request, read_prompt_ids, read_requests
+from peftlab.untyped import Attributes
 
 
 @dataclass
@@ -97,7 +97,9 @@ def has_fold(recipe: DraftRecipe) -> bool:
     return recipe.method is not None and METHODS[recipe.method.name].folds
 
 
-def make_sets(recipe: DraftRecipe, text: Text, draft: Draft, cache: Path, first: AbstractContextManager[Any]) -> Sets:
+def make_sets(
+    recipe: DraftRecipe, text: Text, draft: Draft, cache: Path, first: AbstractContextManager[object]
+) -> Sets:
     """Let the target write what it has not written yet, and split it; served requests are split by age.
 
     Args:
@@ -123,7 +125,7 @@ def make_sets(recipe: DraftRecipe, text: Text, draft: Draft, cache: Path, first:
     return Sets(make_dataset(train, stored), splits, prompts, digest)
 
 
-def model_options(recipe: DraftRecipe) -> dict[str, Any]:
+def model_options(recipe: DraftRecipe) -> Attributes:
     """Return what loading the target takes beside its name."""
-    options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
+    options: Attributes = {"trust_remote_code": recipe.trust_remote_code}
     return options | ({"revision": recipe.revision} if recipe.revision else {})

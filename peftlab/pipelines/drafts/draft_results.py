@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from peftlab.checkpoints.merge.verify import MergeCheck
 from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.statistics import Interval
-from peftlab.files import to_json
+from peftlab.files import Json, to_json
 from peftlab.training.spec import Scores
 
 
@@ -33,7 +34,7 @@ class DecodingSpeed:
     kernel: str
     conditions: Conditions
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes, and the doubts beside the conditions."""
         values = {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
         return values | {"conditions": self.conditions.as_json()}
@@ -51,7 +52,7 @@ class Decoding:
     after: DecodingSpeed
     gamma: int
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Json]:
         """Return the attributes; ``before`` is an empty object where nothing could draft yet."""
         before = {} if self.before is None else self.before.as_json()
         return {"before": before, "after": self.after.as_json(), "gamma": self.gamma}
@@ -102,13 +103,13 @@ class DraftResults:
     kept_share: float
     peak_gpu_mb: float | None
     seed: int
-    merge: object = None
+    merge: MergeCheck | None = None
     merged_metrics: Scores | None = None
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None
     decoding: Decoding | None = None
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""
         optional = {name.name for name in fields(self) if name.default is None}
         values = {name.name: to_json(getattr(self, name.name)) for name in fields(self) if name.name != "decoding"}

@@ -18,10 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+from peftlab.files import Json
 from peftlab.locks import is_locked
 from peftlab.outputs import remove
 from peftlab.pipelines.directory import RUN, recipe_inputs
@@ -29,6 +31,11 @@ from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.recipe.table_cells import Cell
 from peftlab.reporting.facts import flatten
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
+    Running = tuple[BaseProcess, Connection[str, str], Cell, str]  # a cell's process, its pipe, the cell, its slot
 
 RESULTS = "results.json"
 # What every cell imports; a package that is not installed is left out.
@@ -87,7 +94,7 @@ def _difference(cell: Cell) -> str:
     return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe) -> dict[str, Json]:
     """Return a recipe's values without its place on disk: a table may be moved."""
     values = recipe.model_dump(mode="json")
     values.pop("output_dir")
@@ -129,7 +136,7 @@ def run_cells(
     """
     context = _context()
     waiting, free = list(cells), list(slots)
-    running: dict[int, tuple[Any, Connection, Cell, str]] = {}
+    running: dict[int, Running] = {}
     failed: dict[Cell, str] = {}
     with _passing_on(running) as received:
         while running or (waiting and not received):
@@ -137,7 +144,7 @@ def run_cells(
                 waiting.remove(cell)
                 slot = free.pop(0)
                 listening, answering = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(cell.recipe, slot, answering))
+                process: BaseProcess = context.Process(target=_work, args=(cell.recipe, slot, answering))
                 process.start()
                 answering.close()
                 running[process.sentinel] = (process, listening, cell, slot)
@@ -155,28 +162,30 @@ def run_cells(
     return failed
 
 
-def _context() -> Any:
+def _context() -> ForkServerContext | SpawnContext:
     """Processes forked from a server without threads where that is safe, else started from nothing."""
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
 
 
-def _startable(waiting: list[Cell], running: dict[int, tuple[Any, Connection, Cell, str]]) -> Cell | None:
+def _startable(waiting: list[Cell], running: dict[int, Running]) -> Cell | None:
     """Return the first waiting cell that does not start from an unfinished one."""
     to_come = {cell.directory for cell in (*waiting, *(entry[2] for entry in running.values()))}
     return next((cell for cell in waiting if Path(cell.recipe.init_from or "") not in to_come), None)
 
 
 @contextmanager
-def _passing_on(running: dict[int, tuple[Any, Connection, Cell, str]]) -> Iterator[list[int]]:
+def _passing_on(running: dict[int, Running]) -> Iterator[list[int]]:
     """Pass SIGINT and SIGTERM on to the running processes; yield the list of those that came."""
     received: list[int] = []
 
-    def pass_on(number: int, frame: Any) -> None:
+    def pass_on(number: int, frame: object) -> None:
         received.append(number)
         for process, *_ in list(running.values()):
-            if process.is_alive():
+            if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
 
     own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
@@ -188,12 +197,12 @@ def _passing_on(running: dict[int, tuple[Any, Connection, Cell, str]]) -> Iterat
             signal.signal(number, handler)
 
 
-def _reason(exitcode: int, listening: Connection, cell: Cell) -> str:
+def _reason(exitcode: int | None, listening: Connection[str, str], cell: Cell) -> str:
     """Return why a process ended without a result; empty if it has one."""
     try:
         return listening.recv()
     except EOFError:
-        how = signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
+        how = signal.Signals(-exitcode).name if exitcode is not None and exitcode < 0 else f"exit status {exitcode}"
         return f"its process ended by {how}; see {log_file(cell.recipe)}"
     finally:
         listening.close()
@@ -205,7 +214,7 @@ def log_file(recipe: FinetuneRecipe) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def _work(recipe: FinetuneRecipe, slot: str, answering: Connection) -> None:
+def _work(recipe: FinetuneRecipe, slot: str, answering: Connection[str, str]) -> None:
     """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
     os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
     _end_with_parent()
