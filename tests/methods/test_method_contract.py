@@ -224,7 +224,15 @@ def compiled_agrees(method, architecture, options, backend):
     loss = torch.compile(model, backend=backend)(**inputs).loss
     loss.backward()
     for name, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-6, msg=name)
+        # Rounding of a sum is relative to its terms, not to what is left of them: an element may be near 0 by chance.
+        atol = 1e-5 * float(gradient.abs().max())
+        torch.testing.assert_close(
+            model.get_parameter(name).grad,
+            gradient,
+            rtol=1e-4,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize(("method", "architecture", "options"), COMPILED)
