@@ -58,3 +58,26 @@ def convert(
 
     done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)
     report(done, json, quiet, *conversion_lines(to_json(done)))
+
+
+@adapter_app.command()
+def extract(
+    finetuned: Annotated[str, typer.Argument(help="The finetuned model.")],
+    base: Annotated[str, typer.Option("--base", help="The model it was finetuned from.")],
+    out: Out,
+    rank: Annotated[int | None, typer.Option("--rank", help="Highest rank of each module's factors.")] = None,
+    energy: Annotated[
+        float | None, typer.Option("--energy", help="Instead: the share of each difference's square to keep (0.99).")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
+    from peftlab.checkpoints.extract.extraction import extract_adapter
+    from peftlab.files import to_json
+    from peftlab.reporting.adapter_tables import extraction_lines, extraction_table
+
+    done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)
+    values = to_json(done)
+    report(done, json, quiet, extraction_table(values), *extraction_lines(values))

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from peftlab.reporting.console import LAYER, plain_table
+from peftlab.reporting import facts
+from peftlab.reporting.console import LAYER, LongName, plain_table
 
 _LOADS = {True: "yes", False: "no", "unknown": "unknown"}
 _NAMES = 8  # shown of a long list
@@ -44,6 +45,32 @@ def conversion_lines(done: Mapping[str, Any]) -> list[str]:
             f"with factors of 0 for {len(done['added'])} modules, which {done['engine']} needs beside the others"
         )
     return [*lines, f"by the rule of {done['engine']}: {done['checked']}", done["serve"]]
+
+
+def extraction_table(done: Mapping[str, Any]) -> Table:
+    """Return what became of each module's difference."""
+    table = plain_table(title=f"extracted from {done['architecture']}")
+    table.add_column("module")
+    for name in ("rank", "delta/W", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in done["modules"]:
+        exact = "" if row["exact"] else " *"
+        table.add_row(
+            LongName(row["name"]), str(row["rank"]), facts.percent(row["ratio"]), f"{row['error']:.2e}{exact}"
+        )
+    if not all(row["exact"] for row in done["modules"]):
+        table.caption = "* measured on the factors of a randomised factorisation; the least possible may be smaller"
+    return table
+
+
+def extraction_lines(done: Mapping[str, Any]) -> list[str]:
+    """Return what an extraction wrote beside the factors, by line."""
+    lines = [f"stored whole: {name}" for name in done["whole"]]
+    if done["biases"]:
+        lines.append(f"stored: {done['biases']} biases")
+    lines += [f"note: {note}" for note in done["notes"]]
+    size = f"{done['bytes'] / (1 << 20):,.1f} MiB"
+    return [*lines, f"{done['out']}: {size}, error of all differences together {done['error']:.2e}"]
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
