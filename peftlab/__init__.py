@@ -17,7 +17,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
-    from peftlab.checkpoints.formats.portable import export_adapter as export_adapter
+    from peftlab.checkpoints.consumers.check import check_adapter as check_adapter
+    from peftlab.checkpoints.consumers.convert import convert_adapter as convert_adapter
+    from peftlab.checkpoints.extract.extraction import extract_adapter as extract_adapter
     from peftlab.checkpoints.merge.options import MergeOptions as MergeOptions
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint
@@ -58,12 +60,14 @@ def _public() -> dict[str, str]:
 
 
 _HOME = _public()
+_FORMER = {"export_adapter": "convert_adapter(source, out, to)"}
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module 'peftlab' has no attribute {name!r}")
+        now = f"; it is {_FORMER[name]} now" if name in _FORMER else ""
+        raise AttributeError(f"module 'peftlab' has no attribute {name!r}{now}")
     return getattr(import_module(_HOME[name]), name)
 
 

@@ -286,11 +286,12 @@ def _with_values(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
     if missing:
         raise PeftlabError(f"state_dict has no {missing}")
     given = {name: nn.Parameter(values[name].detach()) for name in own}
-    _put(model, given)
+    twins = tied_twins(model)
+    _put(model, given | {twin: given[name] for twin, name in twins.items()})
     try:
         yield
     finally:
-        _put(model, own)
+        _put(model, own | {twin: own[name] for twin, name in twins.items()})
 
 
 def _put(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

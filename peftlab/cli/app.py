@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from peftlab import __version__
+from peftlab.cli.adapter_app import adapter_app
 from peftlab.cli.draft_app import draft_app, generate
 from peftlab.cli.merge_app import Overwrite, merge, unmerge
 from peftlab.errors import PeftlabError
@@ -27,6 +28,7 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(draft_app, name="draft")
+app.add_typer(adapter_app, name="adapter")
 app.command()(generate)
 app.command()(merge)
 app.command()(unmerge)

@@ -6,11 +6,13 @@ The model is on the meta device: it has names, shapes, kinds of modules and ties
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -121,6 +123,21 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
         if pattern is not None:
             found[key] = Place(full, merged, by_pattern[pattern], pattern, apply_renamings(key, renamings))
     return found
+
+
+def converted(
+    converter: Any, parts: list[tuple[tuple[str, str, str], Tensor]], model: PreTrainedModel
+) -> dict[str, Tensor]:
+    """Return the model tensors that one of transformers' converters makes of checkpoint tensors, by name.
+
+    Args:
+        parts: of each, (name in the model, key as the converter sees it, its role there), and its values.
+    """
+    fresh: Any = deepcopy(converter)
+    for (name, key, pattern), tensor in parts:
+        fresh.add_tensor(name, key, pattern, tensor)
+    made = fresh.convert(parts[0][0][0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

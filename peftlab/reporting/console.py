@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.merge.report import MergeReport, TensorReport
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
 
 
@@ -59,7 +59,7 @@ def fold_name(name: str, width: int) -> list[str]:
 
 def results_table(results: facts.Results) -> Table:
     """Return the numbers of ``results.json``: the score beside its baseline first, the merge last."""
-    table = _table(title=f"{results['task']}, {results['method']}")
+    table = plain_table(title=f"{results['task']}, {results['method']}")
     table.show_header = False
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
@@ -106,8 +106,8 @@ def merge_table(report: MergeReport) -> Table:
     """
     groups: dict[str, list[TensorReport]] = {}
     for row in report.tensors:
-        groups.setdefault(_LAYER.sub("*", row.name), []).append(row)
-    table = _table(title=f"merged {report.architecture} ({report.dtype})")
+        groups.setdefault(LAYER.sub("*", row.name), []).append(row)
+    table = plain_table(title=f"merged {report.architecture} ({report.dtype})")
     table.add_column("tensor")
     for name in ("n", "delta/W", "changed", "survived"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -151,7 +151,7 @@ class Inspection:
 
 def inspection_table(found: Inspection) -> Table:
     """Return what ``peftlab inspect`` found: matched module patterns with their numbers, then the counts."""
-    table = _table(title=found.architecture)
+    table = plain_table(title=found.architecture)
     table.add_column("what")
     table.add_column("number", justify="right", no_wrap=True)
     for counts, title in ((found.matches, "adapted"), (found.trained_in_place, "trained in place")):
@@ -175,7 +175,7 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     """Return a list of recipes; columns are the rows' keys in order, the first (the name) never folded."""
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = _table(title="recipes")
+    table = plain_table(title="recipes")
     for i, column in enumerate(columns):
         table.add_column(Text(facts.label(column)), no_wrap=i == 0, overflow="fold")
     for row in rows:
@@ -190,7 +190,8 @@ def error(message: str) -> None:
     console.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """Return an empty table with a title, in the style of all of them."""
     return Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 

@@ -1,4 +1,4 @@
-"""AdapterHub's and loralib's files, and exports for readers of plain LoRA."""
+"""AdapterHub's and loralib's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,45 +152,3 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(peftlab.PeftlabError, match=r"evil\.bin"):
         peftlab.load_adapter(bert(), tmp_path / "evil.bin", lora_alpha=1)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("consumer", ["vllm", "llamacpp", "lorax"])
-def test_a_portable_export_needs_nothing_but_r_and_alpha(tmp_path: Path, consumer: Any) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def llama() -> nn.Module:
-        torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=50,
-                        bos_token_id=0, eos_token_id=0, pad_token_id=0)
-        ).eval()  # fmt: skip
-
-    model = peftlab.inject_lora(
-        llama(), r=4, use_rslora=True, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2},
-        alpha_pattern={"layers.1.self_attn.q_proj": 5},
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in peftlab.trainable_parameters(model).values():
-            parameter.normal_(std=0.1)
-    peftlab.save_adapter(model, tmp_path / "adapter")
-    note = peftlab.export_adapter(tmp_path / "adapter", tmp_path / "out", for_=consumer)
-    assert note
-    raw = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert raw["lora_alpha"] == raw["r"] == 4 and "rank_pattern" not in raw and "use_rslora" not in raw
-    reader = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
-    assert torch.allclose(reader(IDS).logits, model(IDS).logits, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"target_modules": ["word_embeddings"]}, "word_embeddings"),
-        ({}, "classifier"),
-    ],
-)
-def test_an_export_refuses_what_the_reader_cannot_express(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    peftlab.save_adapter(peftlab.inject_lora(bert(), **options), tmp_path / "adapter")
-    with pytest.raises(peftlab.PeftlabError, match=named):
-        peftlab.export_adapter(tmp_path / "adapter", tmp_path / "out", for_="vllm")
-    assert not (tmp_path / "out").exists()

@@ -172,13 +172,13 @@ def test_without_the_base_such_an_adapter_is_neither_combined_nor_exported(tmp_p
     adapter = read_adapter(tmp_path / "adapter")
     for call in (
         lambda: combine([adapter, adapter], [1, 1]),
-        lambda: peftlab.export_adapter(tmp_path / "adapter", tmp_path / "out", for_="vllm"),
+        lambda: peftlab.convert_adapter(tmp_path / "adapter", tmp_path / "out", "vllm"),
     ):
         with pytest.raises(PeftlabError, match=r"pissa.*load_adapter.*save_adapter"):
             call()
     model = peftlab.load_adapter(build("llama"), tmp_path / "adapter")
     peftlab.save_adapter(model, tmp_path / "plain")
-    peftlab.export_adapter(tmp_path / "plain", tmp_path / "out", for_="vllm")
+    peftlab.convert_adapter(tmp_path / "plain", tmp_path / "out", "vllm")
     theirs = peft.PeftModel.from_pretrained(build("llama"), str(tmp_path / "out"))
     torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-4, atol=1e-5)
 

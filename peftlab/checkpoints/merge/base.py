@@ -35,7 +35,7 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     else:
         if not place.is_dir():
             raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
-        method = _quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
+        method = quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
         if not method:
             yield place, []
             return
@@ -52,17 +52,21 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         yield directory, [f"{quantised}: it was dequantised to float32 first, and the update was added to that"]
 
 
-def base_directory(reference: str) -> Path:
-    """Return the local directory of a base model: a path, a package's, or the hub's snapshot."""
-    place = _located(reference)
+def base_directory(reference: str, what: str = "base model") -> Path:
+    """Return the local directory of a model: a path, a package's, or the hub's snapshot.
+
+    Args:
+        what: the model's name in messages.
+    """
+    place = _located(reference, what)
     if not place.is_dir():
-        raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory")
+        raise PeftlabError(f"{what} {reference!r}: {place} is a file; name the directory")
     return place
 
 
-def _located(reference: str) -> Path:
-    place = locate(reference, "base model")
-    return snapshot(place, "base model") if isinstance(place, str) else place
+def _located(reference: str, what: str = "base model") -> Path:
+    place = locate(reference, what)
+    return snapshot(place, what) if isinstance(place, str) else place
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
@@ -71,7 +75,8 @@ def refuse_overlap(out: Path, base: Path) -> None:
         raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
 
 
-def _quantisation(config: Any) -> str:
+def quantisation(config: Any) -> str:
+    """Return how a model's weights are quantised, by its configuration; an empty text if they are not."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from peftlab.checkpoints.merge.plan import MergePlan, Target
 from peftlab.checkpoints.merge.report import Figures, Tally, out_of_range, replaced
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Folding, recast
+from peftlab.models.skeleton import converted
 
 
 class Steps:
@@ -157,7 +157,7 @@ class Steps:
 
         def make(read: list[Tensor]) -> dict[str, Tensor]:
             parts = [(t.place.name, t.place.bare, t.place.pattern) for t in group if t.place is not None]
-            whole = _convert(converter, list(zip(parts, read, strict=True)), model)
+            whole = converted(converter, list(zip(parts, read, strict=True)), model)
             for name in whole:
                 if name in self.plan.folded or name in self.plan.given:
                     row = Target(name, name, group[0].dtype, tuple(whole[name].shape))
@@ -167,7 +167,7 @@ class Steps:
             for name, tensor in whole.items():
                 renamed, pattern = back.rename_source_key(name)
                 pieces.append(((renamed, name, pattern or ""), tensor))
-            split = _convert(back, pieces, model)
+            split = converted(back, pieces, model)
             found = {}
             for target in group:
                 assert target.place is not None
@@ -177,12 +177,3 @@ class Steps:
             return found
 
         return make
-
-
-def _convert(converter: Any, parts: list[tuple[tuple[str, str, str], Tensor]], model: Any) -> dict[str, Tensor]:
-    """Run one of transformers' weight converters on tensors: (name after, key before, pattern) and values."""
-    fresh: Any = deepcopy(converter)
-    for (name, key, pattern), tensor in parts:
-        fresh.add_tensor(name, key, pattern, tensor)
-    made = fresh.convert(parts[0][0][0], model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

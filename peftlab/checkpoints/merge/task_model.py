@@ -43,6 +43,16 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     Raises:
         PeftlabError: the adapter is for another architecture than ``base``.
     """
+    model, unknown = closest_model(adapter, base, source=source, trust_remote_code=trust_remote_code)
+    if unknown:
+        raise PeftlabError(f"{source} does not fit {base}: {unknown[0]}")
+    return model
+
+
+def closest_model(
+    adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model that lacks fewest of the adapter's modules, and what it lacks; else as ``task_model``."""
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config") or {}
     if trained.get("model_type", config.model_type) != config.model_type:
@@ -50,24 +60,28 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     if trained:
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
-        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code)
+        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
     names = [config.architectures[0]] if config.architectures else []
     names = [_AUTO[adapter.task_type]] if adapter.task_type in _AUTO else names + list(_AUTO.values())
     wanted = {_ADDED.sub("", name) for name in adapter.tensors}
-    misfits: list[tuple[int, str]] = []
+    closest: tuple[PreTrainedModel, list[str]] | None = None
+    failed = ""
     for name in names:
         try:
             model = empty_model(name, config, base, trust_remote_code)
         except PeftlabError as error:
-            misfits.append((len(wanted), str(error)))
+            failed = failed or str(error)
             continue
         known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
         unknown = sorted(wanted - known)
         if not unknown:
-            return _resized(model, adapter.tensors, name, base, trust_remote_code)
-        hint = did_you_mean(unknown[0], known)
-        misfits.append((len(unknown), f"{type(model).__name__} has no {unknown[0]}{hint}"))
-    raise PeftlabError(f"{source} does not fit {base}: {min(misfits)[1]}")
+            return _resized(model, adapter.tensors, name, base, trust_remote_code), []
+        if closest is None or len(unknown) < len(closest[1]):
+            kind = type(model).__name__
+            closest = model, [f"{kind} has no {each}{did_you_mean(each, known)}" for each in unknown]
+    if closest is None:
+        raise PeftlabError(f"{source} does not fit {base}: {failed}")
+    return closest
 
 
 def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:
