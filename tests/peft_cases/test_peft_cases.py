@@ -65,7 +65,7 @@ def test_a_file_of_peft_s_form_is_translated(tmp_path: Path) -> None:
         ("another method", "other method"),
     ]
     assert set(verdicts[0].steps) == {"load", "train", "save", "merge"}
-    assert table(verdicts).endswith(f"| {GROUP} | 3 | 2 | 0 | 0 | 1 | 0 | 100.0% |")
+    assert table(verdicts).endswith(f"| {GROUP} | 3 | 2 | 0 | 0 | 0 | 1 | 0 | 100.0% |")
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
