@@ -5,13 +5,17 @@ peft's own cases are judged where ``PEFT_CASES`` names its tests/test_custom_mod
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
+import peft
 import pytest
 
 from tests.peft_cases.__main__ import every, table
 from tests.peft_cases.cases import Case
+from tests.peft_cases.document import BEGIN, END, PAGE, by_name, rows
+from tests.peft_cases.document import table as page_table
 from tests.peft_cases.embeddings import embeddings
 from tests.peft_cases.experts import experts
 from tests.peft_cases.judge import judge
@@ -48,12 +52,13 @@ class MockTransformerWrapper:
 class TestThatIsNotRun(PeftCommonTester):
     pass
 """
-QUICK = [
-    *(case for case in variants() if case.name in ("llama: plain", "gpt2: dora", "bert: modules_to_save")),
-    *(case for case in starts() if case.name == "pissa"),
-    *(case for case in experts() if case.name in ("Mixtral: as modules", "Qwen3Moe: experts")),
-    *(case for case in embeddings() if case.name == "tied, both, whole, resized"),
-]
+CHOSEN = {
+    "llama: plain", "gpt2: dora", "bert: modules_to_save", "roberta: bias all", "roberta: all-linear",
+    "roberta: all-linear, without a task type", "llama: one target absent", "pissa", "Mixtral: as modules",
+    "Qwen3Moe: experts and router", "GptOss: bare names", "tied, both, whole, resized", "tied, both, by LoRA, resized",
+    "untied, lm_head, by LoRA, bf16",
+}  # fmt: skip
+QUICK = [case for case in [*variants(), *starts(), *experts(), *embeddings()] if case.name in CHOSEN]
 
 
 def test_a_file_of_peft_s_form_is_translated(tmp_path: Path) -> None:
@@ -72,6 +77,20 @@ def test_a_file_of_peft_s_form_is_translated(tmp_path: Path) -> None:
 def test_some_of_each_set(case: Case) -> None:
     verdict = judge(case)
     assert verdict.end == "pass", verdict
+
+
+def test_the_page_has_every_field_and_row() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [f.name for f in dataclasses.fields(peft.LoraConfig) if f"`{f.name}`" not in page]
+    assert not missing
+    generated = page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in generated[2:]] == list(rows())
+    assert not {name for names in rows().values() for name in names} - by_name().keys()
+
+
+@pytest.mark.long
+def test_the_page_is_what_is_measured() -> None:
+    assert page_table().strip() == PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
 
 
 @pytest.mark.long

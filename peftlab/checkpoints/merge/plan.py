@@ -242,7 +242,8 @@ def _refuse_missing(
         present |= set(place.names)
     twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
     present |= {name for name, other in twins if other in present}
-    missing = [name for name in known if name not in present and name not in tied]
+    computed = set(plan.model._keys_to_ignore_on_save or ())  # such as sinusoidal positions, made by the class
+    missing = [name for name in known if name not in present and name not in tied and name not in computed]
     if missing:
         raise PeftlabError(
             f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "
