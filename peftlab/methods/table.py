@@ -28,12 +28,15 @@ class Method:
         folds: whether what it trains can be folded into plain weights.
         lr_ratio: function from the configuration to multiples of the learning rate by a parameter's last name; None:
             every parameter trains at the learning rate itself.
+        from_peft: function from a configuration object of peft, whose ``peft_type`` is the row's name in capitals, to
+            the configuration; None: peft has no such method, or it is not read.
     """
 
     config: str
     plan: str
     folds: bool = True
     lr_ratio: str | None = None
+    from_peft: str | None = None
 
 
 METHODS: Rows[Method] = Rows(
@@ -45,6 +48,7 @@ METHODS: Rows[Method] = Rows(
             config="peftlab.methods.lora.config:LoraConfig",
             plan="peftlab.methods.lora.plan:plan",
             lr_ratio="peftlab.methods.lora.plan:lr_ratio",
+            from_peft="peftlab.methods.lora.peft_fields:from_peft",
         ),
         "houlsby": Method(
             config="peftlab.methods.houlsby.config:HoulsbyConfig",
@@ -80,6 +84,25 @@ def config_class(method: str) -> type[MethodConfig]:
     if get_args(found.model_fields["name"].annotation) != (method,):
         raise PeftlabError(f'method {method}: {reference} has no field `name: Literal["{method}"] = "{method}"`')
     return found
+
+
+def own_config(config: object) -> MethodConfig:
+    """Return a method's configuration: ``config`` itself, or what a configuration object of peft describes.
+
+    Raises:
+        PeftlabError: neither, or of a method of peft's that is not supported.
+    """
+    if isinstance(config, MethodConfig):
+        return config
+    kind = getattr(config, "peft_type", None)
+    row = METHODS.get(str(getattr(kind, "value", kind)).lower())
+    if row is None or row.from_peft is None:
+        of_peft = f", of peft_type {getattr(kind, 'value', kind)}" if kind is not None else ""
+        raise PeftlabError(
+            f"a {type(config).__name__}{of_peft} is no configuration of a method: give one of peftlab's, such as "
+            "peftlab.LoraConfig, or peft's LoraConfig"
+        )
+    return resolve(row.from_peft)(config)
 
 
 def plan(model: nn.Module, config: MethodConfig) -> Plan:

@@ -357,3 +357,18 @@ def test_bitsandbytes_is_dequantised_when_asked(tmp_path: Path, bits: int) -> No
     a, b = (read_adapter(adapter).tensors[f"{name}.lora_{factor}"] for factor in "AB")
     scale = read_adapter(adapter).config.lora_alpha / read_adapter(adapter).config.r
     torch.testing.assert_close(merged.get_submodule(name).weight, levels + scale * b @ a)
+
+
+def test_positions_that_the_class_computes_need_not_be_stored(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 40}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "pad_token_id": 0}
+    config = transformers.MarianConfig(**sizes, max_position_embeddings=24, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.MarianMTModel(config).eval()
+    base = save_base(model, tmp_path / "base")
+    adapt(model, tmp_path / "adapter", target_modules=["q_proj"])
+    ids = torch.arange(3, 13).view(1, 10)
+    expected = model(input_ids=ids, decoder_input_ids=ids).logits
+    merge_checkpoint(tmp_path / "adapter", base, tmp_path / "merged")
+    merged = transformers.MarianMTModel.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(input_ids=ids, decoder_input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)

@@ -148,10 +148,13 @@ def test_two_values_of_one_tied_parameter(tmp_path: Path) -> None:
         peftlab.load_adapter(build("llama"), tmp_path)
 
 
-def test_an_embedding_of_another_base_is_refused(tmp_path: Path) -> None:
-    saved_by_peft(tmp_path, target_modules=["q_proj", "embed_tokens"])
+def test_the_file_s_embedding_replaces_another_one(tmp_path: Path) -> None:
+    expected = saved_by_peft(tmp_path, target_modules=["q_proj", "embed_tokens"])
     model = build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[5, 5] += 1
-    with pytest.raises(PeftlabError, match=r"embed_tokens\.base_layer\.weight"):
+    other = logits(model)
+    with pytest.warns(UserWarning, match=r"embed_tokens\.weight, and 1 of its 96 rows"):
         peftlab.load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits(peftlab.remove(model)), other)

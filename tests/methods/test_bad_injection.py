@@ -33,7 +33,7 @@ BAD_LORA = [
     ({"target_modules": []}, "target_modules"),
     ({"r": 0}, "r: "),
     ({"r": -3}, "r: "),
-    ({"r": 33}, "larger than"),
+    ({"r": 10**6}, "larger than 65536"),
     ({"lora_dropout": 1.0}, "lora_dropout"),
     ({"lora_dropout": -0.1}, "lora_dropout"),
     ({"lora_alpha": 0}, "lora_alpha"),

@@ -245,7 +245,7 @@ def test_a_dilated_convolution_folds_exactly() -> None:
         ("mixtral", {"target_parameters": ["experts.gate_up_proj"], "lora_dropout": 0.1}, "lora_dropout"),
         ("vit", {"target_modules": ["projection"], "use_dora": True}, "use_dora"),
         ("vit", {"target_modules": ["projection"], "init_lora_weights": "pissa"}, "not linear"),
-        ("bert", {"r": 65}, "larger than the smaller side"),
+        ("bert", {"r": 65, "init_lora_weights": "olora"}, "larger than the smaller side"),
         ("bert", {"rank_pattern": {"quary": 2}}, "quary"),
         ("bert", {"layers_to_transform": [7]}, "no layer 7"),
     ],

@@ -14,7 +14,7 @@ from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LowRank
 from peftlab.methods.lora.own_copy import OwnCopy
-from peftlab.methods.targets import has_suffix, model_type
+from peftlab.methods.targets import has_suffix, inside, model_type
 from peftlab.methods.task_head import trained_whole
 
 PREFIX = "base_model.model."
@@ -31,7 +31,7 @@ _TREATED_AS_EXPERTS = {
 def to_peft_key(name: str, model: nn.Module) -> str:
     """Return peft's key of one of our parameters; heads and other plain parameters keep their names.
 
-    ``<module>.lora_A`` becomes ``<module>.lora_A.weight``; the bias of an adapted leaf belongs to its
+    ``<module>.lora_A`` becomes ``<module>.lora_A.weight``; weight and bias of an adapted leaf belong to its
     ``base_layer``; of several parameters of one experts module, the last one's factors are outermost and each
     earlier one's a ``base_layer`` deeper.
     """
@@ -44,8 +44,8 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         return f"{PREFIX}{module_name}{'.base_layer' * depth}.{expert[2]}.weight"
     if last in ("lora_A", "lora_B"):
         return f"{PREFIX}{name}.weight"
-    if isinstance(module, LowRank) and last == "bias":
-        return f"{PREFIX}{module_name}.base_layer.bias"
+    if isinstance(module, LowRank) and last in ("weight", "bias"):
+        return f"{PREFIX}{module_name}.base_layer.{last}"
     if isinstance(module, OwnCopy):
         return f"{PREFIX}{module_name}.{last.removeprefix('own_')}"
     return PREFIX + name
@@ -65,14 +65,14 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     matrices = [] if config.use_dora else matrices
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
-    whole = [name for name in trained_whole(model, config.modules_to_save) if name in modules]
+    whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
     twins = tied_twins(model)
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
     raw: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else None,
+        "task_type": "SEQ_CLS" if _classifier_trains(model, whole) else None,
         "base_model_name_or_path": reference,
         "inference_mode": True,
         "r": config.r,
@@ -107,6 +107,7 @@ def adapter_tensors(model: nn.Module, injection: Injection) -> dict[str, Tensor]
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
+    tensors |= {name: model.get_parameter(name).detach() for name in injection.carried}
     tensors |= {twin: tensors[name] for twin, name in tied_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)
@@ -121,6 +122,12 @@ def tied_twins(model: nn.Module) -> dict[str, str]:
     known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
+
+
+def _classifier_trains(model: nn.Module, whole: list[str]) -> bool:
+    """Whether a sequence classifier trains what peft expects of its task type SEQ_CLS in the file."""
+    heads = [name for name in ("classifier", "score") if isinstance(getattr(model, name, None), nn.Module)]
+    return type(model).__name__.endswith("ForSequenceClassification") and all(inside(name, whole) for name in heads)
 
 
 def _treated_as_experts(model: nn.Module) -> tuple[str, ...]:

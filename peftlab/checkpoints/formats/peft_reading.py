@@ -15,18 +15,12 @@ from torch import Tensor
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.peft_fields import IGNORED
 from peftlab.methods.targets import ALL_LINEAR, has_suffix
 from peftlab.patterns import matching
 
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
 _ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-
-# Keys of peft's configuration that do not change the weights, or that are not needed here.
-_IGNORED = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ephemeral_gpu_offload", "eva_config",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_ga_config",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
 
 # Values of init_lora_weights that leave the base as it is: the factors in the file are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -73,17 +67,39 @@ def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
         if new in named and not torch.equal(named[new], tensor):
             raise PeftlabError(f"{weights}: two keys have different values for {new}")
         named[new] = tensor
-    config = _fitted(config, named, matrices)
-    return PeftAdapter(config, named, notes)
+    fitted = _fitted(config, named, matrices)
+    lost = {**config.rank_pattern, **config.alpha_pattern}.keys() - {
+        **fitted.rank_pattern,
+        **fitted.alpha_pattern,
+    }.keys()
+    if lost and fitted.target_modules == config.target_modules:
+        notes = (*notes, f"{path}: rank_pattern, alpha_pattern: {', '.join(sorted(lost))} match nothing: left out")
+    if config.ensure_weight_tying and (shared := _transposed(named)):
+        pairs = ", ".join(shared)
+        note = f"{path}: ensure_weight_tying: peft trains the factors of {pairs} as one; here each trains its own"
+        notes = (*notes, note)
+    return PeftAdapter(fitted, named, notes)
+
+
+def _transposed(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return embeddings and output layers whose factors are each other's transposed."""
+    embeddings = {name.rpartition(".")[0]: t for name, t in tensors.items() if name.endswith(".lora_embedding_A")}
+    others = {name.rpartition(".")[0]: t for name, t in tensors.items() if name.endswith(".lora_B")}
+    return [
+        f"{embedding} and {other}"
+        for embedding, a in embeddings.items()
+        for other, b in others.items()
+        if a.shape == b.t().shape and torch.equal(a, b.t())
+    ]
 
 
 def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, ...]]:
     """Return the configuration as it is written, and notes."""
     if raw["peft_type"] != "LORA":
         raise PeftlabError(f"{path}: peft_type {raw['peft_type']!r} is not supported; LORA is")
-    fields = [key for key in LoraConfig.model_fields if key not in ("name", "loraplus_lr_ratio")]
-    known = {key: raw[key] for key in fields if key in raw and key not in _IGNORED}
-    unknown = [key for key, value in raw.items() if key not in known and key not in _IGNORED and value]
+    fields = [key for key in LoraConfig.model_fields if key not in ("name", "loraplus_lr_ratio", "train_head")]
+    known = {key: raw[key] for key in fields if key in raw and key not in IGNORED}
+    unknown = [key for key, value in raw.items() if key not in known and key not in IGNORED and value]
     if unknown:
         hint = did_you_mean(unknown[0], fields)
         raise PeftlabError(f"{path}: {unknown[0]}={_shown(raw[unknown[0]])} is not supported{hint}")
@@ -103,6 +119,8 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
 def _start(value: Any, path: Path) -> tuple[Any, tuple[str, ...]]:
     """Return our value of ``init_lora_weights``, which names the part of the base to subtract, if any, and notes."""
     name = value.lower() if isinstance(value, str) else value
+    if name == "mica":
+        return True, (f"{path}: init_lora_weights=mica: peft trains A alone; here B trains too",)
     if isinstance(name, str | bool | None) and name in _PLAIN_STARTS:
         return True, ()
     if name in ("olora", "pissa"):
@@ -124,7 +142,8 @@ def _plain_name(key: str, path: Path) -> str:
     """Return a key without peft's additions; ``base_layer`` is left where experts are nested."""
     if not key.startswith(PREFIX):
         raise PeftlabError(f"{path}: key {key!r} does not start with {PREFIX!r}")
-    name = _FACTOR.sub(r".\1", key.removeprefix(PREFIX)).replace(".modules_to_save.", ".")
+    # The bias of a module within one that is trained whole keeps the adapter's name: modules_to_save.default.dense.bias
+    name = re.sub(r"\.modules_to_save\.([^.]+\.(?=[^.]+\.))?", ".", _FACTOR.sub(r".\1", key.removeprefix(PREFIX)))
     return name.replace(".base_layer.bias", ".bias")
 
 
@@ -143,11 +162,10 @@ def _parameter_name(
     if factor not in ("lora_A", "lora_B"):
         return name
     targets = [target.rpartition(".") for target in config.target_parameters or []]
-    # In every experts module "down" comes last.
-    mine = sorted(
-        {last for parent, _, last in targets if (has_suffix(outer, parent) if parent else _experts(outer, config))},
-        key=lambda last: "down" in last,
-    )
+    here = {last for parent, _, last in targets if parent and has_suffix(outer, parent)}
+    if "weight" not in here and _experts(outer, config):
+        here |= {last for parent, _, last in targets if not parent}
+    mine = sorted(here, key=lambda last: "down" in last)  # in every experts module "down" comes last
     if not mine:
         return name
     a = tensors.get(f"{module}.lora_A")
@@ -175,18 +193,14 @@ def _experts(module: str, config: LoraConfig) -> bool:
 def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str]) -> LoraConfig:
     """Return the configuration in our terms.
 
-    peft lists every name that a task head might have, and patterns that match nothing; only those that match
-    something are kept. Matrices that target_parameters names, and modules that share their adapter with a
-    tied one, become target modules by their full names, with rank and alpha of their own; so do all modules where
-    peft chose them itself.
+    Of the patterns only those that match something are kept. Matrices that target_parameters names, and modules
+    that share their adapter with a tied one, become target modules by their full names, with rank and alpha of
+    their own; so do all modules where peft chose them itself.
     """
-    owners = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in _ADDED}
-    whole = [m for m in config.modules_to_save or [] if any(f".{m}." in f".{owner}." for owner in owners)]
     modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _ADDED}
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
     adapted = [*modules, *(e for e in experts if e), *(f"{module}.weight" for module in matrices)]
     changes: dict[str, Any] = {
-        "modules_to_save": whole or None,
         "rank_pattern": _matched(config.rank_pattern, adapted),
         "alpha_pattern": _matched(config.alpha_pattern, adapted),
     }

@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from peftlab.checkpoints.adapter import BASE_LAYER, Adapter, fill, fitted
+from peftlab.checkpoints.adapter import Adapter, fill, fitted, in_model
+from peftlab.checkpoints.formats.peft_settling import divided
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, injection_of, trainable_parameters
+from peftlab.methods.injection import inject, injection_of
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.models.skeleton import Place, places, tied_names
 
@@ -82,6 +83,7 @@ def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, sour
     """
     shards, stored = open_shards(directory), options.dtype
     model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
+    adapter = in_model(model, adapter)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -110,30 +112,17 @@ def _whole_tensors(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Return the adapter's whole tensors by parameter, and those of them that all tied twins share.
 
-    All others are checked to be the trained parameters of the method, one to one. peft also saves the weight
-    below an adapted embedding, and embeddings that have grown: these are values of the base.
+    All others are checked to be the trained parameters of the method, one to one.
     """
-    trained, given, shared = set(trainable_parameters(model)), {}, set()
-    factors = {}
-    for key, tensor in fitted(model, adapter.tensors, source=source).items():
-        module, _, last = key.replace(BASE_LAYER, ".").rpartition(".")
+    trained, given = divided(model, fitted(model, adapter.tensors, source=source), source=source)
+    fill(model, trained, source=source)
+    shared = set(given)
+    for key, tensor in trained.items():
+        module, _, last = key.rpartition(".")
         name = f"{module}.{last.removeprefix('own_')}"
-        whole = name in known and (key in trained or not adapter.base)
-        if key in trained:
-            factors[key] = tensor
-        elif name in trained:
-            factors[name] = tensor
-        elif not whole:
-            factors[key] = tensor
-        if whole:
-            if tensor.shape != known[name]:
-                raise PeftlabError(
-                    f"{source}: {key} has shape {tuple(tensor.shape)}, the model's has {tuple(known[name])}"
-                )
+        if name in known:
             given[name] = tensor
-            if (key == name and (adapter.base or name in trained)) or BASE_LAYER in key:
-                shared.add(name)
-    fill(model, factors, source=source)
+            shared |= {name} & {key}
     return given, shared
 
 
@@ -253,7 +242,8 @@ def _refuse_missing(
         present |= set(place.names)
     twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
     present |= {name for name, other in twins if other in present}
-    missing = [name for name in known if name not in present and name not in tied]
+    computed = set(plan.model._keys_to_ignore_on_save or ())  # such as sinusoidal positions, made by the class
+    missing = [name for name in known if name not in present and name not in tied and name not in computed]
     if missing:
         raise PeftlabError(
             f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "

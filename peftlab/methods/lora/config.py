@@ -48,6 +48,7 @@ class LoraConfig(MethodConfig):
         default=True,
         description="Modules of modules_to_save stay tied to those they share weights with; false: they train a copy.",
     )
+    train_head: bool = Field(default=True, description="Train the task head too.")
     loraplus_lr_ratio: float | None = Field(
         default=None, gt=0, description="LoRA+: multiple of the learning rate for B."
     )

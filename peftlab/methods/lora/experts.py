@@ -1,4 +1,4 @@
-"""LoRA on expert weights: 3-D parameters (experts, out, in) that a module uses in its own way."""
+"""LoRA on parameters that a module uses in its own way: experts (experts, out, in) and routers (out, in)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peftlab.methods.lora.fold import expert_factors, fold_weight
 
 
 class LoraExperts(AnyLeaf):
-    """An experts module whose 3-D parameters carry a low-rank addition an expert.
+    """A module whose parameters carry a low-rank addition: experts one each, a matrix (out, in) one.
 
     Its forward is the base module's own, run on W + scale·B·A. For each adapted parameter ``p`` it holds
     ``p_lora_A`` (experts·r, in) and ``p_lora_B`` (out, r·experts), in peft's layout.
@@ -41,22 +41,25 @@ class LoraExperts(AnyLeaf):
             self._parameters = own
 
     def _effective(self, weight: Tensor, name: str) -> Tensor:
+        if weight.ndim == 2:
+            a, b = (t.to(weight.dtype) for t in self.factors(name))
+            return torch.addmm(weight, b, a, alpha=self.adapted[name])
         a, b = (t.to(weight.dtype) for t in expert_factors(*self.factors(name), weight.shape[0]))
-        left, right = (a.mT, b.mT) if stored_transposed(self) else (b, a)
+        left, right = (a.mT, b.mT) if stored_transposed(self, weight) else (b, a)
         return torch.baddbmm(weight, left, right, alpha=self.adapted[name])
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
-        transposed = stored_transposed(self)
         return {
-            name: fold_weight(getattr(self, name), *self.factors(name), scale, transposed=transposed, how=how)
+            name: fold_weight(weight, *self.factors(name), scale, transposed=stored_transposed(self, weight), how=how)
             for name, scale in self.adapted.items()
             if how.only in (None, name)
+            for weight in [getattr(self, name)]
         }
 
 
-def stored_transposed(module: Any) -> bool:
-    """Whether an experts module stores its weights as (experts, in, out)."""
-    return bool(getattr(module, "is_transposed", False))
+def stored_transposed(module: Any, weight: Tensor) -> bool:
+    """Whether an experts module stores a weight as (experts, in, out)."""
+    return weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
 
 
 def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Any) -> nn.Module:
@@ -65,8 +68,8 @@ def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, fl
     new.adapted = dict(scales)
     for name, rank in ranks.items():
         weight = getattr(module, name)
-        experts, d_out, d_in = weight.shape
-        if stored_transposed(module):
+        experts, d_out, d_in = (1, *weight.shape)[-3:]
+        if stored_transposed(module, weight):
             d_out, d_in = d_in, d_out
         dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
         a = torch.empty(rank * experts, d_in, device=weight.device, dtype=dtype)

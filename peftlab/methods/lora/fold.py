@@ -45,7 +45,7 @@ def fold_weight(
         out = weight.detach()
     else:
         out = torch.empty(weight.shape, dtype=how.stored or weight.dtype, device=weight.device)
-    if out.is_meta:
+    if out.is_meta or not out.numel():
         return out
     with one_thread():
         if weight.ndim == 3 and a.ndim == 2:

@@ -29,6 +29,9 @@ from peftlab.methods.targets import (
     match,
 )
 from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.patterns import matching
+
+MOST_RANK = 1 << 16  # far above any side where a low rank makes sense: factors of more could fill the memory
 
 # Why an adapter of another tool that starts from the base (``LoraConfig.start``) means nothing without it.
 NEEDS_BASE = (
@@ -45,8 +48,8 @@ def lr_ratio(config: LoraConfig) -> dict[str, float]:
 
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
     """Decide which leaves get a low-rank addition and which parameters train beside it."""
-    whole = trained_whole(model, config.modules_to_save)
-    leaves = {name: module for name, module in model.named_modules() if type(module) in LEAVES}
+    whole = trained_whole(model, config.modules_to_save, head=config.train_head)
+    leaves = _leaves(model)
     body = [name for name in leaves if not inside(name, whole)]
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
@@ -56,15 +59,11 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
         match(adapted, rf"(.*\.)?({pattern})", what="rank_pattern/alpha_pattern")
     replace: dict[str, Callable[[nn.Module], nn.Module]] = {}
     for name, rows in parts.items():
-        rank = config.rank(name)
+        rank = _rank(config, name)
         _check(leaves[name], name, rank, rows, config)
         replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
     for module, names in experts.items():
-        ranks = {name: config.rank(f"{module}.{name}") for name in names}
-        for name, rank in ranks.items():
-            limit = min(model.get_parameter(f"{module}.{name}").shape[1:])
-            if rank > limit:
-                raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {module}.{name}")
+        ranks = {name: _rank(config, f"{module}.{name}") for name in names}
         scales = {name: config.scale(f"{module}.{name}") for name in names}
         replace[module] = partial(
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
@@ -73,6 +72,41 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     in_place = parameters_under(model, [name for name in whole if name not in copied])
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
+
+
+def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dict[str, list[str]]]:
+    """Return ``config`` without the names that match nothing in ``model``, and those names by field.
+
+    ``target_modules`` stays as it is if nothing that it names is there, and nothing else is named.
+    """
+    lost: dict[str, list[str]] = {}
+
+    def without(field: str, among: list[str]) -> LoraConfig:
+        wanted = getattr(config, field)
+        found: Any = None
+        if isinstance(wanted, str):
+            found = wanted if matching(wanted, among, what=field) else None
+        else:
+            found = [name for name in wanted or [] if any(has_suffix(other, name) for other in among)] or None
+        if found == wanted or (field == "target_modules" and not found and not config.target_parameters):
+            return config
+        lost[field] = [wanted] if isinstance(wanted, str) else [name for name in wanted if name not in (found or [])]
+        return config.model_copy(update={field: found})
+
+    config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
+    config = without("target_parameters", _parameters(model))
+    whole = trained_whole(model, config.modules_to_save, head=config.train_head)
+    body = [name for name in _leaves(model) if not inside(name, whole)]
+    if config.target_modules != ALL_LINEAR:
+        config = without("target_modules", [*body, *fused_parts(model, body)])
+    if config.exclude_modules:
+        config = without("exclude_modules", _chosen(model, config, body))
+    return config, lost
+
+
+def _leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the leaves that LoRA can act on, by name."""
+    return {name: module for name, module in model.named_modules() if type(module) in LEAVES}
 
 
 def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
@@ -88,21 +122,7 @@ def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: lis
 def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str, list[Tensor] | None]:
     """Return the leaves to adapt: all of a leaf (None), or the output rows of the parts that were named."""
     parts = fused_parts(model, body)
-    chosen = config.target_modules
-    if chosen is None and config.target_parameters:
-        names = []
-    elif chosen is None or chosen == ALL_LINEAR:
-        outputs = getattr(model, "get_output_embeddings", lambda: None)()
-        linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
-        linear = [name for name in linear if model.get_submodule(name) is not outputs]
-        names = default_targets(model, linear) if chosen is None else linear
-        if not names:
-            raise PeftlabError(
-                f"target_modules: {type(model).__name__} has no nn.Linear or Conv1D outside its output layer and "
-                "task head; name target_modules"
-            )
-    else:
-        names = _explicit(model, chosen, [*body, *parts])
+    names = _chosen(model, config, body)
     if config.exclude_modules:
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
@@ -121,6 +141,25 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     return chosen_parts
 
 
+def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
+    """Return the leaves, and parts of leaves, that ``target_modules`` names, before any are excluded."""
+    chosen = config.target_modules
+    if chosen is None and config.target_parameters:
+        return []
+    if chosen is not None and chosen != ALL_LINEAR:
+        return _explicit(model, chosen, [*body, *fused_parts(model, body)])
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
+    linear = [name for name in linear if model.get_submodule(name) is not outputs]
+    names = default_targets(model, linear) if chosen is None else linear
+    if not names:
+        raise PeftlabError(
+            f"target_modules: {type(model).__name__} has no nn.Linear or Conv1D outside its output layer and "
+            "task head; name target_modules"
+        )
+    return names
+
+
 def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> list[str]:
     try:
         return match(names, chosen)
@@ -137,12 +176,12 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
 
 
 def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]]:
-    """Return the 3-D parameters to adapt by the module that holds them."""
+    """Return the parameters to adapt by the module that holds them."""
     if not config.target_parameters:
         return {}
-    three = [n for n, p in model.named_parameters() if p.ndim == 3 and type(_owner(model, n)) not in LEAVES]
+    named = match(_parameters(model), config.target_parameters, what="target_parameters")
     found: dict[str, list[str]] = {}
-    for name in in_layers(match(three, config.target_parameters, what="target_parameters"), config.layers_to_transform):
+    for name in in_layers(named, config.layers_to_transform):
         module, _, parameter = name.rpartition(".")
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
@@ -152,15 +191,34 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
     return found
 
 
+def _parameters(model: nn.Module) -> list[str]:
+    """Return the experts' weights and the matrices that are in no leaf: what ``target_parameters`` can name."""
+    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and type(_owner(model, n)) not in LEAVES]
+
+
+def is_matrix(model: nn.Module, name: str) -> bool:
+    """Whether ``name`` is a matrix that is in no leaf."""
+    return name in _parameters(model) and model.get_parameter(name).ndim == 2
+
+
 def _owner(model: nn.Module, parameter: str) -> nn.Module:
     return model.get_submodule(parameter.rpartition(".")[0])
 
 
+def _rank(config: LoraConfig, name: str) -> int:
+    rank = config.rank(name)
+    if rank > MOST_RANK:
+        raise PeftlabError(f"r={rank} of {name} is larger than {MOST_RANK}")
+    return rank
+
+
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
     weight: Any = leaf.weight
-    limit = min(weight.shape[0], weight[0].numel())
-    if rank > limit:
-        raise PeftlabError(f"r={rank} is larger than the smaller side ({limit}) of {name}")
+    limit = min(weight.shape[0], math.prod(weight.shape[1:]))
+    if config.start and rank > limit:
+        raise PeftlabError(
+            f"init_lora_weights={config.start}: r={rank} is larger than the smaller side ({limit}) of {name}"
+        )
     if config.start and rows is not None:
         raise PeftlabError(f"init_lora_weights={config.init_lora_weights}: name {name} as a whole, not by its parts")
     if config.start and not isinstance(leaf, (nn.Linear, Conv1D, nn.Embedding)):
