@@ -73,7 +73,7 @@ def write_text(path: str | Path, text: str) -> None:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
         shown = ascii(text[max(0, error.start - 40) : error.end + 20])
-        raise PeftlabError(f"{Path(path).name}: cannot hold the file name in {shown}, which is not UTF-8") from None
+        raise PeftlabError(f"{Path(path).name}: cannot contain the file name in {shown}, which is not UTF-8") from None
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

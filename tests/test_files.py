@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.files import member, parse_json, read_json, read_object
+from peftlab.files import member, parse_json, read_json, read_object, to_json
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,23 @@ def test_a_member_has_its_type() -> None:
         member(values, "flag", int, "x.json")
     with pytest.raises(PeftlabError, match=r"x\.json: alpha is missing"):
         member(values, "alpha", int, "x.json")
+
+
+@dataclass
+class _Score:
+    value: float
+    split: str | None = None
+
+
+def test_values_become_jsons() -> None:
+    value = {"path": Path("a/b"), "scores": (_Score(0.5), _Score(1.0, "test")), 3: True}
+    assert to_json(value) == {
+        "path": "a/b",
+        "scores": [{"value": 0.5, "split": None}, {"value": 1.0, "split": "test"}],
+        "3": True,
+    }
+
+
+def test_what_json_cannot_represent_is_refused_whole() -> None:
+    with pytest.raises(TypeError, match="JSON has no value for a set"):
+        to_json({"a": 1, "names": {"x"}})

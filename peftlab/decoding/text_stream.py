@@ -43,7 +43,7 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 class TextStream:
     """Turns ids into text piece by piece; a returned piece never changes.
 
-    Held back are characters whose bytes are incomplete and an ending that may become a stop string.
+    Characters whose bytes are incomplete, and an ending that may become a stop string, are withheld.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
@@ -58,7 +58,7 @@ class TextStream:
         return self._next(text[: len(text) - self._unsure(text)])
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text withheld so far."""
         return self._next(cut_at(self._text(), self._stops))
 
     def _text(self) -> str:

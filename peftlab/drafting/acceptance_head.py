@@ -88,7 +88,7 @@ def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
     """Read a head that ``save_acceptance_head`` wrote.
 
     Raises:
-        PeftlabError: the file holds something else.
+        PeftlabError: the file contains something else.
     """
     tensors, _ = read_tensors(Path(path))
     if set(tensors) != {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}:

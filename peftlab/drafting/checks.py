@@ -1,4 +1,4 @@
-"""What would silently cost acceptance, found before anything expensive starts."""
+"""Checks that a draft fits its target: a mismatch would lower acceptance without an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peftlab.methods.table import plan
 
 
 def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
-    """Refuse a draft whose tokenizer gives a token another id; a draft saved without a tokenizer passes.
+    """Refuse a draft whose tokenizer gives a token a different id; a draft saved without a tokenizer passes.
 
     Raises:
         PeftlabError: naming the first token that differs and the way out.
@@ -32,7 +32,7 @@ def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
-    """Refuse tokenizers that give a token another id, special ids that differ, and, for chat, other templates.
+    """Refuse tokenizers that give a token a different id, special ids that differ, and, for chat, different templates.
 
     Raises:
         PeftlabError: naming the first difference and the way out.
@@ -41,13 +41,13 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(target, name) != getattr(draft, name):
             raise PeftlabError(
-                f"draft: {name} is {getattr(draft, name)}, the target's is {getattr(target, name)}; put the "
+                f"draft: {name} is {getattr(draft, name)}, the target's is {getattr(target, name)}; copy the "
                 "target's tokenizer files into the draft's directory"
             )
     templates = [getattr(tokenizer, "chat_template", None) for tokenizer in (target, draft)]
     if chat and templates[0] != templates[1]:
         raise PeftlabError(
-            "draft: its chat template is not the target's, so served chats would be put to it in another form; put "
+            "draft: its chat template is not the target's, so it would read served chats in another format; copy "
             "the target's tokenizer files (chat_template.jinja) into the draft's directory"
         )
 

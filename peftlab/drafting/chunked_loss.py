@@ -1,4 +1,4 @@
-"""A draft's objective straight from hidden states, without ever holding two [T, V] tensors."""
+"""A draft's objective, computed from hidden states in chunks: two [T, V] tensors never exist at once."""
 
 from __future__ import annotations
 

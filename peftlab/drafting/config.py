@@ -67,7 +67,7 @@ class DraftData(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Chance that an example's continuation is written anew by the draft (GKD's lambda).",
+        description="Probability that an example's continuation is replaced by one of the draft's (GKD's lambda).",
     )
     top_k: int | None = Field(
         default=None,

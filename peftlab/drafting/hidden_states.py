@@ -20,14 +20,14 @@ def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) 
         model: a causal language model, wrapped by accelerate or not.
         input_ids: [b, n], padded on the right. attention_mask: [b, n].
     """
-    answer = model(
+    output = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
         logits_to_keep=1,
         output_hidden_states=True,
         use_cache=False,
     )
-    return answer.hidden_states
+    return output.hidden_states
 
 
 def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

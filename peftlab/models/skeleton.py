@@ -91,7 +91,7 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     """Return the place of each base key in the model; None for a key it has no parameter for.
 
     Renaming is transformers' own, so that what is found here is what ``from_pretrained`` would find. The
-    merged key is the base's, with the name of the body put before it or taken off.
+    merged key is the base's, with the name of the body added or removed.
     """
     state = dict.fromkeys(tied_names(model), True)
     state |= dict.fromkeys(model.state_dict(keep_vars=True), True)

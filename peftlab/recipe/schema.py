@@ -40,7 +40,7 @@ class FinetuneRecipe(Section):
     method: AnyMethod = Field(
         default=LoraConfig(),
         discriminator="name",
-        description="What is put into the model and trained.",
+        description="What is added to the model and trained.",
     )
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
     init_from: str | None = Field(
@@ -108,7 +108,8 @@ class DraftRecipe(Section):
     objective: DraftObjective = Field(default=DraftObjective(), description="What the draft minimises.")
     data: DraftData = Field(description="The text the draft learns from.")
     train: TrainConfig = Field(
-        default=TrainConfig(), description="How the loop runs; nothing is cut, so max_length must hold every example."
+        default=TrainConfig(),
+        description="How the loop runs; nothing is truncated, so max_length must fit every example.",
     )
     acceptance_head: bool = Field(
         default=False,
@@ -154,7 +155,7 @@ Changes = dict[str, dict[str, object]]
 
 
 class TableRecipe(Section):
-    """Finetune on every task in every way (row) with every seed, and put the scores into one table."""
+    """Finetune on every task in every way (row) with every seed, and collect the scores in one table."""
 
     kind: Literal["table"] = Field(description="What the recipe makes.")
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")

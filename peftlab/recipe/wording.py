@@ -42,7 +42,7 @@ def literals(annotation: object) -> list[str]:
 
 
 def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
-    """Return the models a field may hold, by their tag (``""`` where the field has no discriminator)."""
+    """Return the models a field may contain, by their tag (``""`` where the field has no discriminator)."""
     models = [a for a in alternatives(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
     tag = str(field.discriminator) if field.discriminator else None
     return {literals(model.model_fields[tag].annotation)[0] if tag else "": model for model in models}

@@ -197,7 +197,7 @@ def _table(title: str) -> Table:
 def generation_line(
     tokens: int, seconds: float, reason: str, block_efficiency: float | None, acceptance: float | None
 ) -> str:
-    """Return what is said below a generated text: tokens, speed, and how the drafter did if there was one."""
+    """Return the line below a generated text: tokens, speed and, with a drafter, its acceptance."""
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
     if block_efficiency:
         share = "none drafted" if acceptance is None else f"{100 * acceptance:.0f} %"

@@ -1,4 +1,4 @@
-"""Curves out of ``metrics.jsonl``: streamed once, thinned as they come, whatever the length of the run."""
+"""Curves of ``metrics.jsonl``, read in one pass and thinned on the way: a run of any length takes the same memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Curve:
 
 @dataclass
 class History:
-    """What ``metrics.jsonl`` says.
+    """The content of ``metrics.jsonl``.
 
     Attributes:
         train: curves over steps of the training lines' ``loss`` and ``lr``.

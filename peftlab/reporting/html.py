@@ -148,15 +148,15 @@ def _plot(
     lines = [line for line in lines if line.curve.buckets]
     if not lines:
         return []
-    said = [f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}" for line in lines]
+    spoken = [f"{line.name} from {facts.number(line.curve.y[0])} to {facts.number(line.curve.y[-1])}" for line in lines]
     if baseline is not None:
-        said.append(f"{baseline_name} {facts.number(baseline)}")
+        spoken.append(f"{baseline_name} {facts.number(baseline)}")
     return [
         {
             "title": title,
             "names": [line.name for line in lines if line.name != title.lower()],
             "baseline": baseline_name if baseline is not None else None,
-            "svg": curve_svg(lines, salt=salt, summary=f"{title}: {'; '.join(said)}", baseline=baseline),
+            "svg": curve_svg(lines, salt=salt, summary=f"{title}: {'; '.join(spoken)}", baseline=baseline),
         }
     ]
 

@@ -264,7 +264,7 @@ class TestRun:
         method = "method={name: lora, r: 2, modules_to_save: [embed_tokens]}"
         draft = "draft={kind: medusa, shared_head: true}"
         arguments = ("run", "draft/ci", f"target={stories}", method, draft, f"output_dir={tmp_path / 'out'}")
-        assert "by which the heads are taught" in peftlab(*arguments, status=2)
+        assert "from which the heads learn" in peftlab(*arguments, status=2)
         assert not (tmp_path / "out").exists()
 
 

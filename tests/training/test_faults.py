@@ -132,7 +132,7 @@ def csv(tmp_path, *lines):
     ("lines", "words"),
     [
         ([], "no examples"),
-        (["good film,pos"] * 12, "one class alone"),
+        (["good film,pos"] * 12, "a single class"),
         ([*["good film,pos", "bad film,neg"] * 6, ",pos"], "text"),
         ([*["good film,pos", "bad film,neg"] * 6, "dull plot,"], "label"),
     ],

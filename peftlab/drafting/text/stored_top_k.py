@@ -20,14 +20,14 @@ from peftlab.errors import PeftlabError
 from peftlab.files import replacing
 from peftlab.tasks.prompts import Request
 
-_PART = 32  # requests a file
+_PART = 32  # requests per file
 
 
 @torch.no_grad()
 def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
-    """Return the target's top-k distribution at every token of each response, [response, k] a request.
+    """Return the target's top-k distribution at every token of each response, [response, k] per request.
 
-    Parts that lie in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    Parts that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
     written, each once and whole.
 
     Raises:
@@ -48,8 +48,8 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
                 tensors |= {f"{i}.values": values, f"{i}.indices": indices, f"{i}.rest": rest}
             with replacing(path) as temporary:
                 write_tensors(temporary, tensors, {})
-        held, _ = read_tensors(path)
-        found += [TopK(*(held[f"{i}.{name}"] for name in ("values", "indices", "rest"))) for i in range(len(part))]
+        stored, _ = read_tensors(path)
+        found += [TopK(*(stored[f"{i}.{name}"] for name in ("values", "indices", "rest"))) for i in range(len(part))]
     return found
 
 

@@ -1,7 +1,7 @@
-"""Text that the target wrote: continuations of prompts, kept on disk and never written twice.
+"""Text that the target wrote: continuations of prompts, stored on disk and never written twice.
 
-A data set is a directory named by its fingerprint. Each part file holds one batch of continuations and is
-written once and whole, so that an interrupted run continues with the next part and ends with the same bytes.
+A data set is a directory named by its fingerprint. Each part file contains one batch of continuations and is written
+once and whole, so that an interrupted run continues with the next part and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text
 from peftlab.tasks.prompts import Request
 
-_SAMPLED = 1024  # elements a tensor that tell one set of weights from another
+_SAMPLED = 1024  # elements per tensor that distinguish one set of weights from another
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def write_continuations(
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
-    Parts that lie on disk are read, the others are written: each as soon as its batch is done.
+    Parts that exist are read; the others are written, each as soon as its batch is done.
 
     Args:
         target: a causal language model in eval mode.
@@ -61,9 +61,9 @@ def write_continuations(
     Raises:
         PeftlabError: a prompt is longer than the target's context, or a part is damaged.
     """
-    held = fingerprint(target, prompts, writing, eos)
-    directory = cache / held[:16]
-    note = {"fingerprint": held, **asdict(writing), "prompts": len(prompts), "eos": sorted(eos)}
+    digest = fingerprint(target, prompts, writing, eos)
+    directory = cache / digest[:16]
+    note = {"fingerprint": digest, **asdict(writing), "prompts": len(prompts), "eos": sorted(eos)}
     if not (directory / "data.json").exists():
         write_json(directory / "data.json", note)
     jobs = [prompt for prompt in prompts for _ in range(writing.samples)]
@@ -137,7 +137,7 @@ def fingerprint(target: nn.Module, prompts: Sequence[Sequence[int]], writing: Wr
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of a model's weights: names, shapes and up to 1,024 evenly spaced elements a tensor."""
+    """Return a digest of a model's weights: names, shapes and up to 1,024 evenly spaced elements per tensor."""
     digest = hashlib.sha256()
     for name, tensor in model.named_parameters():
         flat = tensor.detach().reshape(-1)

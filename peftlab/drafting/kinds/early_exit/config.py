@@ -11,7 +11,7 @@ from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
 class EarlyExitDraft(DraftConfig):
-    """The target itself, trained so that its first layers answer as the whole does (LayerSkip)."""
+    """The target itself, trained so that its first layers predict what the whole model does (LayerSkip)."""
 
     kind: Literal["early_exit"] = "early_exit"
     exits: list[Annotated[int, Field(ge=1)]] = Field(

@@ -1,4 +1,4 @@
-"""Early exits: the LM head's answer after some of a model's layers, whatever the architecture calls its parts."""
+"""Early exits: what the LM head predicts after some of a model's layers, for any architecture."""
 
 from __future__ import annotations
 

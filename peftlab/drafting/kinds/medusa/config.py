@@ -19,7 +19,7 @@ class MedusaDraft(DraftConfig):
     bias: bool = Field(default=False, description="Whether each head's inner map W1 has a bias.")
     shared_head: bool = Field(
         default=False,
-        description="Every head answers through the target's own LM head, which stays frozen (multi-token "
+        description="Every head uses the target's own LM head, which stays frozen (multi-token "
         "prediction); false: each trains a copy W2.",
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")

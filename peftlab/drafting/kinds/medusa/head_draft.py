@@ -78,7 +78,7 @@ def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
     trained = next((name for name in plan(target, method).train if target.get_parameter(name) is head.weight), None)
     if trained is not None:
         raise PeftlabError(
-            f"method {method.name} trains {trained}, the LM head's weight, by which the heads are taught; take it out"
+            f"method {method.name} trains {trained}, the LM head's weight, from which the heads learn; take it out"
         )
 
 

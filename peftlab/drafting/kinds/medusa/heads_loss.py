@@ -26,7 +26,7 @@ class HeadsLoss:
     trunk's backward pass runs once, with the heads' sum.
 
     Head i reads the state at t and predicts token t+2+i. The target of its objective is what the frozen base
-    model says at t+1+i, or for ``ce`` the token itself. With a trained trunk (Medusa-2) ``preserve``·KL(base's
+    model predicts at t+1+i, or for ``ce`` the token itself. With a trained trunk (Medusa-2) ``preserve``·KL(base's
     next-token distribution ‖ the trunk's) keeps the model what it was.
 
     Attributes:
@@ -84,9 +84,9 @@ class HeadsLoss:
 def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
     """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
 
-    Head i's guess at place t, of token t+2+i, is compared with what the base model says at t+1+i; examples too
+    Head i's prediction at place t, of token t+2+i, is compared with the base model's at t+1+i; examples too
     short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
-    trained one it says how much of the model is left: heads are easily right about a trunk that has collapsed.
+    trained one it measures how much of the model is preserved: the tokens of a collapsed trunk are easy to predict.
     """
     head, medusa = head_weight(model), list(model.heads)
     sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Continuations by the draft itself, mixed into training: it learns where it errs (DistillSpec, GKD)."""
+"""Continuations by the draft itself, mixed into training: it learns from its own mistakes (DistillSpec, GKD)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnPolicy:
 
     Agarwal et al. 2023 (arXiv 2306.13649), Zhou et al. 2023 (arXiv 2310.08461). A rewritten row has the weight
     of the row it replaces, spread over its own tokens, and is at most as long. Randomness comes from torch's
-    global generator, whose state checkpoints hold.
+    global generator, whose state checkpoints contain.
 
     Attributes:
         share: λ. temperature: of the draft's sampling; 0 is greedy. eos: ids that end a continuation.
