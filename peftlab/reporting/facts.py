@@ -102,10 +102,9 @@ def facts(results: Results) -> dict[str, str]:
             del rest[key]
         return value
 
-    if (total := real(rest.get("total_parameters"))) is not None and (
-        trainable := taken("trainable_parameters")
-    ) is not None:
-        del rest["total_parameters"]
+    trainable, total = (real(rest.get(key)) for key in ("trainable_parameters", "total_parameters"))
+    if trainable is not None and total is not None:
+        del rest["trainable_parameters"], rest["total_parameters"]
         rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
     if (seconds := taken("train_seconds")) is not None:
         rows["training time"] = duration(seconds)
