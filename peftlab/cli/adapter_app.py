@@ -30,12 +30,10 @@ def check(
 ) -> None:
     """Show what an adapter is, what it would touch, and which programs read it as meant."""
     from peftlab.checkpoints.consumers.check import check_adapter
-    from peftlab.files import to_json
     from peftlab.reporting.adapter_tables import check_lines, consumers_table
 
     found = check_adapter(adapter, base)
-    values = to_json(found)
-    report(found, json, quiet, *check_lines(values), consumers_table(values))
+    report(found, json, quiet, *check_lines(found), consumers_table(found))
 
 
 @adapter_app.command()
@@ -53,11 +51,10 @@ def convert(
 ) -> None:
     """Write an adapter as one engine reads it, and check the result by that engine's rule."""
     from peftlab.checkpoints.consumers.convert import convert_adapter
-    from peftlab.files import to_json
     from peftlab.reporting.adapter_tables import conversion_lines
 
     done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)
-    report(done, json, quiet, *conversion_lines(to_json(done)))
+    report(done, json, quiet, *conversion_lines(done))
 
 
 @adapter_app.command()
@@ -75,9 +72,7 @@ def extract(
 ) -> None:
     """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
     from peftlab.checkpoints.extract.extraction import extract_adapter
-    from peftlab.files import to_json
     from peftlab.reporting.adapter_tables import extraction_lines, extraction_table
 
     done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)
-    values = to_json(done)
-    report(done, json, quiet, extraction_table(values), *extraction_lines(values))
+    report(done, json, quiet, extraction_table(done), *extraction_lines(done))

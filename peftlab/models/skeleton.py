@@ -126,14 +126,14 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
 
 
 def converted(
-    converter: Any, parts: list[tuple[tuple[str, str, str], Tensor]], model: PreTrainedModel
+    converter: WeightConverter, parts: list[tuple[tuple[str, str, str], Tensor]], model: PreTrainedModel
 ) -> dict[str, Tensor]:
     """Return the model tensors that one of transformers' converters makes of checkpoint tensors, by name.
 
     Args:
         parts: of each, (name in the model, key as the converter sees it, its role there), and its values.
     """
-    fresh: Any = deepcopy(converter)
+    fresh = deepcopy(converter)
     for (name, key, pattern), tensor in parts:
         fresh.add_tensor(name, key, pattern, tensor)
     made = fresh.convert(parts[0][0][0], model=model, config=model.config)

@@ -163,7 +163,7 @@ class Fit:
             if isinstance(module, nn.Embedding | Conv1D):
                 found.append(((shape[0],), math.prod(shape[1:])))
             elif parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
-                inner, outer = (shape[1], shape[2]) if stored_transposed(module) else (shape[2], shape[1])
+                inner, outer = (shape[1], shape[2]) if stored_transposed(module, parameter) else (shape[2], shape[1])
                 found.append(((inner,), outer))
             else:
                 found.append((shape[1:], shape[0]))

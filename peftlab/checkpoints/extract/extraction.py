@@ -23,7 +23,6 @@ from peftlab.checkpoints.merge.base import base_directory, quantisation
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.experts import stored_transposed
 from peftlab.methods.lora.layers import LEAVES
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
@@ -310,7 +309,7 @@ def _factor(
 
 def _matrix(module: Any, delta: Tensor, experts: bool) -> Tensor:
     """Return a difference as a matrix (out, in)."""
-    transposed = stored_transposed(module) if experts else LEAVES[type(module)].transposed
+    transposed = bool(getattr(module, "is_transposed", False)) if experts else LEAVES[type(module)].transposed
     return delta.t() if transposed else delta.flatten(1)
 
 
