@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ Json = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors alone.")]
 
 
-def report(result: Any, json: Path | None, quiet: bool, *shown: RenderableType) -> None:
+def report(result: object, json: Path | None, quiet: bool, *shown: RenderableType) -> None:
     """Write ``result`` as JSON where it is wanted, and show the rest to people unless they want quiet."""
     from rich.console import Console
 
