@@ -23,3 +23,6 @@ AutogradContext: TypeAlias = Any
 
 Attributes: TypeAlias = dict[str, Any]
 """A dataclass's or a function's arguments by name, for a call with ``**``: mypy knows one type for all of them."""
+
+Converter: TypeAlias = Any
+"""One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""

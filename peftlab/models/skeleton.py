@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.models.bounds import Bounded
+from peftlab.untyped import Converter
 
 
 def empty_model(
@@ -126,14 +127,14 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
 
 
 def converted(
-    converter: WeightConverter, parts: list[tuple[tuple[str, str, str], Tensor]], model: PreTrainedModel
+    converter: Converter, parts: list[tuple[tuple[str, str, str], Tensor]], model: PreTrainedModel
 ) -> dict[str, Tensor]:
     """Return the model tensors that one of transformers' converters makes of checkpoint tensors, by name.
 
     Args:
         parts: of each, (name in the model, key as the converter sees it, its role there), and its values.
     """
-    fresh = deepcopy(converter)
+    fresh: Converter = deepcopy(converter)
     for (name, key, pattern), tensor in parts:
         fresh.add_tensor(name, key, pattern, tensor)
     made = fresh.convert(parts[0][0][0], model=model, config=model.config)
