@@ -76,7 +76,9 @@ _CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], Any] = {}
 
 
 def adapted_class(kind: type[AnyLeaf], base: type[nn.Module]) -> Any:
-    """Return the subclass of leaf class ``base`` that behaves as ``kind``."""
+    """Return the subclass of leaf class ``base`` that behaves as ``kind``; ``kind`` itself if it is one."""
+    if kind.__dict__.get("base_class") is base:
+        return kind
     if (kind, base) not in _CLASSES:
         members = {"base_class": base, "made": True, "__module__": kind.__module__}
         _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
@@ -97,6 +99,13 @@ def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     state = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
     vars(new).update(state)
     return new
+
+
+def with_weight(leaf: Any, weight: Any) -> nn.Module:
+    """Return the base leaf of an adapted one with another weight, for one call of its forward."""
+    plain = recast(leaf.base_class, leaf)
+    plain._parameters["weight"] = weight
+    return plain
 
 
 def base_leaf(module: nn.Module) -> nn.Module:

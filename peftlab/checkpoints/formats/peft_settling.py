@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.kinds import never_called
 from peftlab.methods.lora.plan import is_matrix, matching_only
 from peftlab.methods.targets import has_suffix, inside
 from peftlab.methods.task_head import task_head
@@ -36,6 +37,10 @@ def settled(
     """
     config, tensors = _matrices(model, config, dict(tensors))
     config, notes = _head(model, config, set(tensors))
+    uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, never_called(model))})
+    if uncalled:
+        tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
+        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that peft's LoRA has no effect there")
     config, unmatched = matching_only(model, config)
     unmatched["modules_to_save"] = [n for n in unmatched.get("modules_to_save", []) if n not in _ADDED_BY_PEFT]
     lists = "; ".join(f"{field}: {', '.join(names)}" for field, names in unmatched.items() if names)

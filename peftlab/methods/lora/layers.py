@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.methods.leaf import FOLDING, Adapted, Folding
+from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, with_weight
 from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_weight, one_thread, row_norms
 from peftlab.methods.lora.function import low_rank_linear
 from peftlab.methods.lora.start import leading_part
 
 
-class LowRank(Adapted):
+class LowRank(AnyLeaf):
     """What all low-rank leaves hold.
 
     Attributes:
@@ -94,7 +94,7 @@ class LowRank(Adapted):
 class LoraLinear(LowRank, nn.Linear):
     """``nn.Linear`` with a low-rank addition, DoRA's norm included."""
 
-    base_class = nn.Linear
+    base_class: type[nn.Module] = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
@@ -104,8 +104,8 @@ class LoraLinear(LowRank, nn.Linear):
         a, b = self.factors()
         if self.lora_magnitude_vector is not None:
             return _dora(x, weight, self.bias, a, b, self.scale, p, self.lora_magnitude_vector)
-        if type(weight.data) is not Tensor:
-            # A quantised weight: the base leaf computes as it is made to, and only the addition is ours.
+        if type(weight.data) is not Tensor or own_forward(self.base_class):
+            # Quantised, or a subclass: the base leaf computes as it is made to, and only the addition is ours.
             low = F.linear(F.linear(F.dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
             return self.base_class.forward(self, x) + low * self.scale
         return low_rank_linear(x, weight, self.bias, a, b, self.scale, p)
@@ -122,16 +122,20 @@ class LoraConv1D(LowRank, Conv1D):  # type: ignore[misc]
 class LoraEmbedding(LowRank, nn.Embedding):
     """``nn.Embedding`` with a low-rank addition: A (r, tokens) starts at zero, B (width, r) is normal."""
 
-    base_class = nn.Embedding
+    base_class: type[nn.Module] = nn.Embedding
     names = ("lora_embedding_A", "lora_embedding_B")
     transposed = True
 
-    def forward(self, ids: Tensor) -> Tensor:
-        base = self.base_class.forward(self, ids)
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self.base_class.forward(self, input, *args, **kwargs)
         if not self.enabled:
             return base
         a, b = self.factors()
-        low = (F.embedding(ids, a.t()) @ b.t()).to(base.dtype) * self.scale
+        if own_forward(self.base_class):  # which scales what it looks up, or computes where to look
+            rows = self.base_class.forward(with_weight(self, a.t()), input, *args, **kwargs)
+        else:
+            rows = F.embedding(input, a.t())
+        low = (rows @ b.t()).to(base.dtype) * self.scale
         if self.lora_magnitude_vector is None:
             return base + low
         norm = row_norms(self.weight.t(), a, b, self.scale)
@@ -163,6 +167,11 @@ class LoraConv1d(LowRank, nn.Conv1d):
 LEAVES: dict[type[nn.Module], type[LowRank]] = {
     kind.base_class: kind for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d)
 }
+
+
+def own_forward(kind: type[nn.Module]) -> bool:
+    """Whether a subclass of a class in ``LEAVES`` has another forward than that."""
+    return not any(kind.forward is base.forward for base in LEAVES)
 
 
 def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import recast, trainable_dtype
+from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
 from peftlab.methods.lora.fold import row_norms
+from peftlab.methods.lora.kinds import adaptable, leaf_kind, why_not
 from peftlab.methods.lora.layers import LEAVES
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
 from peftlab.methods.plan import Plan
@@ -49,7 +50,7 @@ def lr_ratio(config: LoraConfig) -> dict[str, float]:
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
     """Decide which leaves get a low-rank addition and which parameters train beside it."""
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
-    leaves = _leaves(model)
+    leaves = adaptable(model)
     body = [name for name in leaves if not inside(name, whole)]
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
@@ -96,17 +97,12 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
     config = without("target_parameters", _parameters(model))
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
-    body = [name for name in _leaves(model) if not inside(name, whole)]
+    body = [name for name in adaptable(model) if not inside(name, whole)]
     if config.target_modules != ALL_LINEAR:
         config = without("target_modules", [*body, *fused_parts(model, body)])
     if config.exclude_modules:
         config = without("exclude_modules", _chosen(model, config, body))
     return config, lost
-
-
-def _leaves(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the leaves that LoRA can act on, by name."""
-    return {name: module for name, module in model.named_modules() if type(module) in LEAVES}
 
 
 def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
@@ -168,9 +164,10 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
         for target in [chosen] if isinstance(chosen, str) else chosen:
             for name, module in model.named_modules():
                 if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
+                    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
                     raise PeftlabError(
-                        f"target_modules: {target!r} is a {type(module).__name__} ({name}); LoRA acts on "
-                        f"{', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
+                        f"target_modules: {target!r} is a {type(module).__name__} ({name}); "
+                        f"{why_not(module) or acts_on}"
                     ) from None
         raise
 
@@ -193,7 +190,7 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
 
 def _parameters(model: nn.Module) -> list[str]:
     """Return the experts' weights and the matrices that are in no leaf: what ``target_parameters`` can name."""
-    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and type(_owner(model, n)) not in LEAVES]
+    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and leaf_kind(_owner(model, n)) is None]
 
 
 def is_matrix(model: nn.Module, name: str) -> bool:
@@ -234,8 +231,8 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
 
 
 def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
-    kind: Any = LEAVES[type(leaf)]
-    new = recast(kind, leaf)
+    kind: Any = leaf_kind(leaf)
+    new: Any = recast(adapted_class(kind, type(leaf)), leaf)
     weight = leaf.weight
     like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts = len(rows) if rows is not None else 1

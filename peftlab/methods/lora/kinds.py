@@ -1,0 +1,66 @@
+"""Which modules LoRA can act on: linear maps, embeddings and convolutions, and their subclasses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from peftlab.methods.leaf import recast
+from peftlab.methods.lora.layers import LEAVES, LowRank, own_forward
+from peftlab.methods.targets import inside
+
+_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the leaves that LoRA can act on, by name."""
+    uncalled = never_called(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if leaf_kind(module) is not None and not inside(name, uncalled)
+    }
+
+
+def never_called(model: nn.Module) -> list[str]:
+    """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
+    attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    return [f"{name}.out_proj" for name in attention]
+
+
+def leaf_kind(module: nn.Module) -> type[LowRank] | None:
+    """Return the leaf that adapts ``module``, or None: it is of no class in ``LEAVES``, or of a subclass that
+    computes something else with its weight (``why_not``)."""
+    kind = next((LEAVES[base] for base in type(module).__mro__ if base in LEAVES), None)
+    return kind if kind is not None and not why_not(module) else None
+
+
+def why_not(module: nn.Module) -> str:
+    """Return why LoRA cannot act on an instance of a subclass of a class in ``LEAVES``; "" for any other module."""
+    own, weight = own_forward(type(module)), module._parameters.get("weight")
+    if type(module) in LEAVES or not isinstance(module, tuple(LEAVES)):
+        return ""
+    if weight is None:
+        return "its weight is computed of other parameters"
+    if weight.dtype not in _SUMMABLE:
+        return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    if own and isinstance(module, nn.Conv1d | nn.Conv2d):
+        return "its forward is not that of a plain convolution"
+    if own and (module._modules or module._parameters.keys() - {"weight", "bias"}):
+        return "its forward uses other parameters too"
+    if own and isinstance(module, nn.Linear) and not _maps_rows(module):
+        return "its forward returns something other than W·x"
+    return ""
+
+
+def _maps_rows(module: nn.Linear) -> bool:
+    """Whether the module's forward returns (..., out) of (..., in), by shapes alone."""
+    empty = recast(type(module), module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            empty._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    try:
+        y = empty.forward(torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(y, Tensor) and y.shape == (2, module.out_features)
