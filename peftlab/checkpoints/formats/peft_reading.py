@@ -47,18 +47,17 @@ class PeftAdapter:
     notes: tuple[str, ...] = ()
 
 
-def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> PeftAdapter:
+def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, weights: Path) -> PeftAdapter:
     """Return a peft adapter as ours.
 
     Args:
-        raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys.
+        raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys, from ``weights``.
 
     Raises:
         PeftlabError: another peft type; an active option or a start that this reader does not know; a value of a
             wrong type; a key of an unknown form, or two keys that mean one parameter and differ.
     """
     config, notes = _config(raw, path)
-    weights = path.with_name("adapter_model.safetensors")
     plain = {_plain_name(key, weights): tensor for key, tensor in tensors.items() if ".original_module." not in key}
     matrices: set[str] = set()
     named: dict[str, Tensor] = {}

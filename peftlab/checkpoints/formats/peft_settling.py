@@ -40,7 +40,7 @@ def settled(
     uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, never_called(model))})
     if uncalled:
         tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
-        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that peft's LoRA has no effect there")
+        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
     config, unmatched = matching_only(model, config)
     unmatched["modules_to_save"] = [n for n in unmatched.get("modules_to_save", []) if n not in _ADDED_BY_PEFT]
     lists = "; ".join(f"{field}: {', '.join(names)}" for field, names in unmatched.items() if names)
