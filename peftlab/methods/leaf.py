@@ -121,6 +121,12 @@ def base_leaf(module: nn.Module) -> nn.Module:
     return plain
 
 
+def addition(leaf: Adapted) -> tuple[int, ...]:
+    """Return what identifies the parameters that a leaf's fold reads: two leaves that share all of them fold alike."""
+    parameters: Any = vars(leaf)["_parameters"]
+    return tuple(id(parameters[name]) for name in ("weight", *leaf.added) if parameters.get(name) is not None)
+
+
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Replace the module of each name by the one given, under every name that the replaced module has."""
     new = {id(model.get_submodule(name)): module for name, module in modules.items()}

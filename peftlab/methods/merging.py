@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import Injection, attach, detach, injection_of, is_injected
-from peftlab.methods.leaf import Adapted, base_leaf, exchange
+from peftlab.methods.leaf import Adapted, addition, base_leaf, exchange
 from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -60,15 +60,18 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     plain: dict[str, nn.Module] = {}
     untied = False
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    for name in injection.replaced:
-        leaf = model.get_submodule(name)
-        assert isinstance(leaf, Adapted)
+    leaves = {name: module for name in injection.replaced if isinstance(module := model.get_submodule(name), Adapted)}
+    alike = Counter(addition(leaf) for leaf in leaves.values())
+    made: dict[tuple[tuple[int, ...], str], nn.Parameter] = {}  # leaves that fold alike stay tied
+    for name, leaf in leaves.items():
         plain[name] = base_leaf(leaf)
+        group = addition(leaf)
         for key, folded in leaf.fold().items():
             before = leaf.get_parameter(key)
-            tied = uses[id(before)] > 1  # to another module, which must keep its value
+            tied = uses[id(before)] > alike[group]  # to another module, which must keep its value
             if tied or keep:
-                setattr(plain[name], key, nn.Parameter(folded, requires_grad=before.requires_grad))
+                new = nn.Parameter(folded, requires_grad=before.requires_grad)
+                setattr(plain[name], key, made.setdefault((group, key), new))
             else:
                 before.data.copy_(folded)
             untied |= tied

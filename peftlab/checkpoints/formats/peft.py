@@ -46,6 +46,8 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         return f"{PREFIX}{name}.weight"
     if isinstance(module, LowRank) and last in ("weight", "bias"):
         return f"{PREFIX}{module_name}.base_layer.{last}"
+    if last == "token_rows":
+        return f"{PREFIX}{module_name}.token_adapter.trainable_tokens_delta"
     if isinstance(module, OwnCopy):
         return f"{PREFIX}{module_name}.{last.removeprefix('own_')}"
     return PREFIX + name
@@ -66,7 +68,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
     whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
-    twins = tied_twins(model)
+    twins = _whole_twins(model)
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
@@ -96,6 +98,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         ]
         + [f"{name}.weight" for name in matrices],
         "ensure_weight_tying": bool(twins),
+        "trainable_token_indices": config.trainable_token_indices,
     }
     return raw | {key: value for key, value in optional.items() if value}
 
@@ -108,7 +111,7 @@ def adapter_tensors(model: nn.Module, injection: Injection) -> dict[str, Tensor]
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
     tensors |= {name: model.get_parameter(name).detach() for name in injection.carried}
-    tensors |= {twin: tensors[name] for twin, name in tied_twins(model).items()}
+    tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)
         if _rank_grew(leaf):
@@ -122,6 +125,11 @@ def tied_twins(model: nn.Module) -> dict[str, str]:
     known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
+
+
+def _whole_twins(model: nn.Module) -> dict[str, str]:
+    """Return ``tied_twins`` without the rows of tokens, of which peft writes one copy and ties it by itself."""
+    return {twin: name for twin, name in tied_twins(model).items() if not has_suffix(name, "token_rows")}
 
 
 def _classifier_trains(model: nn.Module, whole: list[str]) -> bool:

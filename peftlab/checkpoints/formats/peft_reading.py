@@ -104,7 +104,11 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
         raise PeftlabError(f"{path}: {unknown[0]}={_shown(raw[unknown[0]])} is not supported{hint}")
     start, notes = _start(raw.get("init_lora_weights", True), path)
     absent = {key for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying") if known.get(key) is None}
-    absent |= {key for key in ("target_modules", "exclude_modules", "target_parameters") if known.get(key) in ([], "")}
+    absent |= {
+        key
+        for key in ("target_modules", "exclude_modules", "target_parameters", "trainable_token_indices")
+        if known.get(key) in ([], {}, "")
+    }
     values = {key: value for key, value in known.items() if key not in absent}
     # peft's defaults where they differ from ours.
     values = {"lora_alpha": 8, "ensure_weight_tying": False, "init_lora_weights": start} | values
@@ -143,7 +147,7 @@ def _plain_name(key: str, path: Path) -> str:
         raise PeftlabError(f"{path}: key {key!r} does not start with {PREFIX!r}")
     # The bias of a module within one that is trained whole keeps the adapter's name: modules_to_save.default.dense.bias
     name = re.sub(r"\.modules_to_save\.([^.]+\.(?=[^.]+\.))?", ".", _FACTOR.sub(r".\1", key.removeprefix(PREFIX)))
-    return name.replace(".base_layer.bias", ".bias")
+    return name.replace(".base_layer.bias", ".bias").replace(".token_adapter.trainable_tokens_delta", ".token_rows")
 
 
 def _parameter_name(

@@ -19,6 +19,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of
+from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.models.skeleton import Place, places, tied_names
 
@@ -198,7 +199,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
 def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]) -> bool:
     """Whether two tied parameters have different values after the merge."""
     if twin in plan.folded or origin in plan.folded:
-        return True
+        return not _folded_alike(plan, twin, origin)
     if twin in plan.given and origin in plan.given:
         return not torch.equal(plan.given[twin], plan.given[origin])
     if twin in plan.given or origin in plan.given:
@@ -207,6 +208,11 @@ def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, o
         (shard, key), (other, other_key) = holders[twin], holders[origin]
         return not torch.equal(shard.read(key), other.read(other_key))
     return False
+
+
+def _folded_alike(plan: MergePlan, twin: str, origin: str) -> bool:
+    leaves = [plan.model.get_submodule(plan.folded[name]) for name in (twin, origin) if name in plan.folded]
+    return len({addition(leaf) for leaf in leaves if isinstance(leaf, Adapted)}) == 1 and len(leaves) == 2
 
 
 def _target(plan: MergePlan, shard: Shard, key: str, place: Place) -> Target:

@@ -18,6 +18,7 @@ _A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
 Start = Literal["pissa", "olora"]
 """The initialisations that take the leading part of the base's weight."""
 Rank = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -49,6 +50,11 @@ class LoraConfig(MethodConfig):
         description="Modules of modules_to_save stay tied to those they share weights with; false: they train a copy.",
     )
     train_head: bool = Field(default=True, description="Train the task head too.")
+    trainable_token_indices: list[Token] | dict[str, Annotated[list[Token], Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Tokens whose embeddings train: of the input embedding, and whatever shares its weight; or by "
+        "module name suffix.",
+    )
     loraplus_lr_ratio: float | None = Field(
         default=None, gt=0, description="LoRA+: multiple of the learning rate for B."
     )

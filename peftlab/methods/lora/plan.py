@@ -19,6 +19,7 @@ from peftlab.methods.lora.fold import row_norms
 from peftlab.methods.lora.kinds import adaptable, leaf_kind, why_not
 from peftlab.methods.lora.layers import LEAVES
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
+from peftlab.methods.lora.token_rows import token_targets
 from peftlab.methods.plan import Plan
 from peftlab.methods.targets import (
     ALL_LINEAR,
@@ -70,6 +71,14 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
         )
     replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
+    tokens = token_targets(model, config)
+    twice = next((name for name in tokens if name in replace or inside(name, whole)), None)
+    if twice:
+        raise PeftlabError(
+            f"trainable_token_indices: {twice} is adapted or trained whole too, by target_modules or modules_to_save; "
+            "name it in one of them"
+        )
+    replace |= tokens
     in_place = parameters_under(model, [name for name in whole if name not in copied])
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
