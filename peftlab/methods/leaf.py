@@ -57,6 +57,10 @@ class Adapted:
         """
         raise NotImplementedError
 
+    def unfoldable(self) -> str:
+        """Return why the addition cannot be folded into the base leaf's parameters; "" where it can."""
+        return ""
+
     def update_start(self) -> None:
         """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
 

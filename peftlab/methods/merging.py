@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,7 +45,7 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; otherwise merging is final.
 
     Raises:
-        PeftlabError: the method has no linear fold, or a weight to fold into is quantised.
+        PeftlabError: the method or one of its leaves has no linear fold, or a weight to fold into is quantised.
     """
     injection = injection_of(model)
     if not METHODS[injection.config.name].folds:
@@ -57,10 +58,11 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
                 raise PeftlabError(
                     f"{name}.{key} is quantised ({type(weight.data).__name__}): dequantise the base first"
                 )
+    leaves = {name: module for name in injection.replaced if isinstance(module := model.get_submodule(name), Adapted)}
+    refuse_unfoldable(leaves)
     plain: dict[str, nn.Module] = {}
     untied = False
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    leaves = {name: module for name in injection.replaced if isinstance(module := model.get_submodule(name), Adapted)}
     alike = Counter(addition(leaf) for leaf in leaves.values())
     made: dict[tuple[tuple[int, ...], str], nn.Parameter] = {}  # leaves that fold alike stay tied
     for name, leaf in leaves.items():
@@ -85,6 +87,13 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     if keep:
         setattr(model, _ATTRIBUTE, _Merged(injection, adapted, tied_before, shared))
     return detach(model, injection)
+
+
+def refuse_unfoldable(leaves: Mapping[str, Adapted]) -> None:
+    """Raise an error that names the first leaf whose addition cannot be folded, and says why."""
+    for name, leaf in leaves.items():
+        if reason := leaf.unfoldable():
+            raise PeftlabError(f"{name} cannot be merged: {reason}; keep the adapter and load it")
 
 
 def unmerge(model: ModelT) -> ModelT:

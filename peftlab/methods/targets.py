@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -83,23 +83,35 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
     return [name for name in names if any(has_suffix(name, target) for target in targets)]
 
 
-def layer_index(name: str) -> int | None:
-    """Return the number of the layer that a module belongs to: the first all-digit component of its name, or None."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+def layer_index(name: str, patterns: Sequence[str] = ()) -> int | None:
+    """Return the number of the layer that a module belongs to, or None.
+
+    It is the first component of its name that is a number; with ``patterns``, the first that follows a list that one of
+    these regular expressions matches.
+    """
+    parts = name.split(".")
+    lists = {".".join(parts[:i]): int(part) for i, part in enumerate(parts) if part.isdigit()}
+    if not patterns:
+        return next(iter(lists.values()), None)
+    found = [m for pattern in patterns for m in matching(rf"(.*\.)?({pattern})", lists, what="layers_pattern")]
+    return lists[found[0]] if found else None
 
 
-def in_layers(names: Iterable[str], layers: list[int] | int | None) -> list[str]:
+def in_layers(
+    names: Iterable[str], layers: list[int] | int | None, pattern: list[str] | str | None = None
+) -> list[str]:
     """Return those of ``names`` in the given layers; a layer that does not exist is an error."""
-    names = list(names)
     if layers is None:
-        return names
+        return list(names)
+    patterns = [pattern] if isinstance(pattern, str) else pattern or []
+    numbers = {name: layer_index(name, patterns) for name in names}
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    there = sorted({index for name in names if (index := layer_index(name)) is not None})
-    missing = [index for index in wanted if index not in there]
+    there = sorted({number for number in numbers.values() if number is not None})
+    missing = [number for number in wanted if number not in there]
     if missing:
         raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
                            if there else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
-    return [name for name in names if layer_index(name) in wanted]
+    return [name for name, number in numbers.items() if number in wanted]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:

@@ -7,14 +7,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from models import LLAMA, SMALL
-from peft_round_trip import of, randomised, round_trip, trains_as_in_peft
+from peft_round_trip import of, randomised, round_trip, saved_by_peft, trains_as_in_peft
 from torch import nn
 
 import peftlab
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 
 IDS = torch.arange(3, 33).view(2, 15)
@@ -44,6 +46,37 @@ def siglip() -> Any:
     return randomised(transformers.SiglipVisionModel(config))
 
 
+def vit() -> Any:
+    config = transformers.ViTConfig(**SMALL | {"image_size": 16, "patch_size": 8})
+    return randomised(transformers.ViTModel(config))
+
+
+def wav2vec2() -> Any:
+    sizes = {
+        "conv_dim": (8, 8),
+        "conv_kernel": (4, 3),
+        "conv_stride": (2, 2),
+        "num_conv_pos_embedding_groups": 4,
+        "conv_bias": True,
+    }
+    return randomised(transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SMALL | sizes)))
+
+
+def videomae() -> Any:
+    sizes = {"image_size": 16, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
+    return randomised(transformers.VideoMAEModel(transformers.VideoMAEConfig(**SMALL | sizes)))
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 8, 3, stride=2, padding="valid", groups=2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x).mean((2, 3)))
+
+
 SUBCLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "scaled embedding of Gemma 3": (gemma3, {"target_modules": ["embed_tokens", "q_proj"]}),
     "scaled embedding with DoRA": (gemma3, {"target_modules": ["embed_tokens"], "use_dora": True}),
@@ -64,6 +97,92 @@ def test_subclasses_of_linear_maps_and_embeddings(tmp_path: Path, case: str) -> 
         assert {type(m) for m in other.modules()} == {type(m) for m in model.modules()}
 
 
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+CONVOLUTIONS: dict[str, tuple[Any, dict[str, torch.Tensor], list[str]]] = {
+    "Conv1d": (wav2vec2, {"input_values": values(2, 60)}, ["conv_layers.0.conv", "conv_layers.1.conv"]),
+    "Conv2d": (vit, {"pixel_values": values(2, 3, 16, 16)}, ["projection"]),
+    "Conv3d": (videomae, {"pixel_values": values(2, 4, 3, 16, 16)}, ["projection"]),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"lora_alpha": 3},
+    "dora": {"use_dora": True, "lora_alpha": 3},
+    "lora_bias": {"lora_bias": True, "lora_alpha": 3},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions(tmp_path: Path, kind: str, variant: str) -> None:
+    make, inputs, targets = CONVOLUTIONS[kind]
+    round_trip(make, of(inputs), tmp_path, target_modules=targets, r=4, **VARIANTS[variant])
+    trains_as_in_peft(make, inputs, tmp_path / "adapter", lambda out: out[0].logsumexp(-1).mean())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_grouped_convolutions(tmp_path: Path, variant: str) -> None:
+    def make() -> Any:
+        return randomised(Grouped())
+
+    inputs = {"x": values(2, 6, 9, 9)}
+    model = round_trip(make, of(inputs), tmp_path, folds=False, target_modules=["conv"], r=4, **VARIANTS[variant])
+    trains_as_in_peft(make, inputs, tmp_path / "adapter", lambda out: out.logsumexp(-1).mean())
+    expected = of(inputs)(model)
+    with pytest.raises(PeftlabError, match="conv cannot be merged: its update connects all channels"):
+        peftlab.merge(model)
+    assert torch.equal(of(inputs)(model), expected)
+
+
+def test_dropout_in_a_convolution_with_dora(tmp_path: Path) -> None:
+    """Beside peft's, with the same random numbers."""
+    inputs, fields = {"pixel_values": values(2, 3, 16, 16)}, {"use_dora": True, "lora_dropout": 0.5, "r": 4}
+    plain = saved_by_peft(vit(), tmp_path, of(inputs), target_modules=["projection"], **fields)
+    outputs = []
+    for model in (
+        peft.PeftModel.from_pretrained(vit(), str(tmp_path), is_trainable=True),
+        peftlab.load_adapter(vit(), tmp_path),
+    ):
+        torch.manual_seed(4)
+        outputs.append(model.train()(**inputs)[0].detach())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+    assert (outputs[1] - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("leaf", "fields", "message"),
+    [
+        (nn.Conv1d(4, 4, 3, groups=4), {"r": 2}, "4 groups, which must divide r"),
+        (nn.Conv1d(4, 4, 3, dilation=2, padding="same"), {"r": 2}, "by 'same' and dilation"),
+        (nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"), {"r": 2}, "other values than zeros"),
+        (nn.Embedding(8, 4), {"lora_bias": True, "r": 2}, "lora_bias: at 0"),
+        (nn.Linear(4, 4), {"lora_bias": True, "use_dora": True, "r": 2}, "lora_bias: at 0"),
+    ],
+)
+def test_layers_that_no_adapter_fits(leaf: nn.Module, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.inject_lora(nn.Sequential(leaf), target_modules=["0"], **fields)
+
+
+def test_a_bias_of_the_update(tmp_path: Path) -> None:
+    fields = {"target_modules": "all-linear", "lora_bias": True, "lora_alpha": 32}
+    round_trip(falcon, of(TEXT), tmp_path / "falcon", task_type="CAUSAL_LM", **fields)
+    round_trip(vit, of({"pixel_values": values(2, 3, 16, 16)}), tmp_path / "vit", **fields, bias="lora_only")
+
+
+def test_a_bias_that_no_base_has(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "task_type": "CAUSAL_LM"}
+    model = round_trip(gemma3, of(TEXT), tmp_path, folds=False, **fields)
+    trains_as_in_peft(gemma3, TEXT | {"labels": IDS}, tmp_path / "adapter", lambda out: out.loss)
+    with pytest.raises(PeftlabError, match="q_proj cannot be merged: its base has no bias"):
+        peftlab.merge(model)
+    gemma3().save_pretrained(tmp_path / "base")
+    with pytest.raises(PeftlabError, match="q_proj cannot be merged: its base has no bias"):
+        merge_checkpoint(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_embeddings_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     round_trip(bart, of(TEXT), tmp_path, task_type="SEQ_2_SEQ_LM", target_modules=["embed_tokens", "fc1"])
 
@@ -81,7 +200,7 @@ def test_positions_are_looked_up_where_the_subclass_looks() -> None:
 
 def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     """peft adapts the output projection of nn.MultiheadAttention, without effect; a merge must not change it."""
-    inputs = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))}
+    inputs = {"pixel_values": values(2, 3, 16, 16)}
     with pytest.warns(UserWarning, match=r"head\.attention\.out_proj.*no effect"):
         model = round_trip(siglip, of(inputs), tmp_path, target_modules="all-linear")
     assert type(model.head.attention.out_proj) is type(siglip().head.attention.out_proj)

@@ -44,6 +44,8 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         return f"{PREFIX}{module_name}{'.base_layer' * depth}.{expert[2]}.weight"
     if last in ("lora_A", "lora_B"):
         return f"{PREFIX}{name}.weight"
+    if last == "lora_bias":
+        return f"{PREFIX}{module_name}.lora_B.bias"
     if isinstance(module, LowRank) and last in ("weight", "bias"):
         return f"{PREFIX}{module_name}.base_layer.{last}"
     if last == "token_rows":
@@ -88,6 +90,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     optional = {
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
+        "lora_bias": config.lora_bias,
         "rank_pattern": ranks | {key: value for key, value in config.rank_pattern.items() if key not in ranks},
         "alpha_pattern": alphas | {key: value for key, value in config.alpha_pattern.items() if key not in alphas},
         "target_parameters": [

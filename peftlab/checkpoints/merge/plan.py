@@ -21,6 +21,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of
 from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
+from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.skeleton import Place, places, tied_names
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
@@ -91,8 +92,10 @@ def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, sour
     with no_init_weights():  # tensors on the meta device have no values to initialise
         inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
-    leaves = [name for name in injection_of(model).replaced if not isinstance(model.get_submodule(name), OwnCopy)]
-    folded = {f"{leaf}.{key}": leaf for leaf in leaves for key in model.get_submodule(leaf).fold()}  # type: ignore[operator]
+    replaced = {name: model.get_submodule(name) for name in injection_of(model).replaced}
+    leaves = {n: leaf for n, leaf in replaced.items() if isinstance(leaf, Adapted) and not isinstance(leaf, OwnCopy)}
+    refuse_unfoldable(leaves)
+    folded = {f"{name}.{key}": name for name, leaf in leaves.items() for key in leaf.fold()}
     main = _main_dtype(shards) if stored is None else stored
     plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
     plan.notes += adapter.notes

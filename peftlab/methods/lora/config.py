@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from peftlab.methods.config import MethodConfig
 from peftlab.patterns import matching
@@ -35,6 +35,10 @@ class LoraConfig(MethodConfig):
     )
     exclude_modules: list[str] | str | None = Field(default=None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(default=None, description="Only the targets in these layers.")
+    layers_pattern: list[str] | str | None = Field(
+        default=None,
+        description="Of which list layers_to_transform gives numbers: names or regular expressions; null: the first.",
+    )
     rank_pattern: dict[str, Rank] = Field(default={}, description="Rank by name suffix or regular expression.")
     alpha_pattern: dict[str, Positive] = Field(
         default={}, description="lora_alpha by name suffix or regular expression."
@@ -58,6 +62,7 @@ class LoraConfig(MethodConfig):
     loraplus_lr_ratio: float | None = Field(
         default=None, gt=0, description="LoRA+: multiple of the learning rate for B."
     )
+    lora_bias: bool = Field(default=False, description="Train a bias beside each B, scaled as B is.")
     bias: Literal["none", "lora_only", "all"] = Field(default="none", description="Which biases train too.")
     init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
         default=True,
@@ -71,6 +76,12 @@ class LoraConfig(MethodConfig):
         if value is not None and (not value or (not isinstance(value, str) and "" in value)):
             raise ValueError("names no module")
         return value
+
+    @model_validator(mode="after")
+    def _pattern_of_layers(self) -> Self:
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern: says which numbers layers_to_transform means; give that too")
+        return self
 
     @property
     def start(self) -> Start | None:

@@ -9,6 +9,7 @@ from peftlab.methods.leaf import recast
 from peftlab.methods.lora.layers import LEAVES, LowRank, own_forward
 from peftlab.methods.targets import inside
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -44,7 +45,7 @@ def why_not(module: nn.Module) -> str:
         return "its weight is computed of other parameters"
     if weight.dtype not in _SUMMABLE:
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
-    if own and isinstance(module, nn.Conv1d | nn.Conv2d):
+    if own and isinstance(module, CONVOLUTIONS):
         return "its forward is not that of a plain convolution"
     if own and (module._modules or module._parameters.keys() - {"weight", "bias"}):
         return "its forward uses other parameters too"

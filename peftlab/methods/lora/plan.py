@@ -15,8 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.fold import row_norms
-from peftlab.methods.lora.kinds import adaptable, leaf_kind, why_not
+from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, why_not
 from peftlab.methods.lora.layers import LEAVES
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
 from peftlab.methods.lora.token_rows import token_targets
@@ -131,7 +130,7 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     if config.exclude_modules:
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
-    names = in_layers(names, config.layers_to_transform)
+    names = in_layers(names, config.layers_to_transform, config.layers_pattern)
     if not names and not config.target_parameters:
         narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
         raise PeftlabError(f"target_modules: nothing is left to train after {narrowing}")
@@ -152,7 +151,11 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     if chosen is None and config.target_parameters:
         return []
     if chosen is not None and chosen != ALL_LINEAR:
-        return _explicit(model, chosen, [*body, *fused_parts(model, body)])
+        parts = fused_parts(model, body)
+        names = _explicit(model, chosen, [*body, *parts])
+        # An expression that matches a whole leaf means the leaf, and not its parts too.
+        whole = {name for name in names if name not in parts} if isinstance(chosen, str) else set()
+        return [name for name in names if not (name in parts and name.rpartition(".")[0] in whole)]
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
     linear = [name for name in linear if model.get_submodule(name) is not outputs]
@@ -187,7 +190,7 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
         return {}
     named = match(_parameters(model), config.target_parameters, what="target_parameters")
     found: dict[str, list[str]] = {}
-    for name in in_layers(named, config.layers_to_transform):
+    for name in in_layers(named, config.layers_to_transform, config.layers_pattern):
         module, _, parameter = name.rpartition(".")
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
@@ -231,10 +234,19 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
         raise PeftlabError(
             f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
         )
-    if getattr(leaf, "groups", 1) != 1:
-        raise PeftlabError(f"target_modules: {name} is a grouped convolution, which LoRA does not act on")
-    if config.use_dora and isinstance(leaf, (nn.Conv1d, nn.Conv2d)):
-        raise PeftlabError(f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings")
+    if isinstance(leaf, CONVOLUTIONS):
+        if rank % leaf.groups:
+            raise PeftlabError(f"r={rank}: {name} is a convolution of {leaf.groups} groups, which must divide r")
+        if leaf.padding_mode != "zeros" or (isinstance(leaf.padding, str) and set(leaf.dilation) != {1}):
+            raise PeftlabError(
+                f"target_modules: {name} pads with other values than zeros, or by {leaf.padding!r} and dilation; peft, "
+                "whose format an adapter has, would compute another update there"
+            )
+    if config.lora_bias and (config.use_dora or config.start or rows is not None or isinstance(leaf, nn.Embedding)):
+        raise PeftlabError(
+            f"lora_bias: at {name}; it goes neither with embeddings nor with parts of a fused projection, use_dora, "
+            "pissa or olora"
+        )
     if config.use_dora and type(weight.data) is not Tensor:
         raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
 
@@ -244,11 +256,12 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
     new: Any = recast(adapted_class(kind, type(leaf)), leaf)
     weight = leaf.weight
     like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
-    parts = len(rows) if rows is not None else 1
+    parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
     out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
+    out_in = (out_in[0], out_in[1] * groups, *out_in[2:])
     a = torch.empty(rank * parts, *out_in[1:], **like)
     d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]
-    b = torch.zeros(d_out, rank, *([1] * (len(out_in) - 2)), **like)
+    b = torch.zeros(d_out, rank // groups, *([1] * (len(out_in) - 2)), **like)
     new.scale, new.dropout = scale, config.lora_dropout
     new.sizes = tuple(len(part) for part in rows) if rows is not None else ()
     for name in ("rows", "frozen_A", "frozen_B"):
@@ -267,10 +280,10 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
         new.update_start()
         new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
     new.register_parameter("lora_magnitude_vector", None)
+    new.register_parameter("lora_bias", nn.Parameter(torch.zeros(d_out, **like)) if config.lora_bias else None)
     if config.use_dora:
-        whole_a, whole_b = new.factors()
-        norms = row_norms(weight.t() if kind.transposed else weight, whole_a, whole_b, scale)
-        new.lora_magnitude_vector = nn.Parameter(norms.to(**like))
+        shape = (1, -1, *[1] * (weight.ndim - 2)) if weight.ndim > 2 else (-1,)  # peft's
+        new.lora_magnitude_vector = nn.Parameter(new.norms().to(**like).view(shape))
     return new
 
 
