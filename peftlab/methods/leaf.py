@@ -134,7 +134,7 @@ def addition(leaf: Adapted) -> tuple[int, ...]:
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Replace the module of each name by the one given, under every name that the replaced module has."""
     new = {id(model.get_submodule(name)): module for name, module in modules.items()}
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *modules.values()]:  # one that is put in can be below another
         for child_name, child in parent._modules.items():
             if id(child) in new:
                 parent._modules[child_name] = new[id(child)]

@@ -107,9 +107,9 @@ CONVOLUTIONS: dict[str, tuple[Any, dict[str, torch.Tensor], list[str]]] = {
     "Conv3d": (videomae, {"pixel_values": values(2, 4, 3, 16, 16)}, ["projection"]),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"lora_alpha": 3},
-    "dora": {"use_dora": True, "lora_alpha": 3},
-    "lora_bias": {"lora_bias": True, "lora_alpha": 3},
+    "plain": {"lora_alpha": 16},
+    "dora": {"use_dora": True, "lora_alpha": 16},
+    "lora_bias": {"lora_bias": True, "lora_alpha": 16},
 }
 
 
@@ -204,8 +204,52 @@ def test_a_projection_that_attention_never_calls(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"head\.attention\.out_proj.*no effect"):
         model = round_trip(siglip, of(inputs), tmp_path, target_modules="all-linear")
     assert type(model.head.attention.out_proj) is type(siglip().head.attention.out_proj)
-    with pytest.raises(PeftlabError, match=r"attention\.out_proj"):
+    with pytest.raises(PeftlabError, match=r"attention\.out_proj.*never calls it; name the Mult"):
         peftlab.inject_lora(siglip(), target_modules=["attention.out_proj"])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mha(x, x, x)[0])
+
+
+@pytest.mark.parametrize("fields", [{"lora_alpha": 3}, {"rank_pattern": {"mha": 2}, "use_rslora": True}], ids=str)
+def test_multihead_attention(tmp_path: Path, fields: dict[str, Any]) -> None:
+    def make() -> Any:
+        return randomised(Attending())
+
+    inputs = {"x": values(2, 5, 8)}
+    fields = {"target_modules": ["mha", "head"], "r": 3, **fields}
+    model = round_trip(make, of(inputs), tmp_path, folds=False, **fields)
+    trains_as_in_peft(make, inputs, tmp_path / "adapter", lambda out: out.logsumexp(-1).mean())
+    expected = of(inputs)(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(of(inputs)(other), expected)
+    peftlab.merge(model, keep=True)
+    torch.testing.assert_close(of(inputs)(model), expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name, _ in model.named_parameters()) and type(model.mha) is nn.MultiheadAttention
+    assert torch.equal(of(inputs)(peftlab.unmerge(model)), expected)
+    assert torch.equal(of(inputs)(peftlab.remove(model)), of(inputs)(make())) and model.mha.dropout == 0.3
+
+
+def test_multihead_attention_merges_alike_on_disk(tmp_path: Path) -> None:
+    def pooled(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(pixel_values=values(2, 3, 16, 16)).pooler_output
+
+    model = round_trip(siglip, pooled, tmp_path, target_modules=["attention", "q_proj"], lora_alpha=16)
+    assert model.head.attention.out_proj.lora_B.shape == (32, 8)
+
+
+def test_attention_that_is_not_called() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1)
+    with pytest.raises(PeftlabError, match=r"self_attn'.*without gradients torch's TransformerEncoderLayer"):
+        peftlab.inject_lora(model, target_modules=["self_attn"], r=2)
 
 
 class Router(nn.Linear):

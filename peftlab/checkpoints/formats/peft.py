@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
-from peftlab.methods.lora.layers import LowRank
+from peftlab.methods.lora.layers import LoraAttention, LowRank
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.targets import has_suffix, inside, model_type
 from peftlab.methods.task_head import trained_whole
@@ -42,6 +42,8 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         parameters = list(module.adapted)
         depth = len(parameters) - 1 - parameters.index(expert[1])
         return f"{PREFIX}{module_name}{'.base_layer' * depth}.{expert[2]}.weight"
+    if _of_attention(model, module_name):
+        return f"{PREFIX}{module_name.removesuffix('.out_proj')}.base_layer.out_proj.{last}.weight"
     if last in ("lora_A", "lora_B"):
         return f"{PREFIX}{name}.weight"
     if last == "lora_bias":
@@ -64,7 +66,8 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     """
     config = injection.config
     assert isinstance(config, LoraConfig)
-    leaves = [name for name in injection.replaced if isinstance(model.get_submodule(name), LowRank)]
+    low_rank = [name for name in injection.replaced if isinstance(model.get_submodule(name), LowRank)]
+    leaves = [name for name in low_rank if not _of_attention(model, name)]
     matrices = [name for name in leaves if name.rpartition(".")[2] in _treated_as_experts(model)]
     matrices = [] if config.use_dora else matrices
     modules = {name for name, _ in model.named_modules()}
@@ -169,6 +172,12 @@ def _effective(
 
 def _rank_grew(leaf: nn.Module) -> TypeGuard[LowRank]:
     return isinstance(leaf, LowRank) and (leaf.rows is not None or leaf.frozen_A is not None)
+
+
+def _of_attention(model: nn.Module, name: str) -> bool:
+    """Whether a module is the output projection of an adapted ``MultiheadAttention``, which peft names with it."""
+    parent, _, last = name.rpartition(".")
+    return last == "out_proj" and isinstance(model.get_submodule(parent), LoraAttention)
 
 
 def _experts(model: nn.Module, name: str) -> bool:

@@ -161,7 +161,7 @@ def _plain_name(key: str, path: Path) -> str:
         raise PeftlabError(f"{path}: key {key!r} does not start with {PREFIX!r}")
     # The bias of a module within one that is trained whole keeps the adapter's name: modules_to_save.default.dense.bias
     name = re.sub(r"\.modules_to_save\.([^.]+\.(?=[^.]+\.))?", ".", _FACTOR.sub(r".\1", key.removeprefix(PREFIX)))
-    name = name.replace(".lora_B.bias", ".lora_bias")
+    name = name.replace(".lora_B.bias", ".lora_bias").replace(".base_layer.out_proj.", ".out_proj.")
     return name.replace(".base_layer.bias", ".bias").replace(".token_adapter.trainable_tokens_delta", ".token_rows")
 
 
@@ -216,6 +216,8 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     their own; so do all modules where peft chose them itself.
     """
     modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _ADDED}
+    # The output projection of an adapted MultiheadAttention goes with it.
+    modules -= {f"{module}.out_proj" for module in modules}
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
     adapted = [*modules, *(e for e in experts if e), *(f"{module}.weight" for module in matrices)]
     changes: dict[str, Any] = {

@@ -37,7 +37,8 @@ def settled(
     """
     config, tensors = _matrices(model, config, dict(tensors))
     config, notes = _head(model, config, set(tensors))
-    uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, never_called(model))})
+    unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
+    uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, unused)})
     if uncalled:
         tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
         notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")

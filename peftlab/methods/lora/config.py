@@ -107,7 +107,9 @@ class LoraConfig(MethodConfig):
             found = _A.fullmatch(name)
             if found is None:
                 continue
-            rank, rows = self.rank(found[1]), shape[0] if shape else 0
+            attention = found[1].removesuffix(".out_proj")  # whose rank its output projection has
+            rank = self.rank(attention if f"{attention}.lora_A" in shapes else found[1])
+            rows = shape[0] if shape else 0
             experts = name.endswith("_lora_A") and rows > 0 and rows % rank == 0
             if rows != rank and not experts:
                 return f"rank {rank} for {found[1]}, whose factors have rank {rows}"

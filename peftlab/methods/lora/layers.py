@@ -33,14 +33,16 @@ class LowRank(AnyLeaf):
         rows: with targets that are parts of a fused projection, the output rows of each part, one part after
             the other; B then holds those rows alone, and A one factor a part. None otherwise.
         sizes: the number of rows of each part.
-        scale: the factor of B·A. dropout: on the low-rank branch's input.
+        scale: the factor of B·A. lora_dropout: on the low-rank branch's input.
+        matrix: name of the parameter W.
     """
 
     added = (
         "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias", "frozen_A",
-        "frozen_B", "start", "rows", "sizes", "scale", "dropout",
+        "frozen_B", "start", "rows", "sizes", "scale", "lora_dropout",
     )  # fmt: skip
     names = ("lora_A", "lora_B")
+    matrix = "weight"
     transposed = False
     weight: Tensor
     lora_magnitude_vector: nn.Parameter | None
@@ -51,7 +53,7 @@ class LowRank(AnyLeaf):
     rows: Tensor | None
     sizes: tuple[int, ...]
     scale: float
-    dropout: float
+    lora_dropout: float
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole leaf: parts put in their rows, starting values subtracted."""
@@ -76,7 +78,7 @@ class LowRank(AnyLeaf):
 
     def active_dropout(self) -> float:
         """Return the dropout that applies now."""
-        return self.dropout if self.training else 0.0  # type: ignore[attr-defined]
+        return self.lora_dropout if self.training else 0.0  # type: ignore[attr-defined]
 
     def norms(self) -> Tensor:
         """Return the norms of the rows of W + scale·B·A (out), without a gradient (DoRA)."""
@@ -97,11 +99,11 @@ class LowRank(AnyLeaf):
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
         folded = {}
-        if how.only in (None, "weight"):
-            a, b = self.factors()
+        if how.only in (None, self.matrix):
+            (a, b), weight = self.factors(), getattr(self, self.matrix)
             magnitude, transposed = self.lora_magnitude_vector, self.transposed
-            folded["weight"] = fold_weight(
-                self.weight, a, b, self.scale, transposed=transposed, magnitude=magnitude, how=how
+            folded[self.matrix] = fold_weight(
+                weight, a, b, self.scale, transposed=transposed, magnitude=magnitude, how=how
             )
         if self.lora_bias is not None and how.only in (None, "bias"):
             folded["bias"] = fold_bias(getattr(self, "bias"), self.lora_bias, self.scale, how)  # noqa: B009
@@ -227,8 +229,41 @@ class LoraConv3d(LowRankConv, nn.Conv3d):
     convolve = staticmethod(F.conv3d)
 
 
+class LoraAttention(LowRank, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` with a low-rank addition to its input projection, and to the leaf ``out_proj``.
+
+    Its forward is the base's own, run on W + scale·B·A of both: it uses the weights of ``out_proj`` and never calls it.
+    As in peft there is no dropout.
+    """
+
+    base_class: type[nn.Module] = nn.MultiheadAttention
+    matrix = "in_proj_weight"
+    in_proj_weight: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self._parameters
+        children: Any = self._modules
+        if self.enabled:
+            out: Any = self.out_proj
+            weights = {self.matrix: _effective(self, self.in_proj_weight)}
+            self._parameters, self._modules = (
+                own | weights,
+                children | {"out_proj": with_weight(out, _effective(out, out.weight))},
+            )
+        try:
+            return self.base_class.forward(self, *args, **kwargs)
+        finally:
+            self._parameters, self._modules = own, children
+
+
+def _effective(leaf: LowRank, weight: Tensor) -> Tensor:
+    a, b = (factor.to(weight.dtype) for factor in leaf.factors())
+    return torch.addmm(weight, b, a, alpha=leaf.scale)
+
+
 LEAVES: dict[type[nn.Module], type[LowRank]] = {
-    kind.base_class: kind for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d, LoraConv3d)
+    kind.base_class: kind
+    for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d, LoraConv3d, LoraAttention)
 }
 
 

@@ -15,8 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, why_not
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, reason_against
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
 from peftlab.methods.lora.token_rows import token_targets
 from peftlab.methods.plan import Plan
@@ -62,7 +61,11 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     for name, rows in parts.items():
         rank = _rank(config, name)
         _check(leaves[name], name, rank, rows, config)
-        replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
+        scale = config.scale(name)
+        replace[name] = partial(_adapt, rank=rank, scale=scale, rows=rows, config=config)
+        if isinstance(leaves[name], nn.MultiheadAttention):
+            # peft (0.21) adds the update of the output projection twice, in the forward and in a merge.
+            replace[f"{name}.out_proj"] = partial(_adapt, rank=rank, scale=2 * scale, rows=None, config=config)
     for module, names in experts.items():
         ranks = {name: _rank(config, f"{module}.{name}") for name in names}
         scales = {name: config.scale(f"{module}.{name}") for name in names}
@@ -176,10 +179,9 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
         for target in [chosen] if isinstance(chosen, str) else chosen:
             for name, module in model.named_modules():
                 if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
-                    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
                     raise PeftlabError(
                         f"target_modules: {target!r} is a {type(module).__name__} ({name}); "
-                        f"{why_not(module) or acts_on}"
+                        f"{reason_against(model, name)}"
                     ) from None
         raise
 
@@ -222,7 +224,9 @@ def _rank(config: LoraConfig, name: str) -> int:
 
 
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
-    weight: Any = leaf.weight
+    if isinstance(leaf, nn.MultiheadAttention) and (config.use_dora or config.lora_bias):
+        raise PeftlabError(f"target_modules: {name} is a MultiheadAttention, which has neither use_dora nor lora_bias")
+    weight: Any = getattr(leaf, str(getattr(leaf_kind(leaf), "matrix", "weight")))
     limit = min(weight.shape[0], math.prod(weight.shape[1:]))
     if config.start and rank > limit:
         raise PeftlabError(
@@ -254,7 +258,7 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
 def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
     kind: Any = leaf_kind(leaf)
     new: Any = recast(adapted_class(kind, type(leaf)), leaf)
-    weight = leaf.weight
+    weight = getattr(leaf, kind.matrix)
     like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
     out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
@@ -262,7 +266,7 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
     a = torch.empty(rank * parts, *out_in[1:], **like)
     d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]
     b = torch.zeros(d_out, rank // groups, *([1] * (len(out_in) - 2)), **like)
-    new.scale, new.dropout = scale, config.lora_dropout
+    new.scale, new.lora_dropout = scale, config.lora_dropout
     new.sizes = tuple(len(part) for part in rows) if rows is not None else ()
     for name in ("rows", "frozen_A", "frozen_B"):
         new.register_buffer(name, None, persistent=False)
