@@ -18,6 +18,18 @@ def model_type(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
 
 
+def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the modules that the model names as its input and its output embeddings; None where it names none."""
+    found: list[nn.Module | None] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(model, getter, lambda: None)()
+        except NotImplementedError:  # transformers' answer for models without tokens
+            layer = None
+        found.append(layer if isinstance(layer, nn.Module) else None)
+    return found[0], found[1]
+
+
 def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
     """Return the linear maps that LoRA acts on by default: those of the table's row, or of the fallback.
 

@@ -17,7 +17,7 @@ from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.kinds import never_called
 from peftlab.methods.lora.plan import is_matrix, matching_only
-from peftlab.methods.targets import has_suffix, inside
+from peftlab.methods.targets import embeddings_of, has_suffix, inside
 from peftlab.methods.task_head import task_head
 
 BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
@@ -133,9 +133,7 @@ def changed_embeddings(model: nn.Module, carried: Mapping[str, Tensor]) -> tuple
 
 def _embeddings(model: nn.Module) -> dict[int, str]:
     """Return the parameters of input and output embeddings, by identity, with the name that comes first."""
-    getters = ("get_input_embeddings", "get_output_embeddings")
-    layers = [getattr(model, getter)() for getter in getters if hasattr(model, getter)]
-    held = {id(p) for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()}
+    held = {id(p) for layer in embeddings_of(model) if layer is not None for p in layer.parameters()}
     return {id(p): name for name, p in model.named_parameters() if id(p) in held}
 
 

@@ -15,7 +15,7 @@ from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, adapted_class, recas
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.fold import FOLD_BLOCK
 from peftlab.methods.lora.kinds import leaf_kind
-from peftlab.methods.targets import match
+from peftlab.methods.targets import embeddings_of, match
 
 
 class TokenRows(AnyLeaf):
@@ -81,7 +81,7 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
     if not wanted:
         return {}
     leaves = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear) and leaf_kind(m)}
-    inputs = getattr(model, "get_input_embeddings", lambda: None)()
+    inputs, _ = embeddings_of(model)
     embedding = next((name for name, leaf in leaves.items() if leaf is inputs), None)
     if not isinstance(wanted, dict):
         if embedding is None:
