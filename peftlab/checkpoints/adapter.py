@@ -24,6 +24,7 @@ from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
+from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about, nearest
 from peftlab.files import parse_json, read_object, replacing, write_json
@@ -46,6 +47,7 @@ from peftlab.models.pretrained import describe
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -149,16 +151,19 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     if is_adapterhub(raw):
         config, tensors = read_adapterhub(path, raw)
         return Adapter(config, tensors)
-    tensors, header = read_tensors(path / WEIGHTS_FILE)
-    base = _base_of(header, path / WEIGHTS_FILE)
+    weights = path / WEIGHTS_FILE
+    if not weights.exists() and (path / PICKLE_FILE).exists():
+        weights = path / PICKLE_FILE
+    tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
+    base = _base_of(header, weights)
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
-        theirs = read_peft(raw, tensors, path / CONFIG_FILE)
+        theirs = read_peft(raw, tensors, path / CONFIG_FILE, weights)
         config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
         config = _our_config(raw, path / CONFIG_FILE)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
-        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {WEIGHTS_FILE}: {said}")
+        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {weights.name}: {said}")
     return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
 
 

@@ -107,6 +107,8 @@ def _lora(adapter: Adapter) -> LoraConfig:
         raise PeftlabError(f"only LoRA adapters can be combined, not {config.name}")
     if config.use_dora:
         raise PeftlabError("DoRA adapters cannot be combined: their update is not linear in the factors")
+    if config.lora_bias:
+        raise PeftlabError("adapters with lora_bias cannot be combined: their biases have scales of their own")
     if config.start:
         raise PeftlabError(f"an adapter with init_lora_weights={config.start} cannot be combined: {NEEDS_BASE}")
     return config

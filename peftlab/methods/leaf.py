@@ -57,6 +57,10 @@ class Adapted:
         """
         raise NotImplementedError
 
+    def unfoldable(self) -> str:
+        """Return why the addition cannot be folded into the base leaf's parameters; "" where it can."""
+        return ""
+
     def update_start(self) -> None:
         """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
 
@@ -76,7 +80,9 @@ _CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], Any] = {}
 
 
 def adapted_class(kind: type[AnyLeaf], base: type[nn.Module]) -> Any:
-    """Return the subclass of leaf class ``base`` that behaves as ``kind``."""
+    """Return the subclass of leaf class ``base`` that behaves as ``kind``; ``kind`` itself if it is one."""
+    if kind.__dict__.get("base_class") is base:
+        return kind
     if (kind, base) not in _CLASSES:
         members = {"base_class": base, "made": True, "__module__": kind.__module__}
         _CLASSES[kind, base] = type(f"{kind.__name__}{base.__name__}", (kind, base), members)
@@ -99,6 +105,13 @@ def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     return new
 
 
+def with_weight(leaf: Any, weight: Any) -> nn.Module:
+    """Return the base leaf of an adapted one with another weight, for one call of its forward."""
+    plain = recast(leaf.base_class, leaf)
+    plain._parameters["weight"] = weight
+    return plain
+
+
 def base_leaf(module: nn.Module) -> nn.Module:
     """Return the plain base leaf of an adapted one: the same parameters, without those the method added."""
     assert isinstance(module, Adapted)
@@ -112,10 +125,16 @@ def base_leaf(module: nn.Module) -> nn.Module:
     return plain
 
 
+def addition(leaf: Adapted) -> tuple[int, ...]:
+    """Return what identifies the parameters that a leaf's fold reads: two leaves that share all of them fold alike."""
+    parameters: Any = vars(leaf)["_parameters"]
+    return tuple(id(parameters[name]) for name in ("weight", *leaf.added) if parameters.get(name) is not None)
+
+
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Replace the module of each name by the one given, under every name that the replaced module has."""
     new = {id(model.get_submodule(name)): module for name, module in modules.items()}
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *modules.values()]:  # one that is put in can be below another
         for child_name, child in parent._modules.items():
             if id(child) in new:
                 parent._modules[child_name] = new[id(child)]

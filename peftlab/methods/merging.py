@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import Injection, attach, detach, injection_of, is_injected
-from peftlab.methods.leaf import Adapted, base_leaf, exchange
+from peftlab.methods.leaf import Adapted, addition, base_leaf, exchange
 from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -44,7 +45,7 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; otherwise merging is final.
 
     Raises:
-        PeftlabError: the method has no linear fold, or a weight to fold into is quantised.
+        PeftlabError: the method or one of its leaves has no linear fold, or a weight to fold into is quantised.
     """
     injection = injection_of(model)
     if not METHODS[injection.config.name].folds:
@@ -57,18 +58,22 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
                 raise PeftlabError(
                     f"{name}.{key} is quantised ({type(weight.data).__name__}): dequantise the base first"
                 )
+    leaves = {name: module for name in injection.replaced if isinstance(module := model.get_submodule(name), Adapted)}
+    refuse_unfoldable(leaves)
     plain: dict[str, nn.Module] = {}
     untied = False
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    for name in injection.replaced:
-        leaf = model.get_submodule(name)
-        assert isinstance(leaf, Adapted)
+    alike = Counter(addition(leaf) for leaf in leaves.values())
+    made: dict[tuple[tuple[int, ...], str], nn.Parameter] = {}  # leaves that fold alike stay tied
+    for name, leaf in leaves.items():
         plain[name] = base_leaf(leaf)
+        group = addition(leaf)
         for key, folded in leaf.fold().items():
             before = leaf.get_parameter(key)
-            tied = uses[id(before)] > 1  # to another module, which must keep its value
+            tied = uses[id(before)] > alike[group]  # to another module, which must keep its value
             if tied or keep:
-                setattr(plain[name], key, nn.Parameter(folded, requires_grad=before.requires_grad))
+                new = nn.Parameter(folded, requires_grad=before.requires_grad)
+                setattr(plain[name], key, made.setdefault((group, key), new))
             else:
                 before.data.copy_(folded)
             untied |= tied
@@ -82,6 +87,13 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
     if keep:
         setattr(model, _ATTRIBUTE, _Merged(injection, adapted, tied_before, shared))
     return detach(model, injection)
+
+
+def refuse_unfoldable(leaves: Mapping[str, Adapted]) -> None:
+    """Raise an error that names the first leaf whose addition cannot be folded, and says why."""
+    for name, leaf in leaves.items():
+        if reason := leaf.unfoldable():
+            raise PeftlabError(f"{name} cannot be merged: {reason}; keep the adapter and load it")
 
 
 def unmerge(model: ModelT) -> ModelT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -16,6 +16,18 @@ ALL_LINEAR = "all-linear"
 def model_type(model: nn.Module) -> str:
     """Return the ``model_type`` of a transformers model, or its class name in lower case."""
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
+
+
+def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the modules that the model names as its input and its output embeddings; None where it names none."""
+    found: list[nn.Module | None] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(model, getter, lambda: None)()
+        except NotImplementedError:  # transformers' answer for models without tokens
+            layer = None
+        found.append(layer if isinstance(layer, nn.Module) else None)
+    return found[0], found[1]
 
 
 def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
@@ -83,23 +95,35 @@ def match(names: Iterable[str], targets: list[str] | str, *, what: str = "target
     return [name for name in names if any(has_suffix(name, target) for target in targets)]
 
 
-def layer_index(name: str) -> int | None:
-    """Return the number of the layer that a module belongs to: the first all-digit component of its name, or None."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+def layer_index(name: str, patterns: Sequence[str] = ()) -> int | None:
+    """Return the number of the layer that a module belongs to, or None.
+
+    It is the first component of its name that is a number; with ``patterns``, the first that follows a list that one of
+    these regular expressions matches.
+    """
+    parts = name.split(".")
+    lists = {".".join(parts[:i]): int(part) for i, part in enumerate(parts) if part.isdigit()}
+    if not patterns:
+        return next(iter(lists.values()), None)
+    found = [m for pattern in patterns for m in matching(rf"(.*\.)?({pattern})", lists, what="layers_pattern")]
+    return lists[found[0]] if found else None
 
 
-def in_layers(names: Iterable[str], layers: list[int] | int | None) -> list[str]:
+def in_layers(
+    names: Iterable[str], layers: list[int] | int | None, pattern: list[str] | str | None = None
+) -> list[str]:
     """Return those of ``names`` in the given layers; a layer that does not exist is an error."""
-    names = list(names)
     if layers is None:
-        return names
+        return list(names)
+    patterns = [pattern] if isinstance(pattern, str) else pattern or []
+    numbers = {name: layer_index(name, patterns) for name in names}
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    there = sorted({index for name in names if (index := layer_index(name)) is not None})
-    missing = [index for index in wanted if index not in there]
+    there = sorted({number for number in numbers.values() if number is not None})
+    missing = [number for number in wanted if number not in there]
     if missing:
         raise PeftlabError(f"layers_to_transform: no layer {missing[0]}; there are {there[0]} to {there[-1]}"
                            if there else "layers_to_transform: the targets are in no numbered layer")  # fmt: skip
-    return [name for name in names if layer_index(name) in wanted]
+    return [name for name, number in numbers.items() if number in wanted]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:

@@ -243,7 +243,6 @@ def test_a_dilated_convolution_folds_exactly() -> None:
         ("gpt2", {"target_modules": ["c_attn", "c_attn.q"]}, "as a whole and by its part"),
         ("mixtral", {"target_parameters": ["experts.gate"]}, "matches no"),
         ("mixtral", {"target_parameters": ["experts.gate_up_proj"], "lora_dropout": 0.1}, "lora_dropout"),
-        ("vit", {"target_modules": ["projection"], "use_dora": True}, "use_dora"),
         ("vit", {"target_modules": ["projection"], "init_lora_weights": "pissa"}, "not linear"),
         ("bert", {"r": 65, "init_lora_weights": "olora"}, "larger than the smaller side"),
         ("bert", {"rank_pattern": {"quary": 2}}, "quary"),

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
-from peftlab.methods.lora.layers import LowRank
+from peftlab.methods.lora.layers import LoraAttention, LowRank
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.targets import has_suffix, inside, model_type
 from peftlab.methods.task_head import trained_whole
@@ -42,10 +42,16 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         parameters = list(module.adapted)
         depth = len(parameters) - 1 - parameters.index(expert[1])
         return f"{PREFIX}{module_name}{'.base_layer' * depth}.{expert[2]}.weight"
+    if _of_attention(model, module_name):
+        return f"{PREFIX}{module_name.removesuffix('.out_proj')}.base_layer.out_proj.{last}.weight"
     if last in ("lora_A", "lora_B"):
         return f"{PREFIX}{name}.weight"
+    if last == "lora_bias":
+        return f"{PREFIX}{module_name}.lora_B.bias"
     if isinstance(module, LowRank) and last in ("weight", "bias"):
         return f"{PREFIX}{module_name}.base_layer.{last}"
+    if last == "token_rows":
+        return f"{PREFIX}{module_name}.token_adapter.trainable_tokens_delta"
     if isinstance(module, OwnCopy):
         return f"{PREFIX}{module_name}.{last.removeprefix('own_')}"
     return PREFIX + name
@@ -60,13 +66,14 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     """
     config = injection.config
     assert isinstance(config, LoraConfig)
-    leaves = [name for name in injection.replaced if isinstance(model.get_submodule(name), LowRank)]
+    low_rank = [name for name in injection.replaced if isinstance(model.get_submodule(name), LowRank)]
+    leaves = [name for name in low_rank if not _of_attention(model, name)]
     matrices = [name for name in leaves if name.rpartition(".")[2] in _treated_as_experts(model)]
     matrices = [] if config.use_dora else matrices
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
     whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
-    twins = tied_twins(model)
+    twins = _whole_twins(model)
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
@@ -86,6 +93,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     optional = {
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
+        "lora_bias": config.lora_bias,
         "rank_pattern": ranks | {key: value for key, value in config.rank_pattern.items() if key not in ranks},
         "alpha_pattern": alphas | {key: value for key, value in config.alpha_pattern.items() if key not in alphas},
         "target_parameters": [
@@ -96,6 +104,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         ]
         + [f"{name}.weight" for name in matrices],
         "ensure_weight_tying": bool(twins),
+        "trainable_token_indices": config.trainable_token_indices,
     }
     return raw | {key: value for key, value in optional.items() if value}
 
@@ -108,7 +117,7 @@ def adapter_tensors(model: nn.Module, injection: Injection) -> dict[str, Tensor]
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
     tensors |= {name: model.get_parameter(name).detach() for name in injection.carried}
-    tensors |= {twin: tensors[name] for twin, name in tied_twins(model).items()}
+    tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)
         if _rank_grew(leaf):
@@ -122,6 +131,11 @@ def tied_twins(model: nn.Module) -> dict[str, str]:
     known = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in every if id(p) in known and known[id(p)] != name}
+
+
+def _whole_twins(model: nn.Module) -> dict[str, str]:
+    """Return ``tied_twins`` without the rows of tokens, of which peft writes one copy and ties it by itself."""
+    return {twin: name for twin, name in tied_twins(model).items() if not has_suffix(name, "token_rows")}
 
 
 def _classifier_trains(model: nn.Module, whole: list[str]) -> bool:
@@ -158,6 +172,12 @@ def _effective(
 
 def _rank_grew(leaf: nn.Module) -> TypeGuard[LowRank]:
     return isinstance(leaf, LowRank) and (leaf.rows is not None or leaf.frozen_A is not None)
+
+
+def _of_attention(model: nn.Module, name: str) -> bool:
+    """Whether a module is the output projection of an adapted ``MultiheadAttention``, which peft names with it."""
+    parent, _, last = name.rpartition(".")
+    return last == "out_proj" and isinstance(model.get_submodule(parent), LoraAttention)
 
 
 def _experts(model: nn.Module, name: str) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.peft_fields import IGNORED
+from peftlab.methods.lora.peft_fields import IGNORED, REFUSED
 from peftlab.methods.targets import ALL_LINEAR, has_suffix
 from peftlab.patterns import matching
 
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
-_ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+_ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias")
 
 # Values of init_lora_weights that leave the base as it is: the factors in the file are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -29,6 +29,10 @@ _LOST_STARTS = {
     "loftq": "LoftQ replaces the base by a quantised one that is not in the file",
     "lora_ga": "LoRA-GA subtracts a part of the base by gradients that are not in the file",
 }
+
+# Fields that say how peft trains: what they add to the file, which the adapter does not compute with afterwards.
+_TRAINING = {"velora_config": ".lora_velora_embed", "monteclora_config": ".lora_monteclora_sampler."}
+
 _CONVERT = (
     "save it with peft's path_initial_model_for_weight_conversion where it was trained, which makes it plain LoRA"
 )
@@ -47,19 +51,20 @@ class PeftAdapter:
     notes: tuple[str, ...] = ()
 
 
-def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> PeftAdapter:
+def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, weights: Path) -> PeftAdapter:
     """Return a peft adapter as ours.
 
     Args:
-        raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys.
+        raw: its ``adapter_config.json``, which was read from ``path``. tensors: by peft's keys, from ``weights``.
 
     Raises:
         PeftlabError: another peft type; an active option or a start that this reader does not know; a value of a
             wrong type; a key of an unknown form, or two keys that mean one parameter and differ.
     """
     config, notes = _config(raw, path)
-    weights = path.with_name("adapter_model.safetensors")
-    plain = {_plain_name(key, weights): tensor for key, tensor in tensors.items() if ".original_module." not in key}
+    left_out = [".original_module.", *(mark for key, mark in _TRAINING.items() if raw.get(key))]
+    kept = {key: tensor for key, tensor in tensors.items() if not any(mark in key for mark in left_out)}
+    plain = {_plain_name(key, weights): tensor for key, tensor in kept.items()}
     matrices: set[str] = set()
     named: dict[str, Tensor] = {}
     for name, tensor in plain.items():
@@ -99,13 +104,25 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
         raise PeftlabError(f"{path}: peft_type {raw['peft_type']!r} is not supported; LORA is")
     fields = [key for key in LoraConfig.model_fields if key not in ("name", "loraplus_lr_ratio", "train_head")]
     known = {key: raw[key] for key in fields if key in raw and key not in IGNORED}
-    unknown = [key for key, value in raw.items() if key not in known and key not in IGNORED and value]
+    passed_over = IGNORED | _TRAINING.keys()
+    unknown = [key for key, value in raw.items() if key not in known and key not in passed_over and value]
+    if unknown and unknown[0] in REFUSED:
+        raise PeftlabError(f"{path}: {unknown[0]} is not supported: {REFUSED[unknown[0]]}")
     if unknown:
         hint = did_you_mean(unknown[0], fields)
         raise PeftlabError(f"{path}: {unknown[0]}={_shown(raw[unknown[0]])} is not supported{hint}")
     start, notes = _start(raw.get("init_lora_weights", True), path)
+    notes += tuple(
+        f"{path}: {key} says how the adapter was trained; it is plain LoRA, and trains on as such"
+        for key in _TRAINING
+        if raw.get(key)
+    )
     absent = {key for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying") if known.get(key) is None}
-    absent |= {key for key in ("target_modules", "exclude_modules", "target_parameters") if known.get(key) in ([], "")}
+    absent |= {
+        key
+        for key in ("target_modules", "exclude_modules", "target_parameters", "trainable_token_indices")
+        if known.get(key) in ([], {}, "")
+    }
     values = {key: value for key, value in known.items() if key not in absent}
     # peft's defaults where they differ from ours.
     values = {"lora_alpha": 8, "ensure_weight_tying": False, "init_lora_weights": start} | values
@@ -144,7 +161,8 @@ def _plain_name(key: str, path: Path) -> str:
         raise PeftlabError(f"{path}: key {key!r} does not start with {PREFIX!r}")
     # The bias of a module within one that is trained whole keeps the adapter's name: modules_to_save.default.dense.bias
     name = re.sub(r"\.modules_to_save\.([^.]+\.(?=[^.]+\.))?", ".", _FACTOR.sub(r".\1", key.removeprefix(PREFIX)))
-    return name.replace(".base_layer.bias", ".bias")
+    name = name.replace(".lora_B.bias", ".lora_bias").replace(".base_layer.out_proj.", ".out_proj.")
+    return name.replace(".base_layer.bias", ".bias").replace(".token_adapter.trainable_tokens_delta", ".token_rows")
 
 
 def _parameter_name(
@@ -198,16 +216,21 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     their own; so do all modules where peft chose them itself.
     """
     modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _ADDED}
+    # The output projection of an adapted MultiheadAttention goes with it.
+    modules -= {f"{module}.out_proj" for module in modules}
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
     adapted = [*modules, *(e for e in experts if e), *(f"{module}.weight" for module in matrices)]
     changes: dict[str, Any] = {
         "rank_pattern": _matched(config.rank_pattern, adapted),
         "alpha_pattern": _matched(config.alpha_pattern, adapted),
     }
-    if matrices or config.ensure_weight_tying or (config.target_modules is None and modules):
+    in_layers = config.layers_to_transform is not None  # whatever peft took for the number of a layer
+    if matrices or config.ensure_weight_tying or in_layers or (config.target_modules is None and modules):
         keys = {module: f"{module}.weight" if module in matrices else module for module in sorted(modules)}
         keys |= {name: name for name in sorted(experts) if name}
         changes |= {
+            "layers_to_transform": None,
+            "layers_pattern": None,
             "target_modules": sorted(modules) or None,
             "target_parameters": sorted(name for name in experts if name) or None,
             "rank_pattern": {name: config.rank(key) for name, key in keys.items() if config.rank(key) != config.r},

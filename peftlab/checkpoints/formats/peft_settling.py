@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.kinds import never_called
 from peftlab.methods.lora.plan import is_matrix, matching_only
-from peftlab.methods.targets import has_suffix, inside
+from peftlab.methods.targets import embeddings_of, has_suffix, inside
 from peftlab.methods.task_head import task_head
 
 BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
@@ -36,6 +37,11 @@ def settled(
     """
     config, tensors = _matrices(model, config, dict(tensors))
     config, notes = _head(model, config, set(tensors))
+    unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
+    uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, unused)})
+    if uncalled:
+        tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
+        notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
     config, unmatched = matching_only(model, config)
     unmatched["modules_to_save"] = [n for n in unmatched.get("modules_to_save", []) if n not in _ADDED_BY_PEFT]
     lists = "; ".join(f"{field}: {', '.join(names)}" for field, names in unmatched.items() if names)
@@ -127,9 +133,7 @@ def changed_embeddings(model: nn.Module, carried: Mapping[str, Tensor]) -> tuple
 
 def _embeddings(model: nn.Module) -> dict[int, str]:
     """Return the parameters of input and output embeddings, by identity, with the name that comes first."""
-    getters = ("get_input_embeddings", "get_output_embeddings")
-    layers = [getattr(model, getter)() for getter in getters if hasattr(model, getter)]
-    held = {id(p) for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()}
+    held = {id(p) for layer in embeddings_of(model) if layer is not None for p in layer.parameters()}
     return {id(p): name for name, p in model.named_parameters() if id(p) in held}
 
 

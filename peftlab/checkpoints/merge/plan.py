@@ -19,7 +19,9 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of
+from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
+from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.skeleton import Place, places, tied_names
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
@@ -90,8 +92,10 @@ def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, sour
     with no_init_weights():  # tensors on the meta device have no values to initialise
         inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
-    leaves = [name for name in injection_of(model).replaced if not isinstance(model.get_submodule(name), OwnCopy)]
-    folded = {f"{leaf}.{key}": leaf for leaf in leaves for key in model.get_submodule(leaf).fold()}  # type: ignore[operator]
+    replaced = {name: model.get_submodule(name) for name in injection_of(model).replaced}
+    leaves = {n: leaf for n, leaf in replaced.items() if isinstance(leaf, Adapted) and not isinstance(leaf, OwnCopy)}
+    refuse_unfoldable(leaves)
+    folded = {f"{name}.{key}": name for name, leaf in leaves.items() for key in leaf.fold()}
     main = _main_dtype(shards) if stored is None else stored
     plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
     plan.notes += adapter.notes
@@ -198,7 +202,7 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
 def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]) -> bool:
     """Whether two tied parameters have different values after the merge."""
     if twin in plan.folded or origin in plan.folded:
-        return True
+        return not _folded_alike(plan, twin, origin)
     if twin in plan.given and origin in plan.given:
         return not torch.equal(plan.given[twin], plan.given[origin])
     if twin in plan.given or origin in plan.given:
@@ -207,6 +211,11 @@ def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, o
         (shard, key), (other, other_key) = holders[twin], holders[origin]
         return not torch.equal(shard.read(key), other.read(other_key))
     return False
+
+
+def _folded_alike(plan: MergePlan, twin: str, origin: str) -> bool:
+    leaves = [plan.model.get_submodule(plan.folded[name]) for name in (twin, origin) if name in plan.folded]
+    return len({addition(leaf) for leaf in leaves if isinstance(leaf, Adapted)}) == 1 and len(leaves) == 2
 
 
 def _target(plan: MergePlan, shard: Shard, key: str, place: Place) -> Target:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
+from peftlab.checkpoints.formats.peft import tied_twins
 from peftlab.checkpoints.io.shards import Shard
 from peftlab.checkpoints.io.stream import Copy, Job, OutputFile, copying
 from peftlab.checkpoints.io.tensorfiles import DTYPES
@@ -31,6 +32,7 @@ class Steps:
         self, plan: MergePlan, outputs: dict[str, OutputFile], figures: Figures, options: MergeOptions
     ) -> None:
         self.plan, self.outputs, self.figures, self.options = plan, outputs, figures, options
+        self.twins = tied_twins(plan.model)
         self.targets = {target.key: target for targets in plan.files.values() for target in targets}
 
     def __iter__(self) -> Iterator[Job | Copy]:
@@ -116,10 +118,11 @@ class Steps:
         empty = self.plan.model.get_submodule(leaf_name)
         leaf: Any = recast(type(empty), empty)
         own = name.removeprefix(f"{leaf_name}.")
-        values = {own: weight}
+        values, tensors = {own: weight}, self.plan.adapter.tensors
         for key in leaf._parameters:
-            if key not in values and f"{leaf_name}.{key}" in self.plan.adapter.tensors:
-                values[key] = self.plan.adapter.tensors[f"{leaf_name}.{key}"]
+            known = [n for n in (f"{leaf_name}.{key}", self.twins.get(f"{leaf_name}.{key}")) if n in tensors]
+            if key not in values and known:
+                values[key] = tensors[str(known[0])]
         leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
         leaf.update_start()
         in_place = stored == weight.dtype and name not in self.plan.given

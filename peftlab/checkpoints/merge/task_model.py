@@ -17,10 +17,10 @@ from peftlab.models.bounds import check_sizes
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 
-_ADDED = re.compile(r"\.base_layer|[._]lora_\w+$")
+_ADDED = re.compile(r"\.base_layer|[._]lora_\w+$|\.token_rows$")
 
 
-# peft's task_type -> the auto class that makes the model; without one, the first that has the adapter's modules.
+# peft's task_type -> the auto class that makes the model; otherwise the first class that has the adapter's modules.
 _AUTO = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -34,8 +34,9 @@ _AUTO = {
 def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model the adapter was trained in, on the meta device.
 
-    An adapter that peftlab wrote names class and configuration. For any other it is the class that its task type or
-    the base's configuration names, with the numbers of labels and tokens of its tensors.
+    An adapter that peftlab wrote names class and configuration. For any other it is the first class that has the
+    adapter's modules (the one that its task type names, or the one that the base's configuration names), with the
+    numbers of labels and tokens of its tensors.
 
     Args:
         source: the adapter's path, for messages. trust_remote_code: run model code in ``base``.
@@ -61,8 +62,9 @@ def closest_model(
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
         return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
-    names = [config.architectures[0]] if config.architectures else []
-    names = [_AUTO[adapter.task_type]] if adapter.task_type in _AUTO else names + list(_AUTO.values())
+    own, autos = (config.architectures or [])[:1], list(_AUTO.values())
+    # The class of a model of images and text is the base's own, whatever task its adapter names.
+    names = [_AUTO[adapter.task_type], *own] if adapter.task_type in _AUTO else own + autos
     wanted = {_ADDED.sub("", name) for name in adapter.tensors}
     closest: tuple[PreTrainedModel, list[str]] | None = None
     failed = ""

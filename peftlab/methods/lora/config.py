@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from peftlab.methods.config import MethodConfig
 from peftlab.patterns import matching
@@ -18,6 +18,7 @@ _A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
 Start = Literal["pissa", "olora"]
 """The initialisations that take the leading part of the base's weight."""
 Rank = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -34,6 +35,10 @@ class LoraConfig(MethodConfig):
     )
     exclude_modules: list[str] | str | None = Field(default=None, description="Of the targets, those to leave out.")
     layers_to_transform: list[int] | int | None = Field(default=None, description="Only the targets in these layers.")
+    layers_pattern: list[str] | str | None = Field(
+        default=None,
+        description="Of which list layers_to_transform gives numbers: names or regular expressions; null: the first.",
+    )
     rank_pattern: dict[str, Rank] = Field(default={}, description="Rank by name suffix or regular expression.")
     alpha_pattern: dict[str, Positive] = Field(
         default={}, description="lora_alpha by name suffix or regular expression."
@@ -49,9 +54,15 @@ class LoraConfig(MethodConfig):
         description="Modules of modules_to_save stay tied to those they share weights with; false: they train a copy.",
     )
     train_head: bool = Field(default=True, description="Train the task head too.")
+    trainable_token_indices: list[Token] | dict[str, Annotated[list[Token], Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Tokens whose embeddings train: of the input embedding, and whatever shares its weight; or by "
+        "module name suffix.",
+    )
     loraplus_lr_ratio: float | None = Field(
         default=None, gt=0, description="LoRA+: multiple of the learning rate for B."
     )
+    lora_bias: bool = Field(default=False, description="Train a bias beside each B, scaled as B is.")
     bias: Literal["none", "lora_only", "all"] = Field(default="none", description="Which biases train too.")
     init_lora_weights: Literal[True, "gaussian", "pissa", "olora"] = Field(
         default=True,
@@ -65,6 +76,12 @@ class LoraConfig(MethodConfig):
         if value is not None and (not value or (not isinstance(value, str) and "" in value)):
             raise ValueError("names no module")
         return value
+
+    @model_validator(mode="after")
+    def _pattern_of_layers(self) -> Self:
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern: says which numbers layers_to_transform means; give that too")
+        return self
 
     @property
     def start(self) -> Start | None:
@@ -90,7 +107,9 @@ class LoraConfig(MethodConfig):
             found = _A.fullmatch(name)
             if found is None:
                 continue
-            rank, rows = self.rank(found[1]), shape[0] if shape else 0
+            attention = found[1].removesuffix(".out_proj")  # whose rank its output projection has
+            rank = self.rank(attention if f"{attention}.lora_A" in shapes else found[1])
+            rows = shape[0] if shape else 0
             experts = name.endswith("_lora_A") and rows > 0 and rows % rank == 0
             if rows != rank and not experts:
                 return f"rank {rank} for {found[1]}, whose factors have rank {rows}"

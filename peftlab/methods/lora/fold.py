@@ -57,6 +57,20 @@ def fold_weight(
     return out
 
 
+def fold_bias(bias: Tensor, addition: Tensor, scale: float, how: Folding = FOLDING) -> Tensor:
+    """Return bias + scale·addition, computed and rounded as in ``fold_weight``; both are (out)."""
+    dtype = torch.float64 if bias.dtype == torch.float64 else how.precision
+    out = bias.detach() if how.in_place else torch.empty_like(bias, dtype=how.stored)
+    if out.is_meta:
+        return out
+    before, delta = bias.detach().to(dtype, copy=True), addition.detach().to(dtype) * scale
+    after = before + delta
+    out.copy_(after)
+    if how.watch is not None:
+        how.watch(before, delta, after, out)
+    return out
+
+
 def _fold_matrix(
     weight: Tensor,
     a: Tensor,

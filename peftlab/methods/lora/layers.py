@@ -13,43 +13,47 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.methods.leaf import FOLDING, Adapted, Folding
+from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, with_weight
 from peftlab.methods.lora.config import Start
-from peftlab.methods.lora.fold import fold_weight, one_thread, row_norms
+from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
 from peftlab.methods.lora.function import low_rank_linear
 from peftlab.methods.lora.start import leading_part
 
 
-class LowRank(Adapted):
+class LowRank(AnyLeaf):
     """What all low-rank leaves hold.
 
     Attributes:
         lora_A, lora_B (``lora_embedding_A``, ``lora_embedding_B`` in embeddings): the trained factors.
-        lora_magnitude_vector: DoRA's trained row norms (out), or None.
+        lora_magnitude_vector: DoRA's trained row norms (out), (1, out, 1, ...) for a convolution; or None.
+        lora_bias: what is added to B·A·x before it is scaled (out), or None.
         start: PiSSA or OLoRA, where the factors start from W; None otherwise.
         frozen_A, frozen_B: the starting values where there is such a start; the update is B·A − B0·A0, so that
             W keeps its values. None otherwise.
         rows: with targets that are parts of a fused projection, the output rows of each part, one part after
             the other; B then holds those rows alone, and A one factor a part. None otherwise.
         sizes: the number of rows of each part.
-        scale: the factor of B·A. dropout: on the low-rank branch's input.
+        scale: the factor of B·A. lora_dropout: on the low-rank branch's input.
+        matrix: name of the parameter W.
     """
 
     added = (
-        "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "frozen_A", "frozen_B",
-        "start", "rows", "sizes", "scale", "dropout",
+        "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias", "frozen_A",
+        "frozen_B", "start", "rows", "sizes", "scale", "lora_dropout",
     )  # fmt: skip
     names = ("lora_A", "lora_B")
+    matrix = "weight"
     transposed = False
     weight: Tensor
     lora_magnitude_vector: nn.Parameter | None
+    lora_bias: nn.Parameter | None
     start: Start | None
     frozen_A: Tensor | None
     frozen_B: Tensor | None
     rows: Tensor | None
     sizes: tuple[int, ...]
     scale: float
-    dropout: float
+    lora_dropout: float
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole leaf: parts put in their rows, starting values subtracted."""
@@ -74,27 +78,42 @@ class LowRank(Adapted):
 
     def active_dropout(self) -> float:
         """Return the dropout that applies now."""
-        return self.dropout if self.training else 0.0  # type: ignore[attr-defined]
+        return self.lora_dropout if self.training else 0.0  # type: ignore[attr-defined]
+
+    def norms(self) -> Tensor:
+        """Return the norms of the rows of W + scale·B·A (out), without a gradient (DoRA)."""
+        a, b = (factor.flatten(1) for factor in self.factors())
+        return row_norms(self.weight.t() if self.transposed else self.weight.flatten(1), a, b, self.scale)
+
+    def total_bias(self) -> Tensor | None:
+        """Return the base's bias with the scaled ``lora_bias`` added to it."""
+        bias: Tensor | None = getattr(self, "bias", None)
+        if self.lora_bias is None:
+            return bias
+        return self.lora_bias * self.scale if bias is None else bias + self.lora_bias * self.scale
+
+    def unfoldable(self) -> str:
+        if self.lora_bias is not None and getattr(self, "bias", None) is None:
+            return "its base has no bias that lora_bias could be added to"
+        return ""
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
-        a, b = self.factors()
-        weight: Any = self.weight
-        folded = fold_weight(
-            weight,
-            a,
-            b,
-            self.scale,
-            transposed=self.transposed,
-            magnitude=self.lora_magnitude_vector,
-            how=how,
-        )
-        return {"weight": folded}
+        folded = {}
+        if how.only in (None, self.matrix):
+            (a, b), weight = self.factors(), getattr(self, self.matrix)
+            magnitude, transposed = self.lora_magnitude_vector, self.transposed
+            folded[self.matrix] = fold_weight(
+                weight, a, b, self.scale, transposed=transposed, magnitude=magnitude, how=how
+            )
+        if self.lora_bias is not None and how.only in (None, "bias"):
+            folded["bias"] = fold_bias(getattr(self, "bias"), self.lora_bias, self.scale, how)  # noqa: B009
+        return folded
 
 
 class LoraLinear(LowRank, nn.Linear):
     """``nn.Linear`` with a low-rank addition, DoRA's norm included."""
 
-    base_class = nn.Linear
+    base_class: type[nn.Module] = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
@@ -103,12 +122,14 @@ class LoraLinear(LowRank, nn.Linear):
             return self.base_class.forward(self, x)
         a, b = self.factors()
         if self.lora_magnitude_vector is not None:
-            return _dora(x, weight, self.bias, a, b, self.scale, p, self.lora_magnitude_vector)
-        if type(weight.data) is not Tensor:
-            # A quantised weight: the base leaf computes as it is made to, and only the addition is ours.
+            gain = (self.lora_magnitude_vector / self.norms()).to(x.dtype)
+            return _dora(x, weight, self.bias, a, b, self.scale, p, gain)
+        if type(weight.data) is not Tensor or own_forward(self.base_class):
+            # Quantised, or a subclass: the base leaf computes as it is made to, and only the addition is ours.
             low = F.linear(F.linear(F.dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
+            low = low if self.lora_bias is None else low + self.lora_bias.to(x.dtype)
             return self.base_class.forward(self, x) + low * self.scale
-        return low_rank_linear(x, weight, self.bias, a, b, self.scale, p)
+        return low_rank_linear(x, weight, self.total_bias(), a, b, self.scale, p)
 
 
 class LoraConv1D(LowRank, Conv1D):  # type: ignore[misc]
@@ -122,47 +143,133 @@ class LoraConv1D(LowRank, Conv1D):  # type: ignore[misc]
 class LoraEmbedding(LowRank, nn.Embedding):
     """``nn.Embedding`` with a low-rank addition: A (r, tokens) starts at zero, B (width, r) is normal."""
 
-    base_class = nn.Embedding
+    base_class: type[nn.Module] = nn.Embedding
     names = ("lora_embedding_A", "lora_embedding_B")
     transposed = True
 
-    def forward(self, ids: Tensor) -> Tensor:
-        base = self.base_class.forward(self, ids)
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self.base_class.forward(self, input, *args, **kwargs)
         if not self.enabled:
             return base
         a, b = self.factors()
-        low = (F.embedding(ids, a.t()) @ b.t()).to(base.dtype) * self.scale
+        if own_forward(self.base_class):  # which scales what it looks up, or computes where to look
+            rows = self.base_class.forward(with_weight(self, a.t()), input, *args, **kwargs)
+        else:
+            rows = F.embedding(input, a.t())
+        low = (rows @ b.t()).to(base.dtype) * self.scale
         if self.lora_magnitude_vector is None:
             return base + low
-        norm = row_norms(self.weight.t(), a, b, self.scale)
-        return (base + low) * (self.lora_magnitude_vector / norm).to(base.dtype)
+        return (base + low) * (self.lora_magnitude_vector / self.norms()).to(base.dtype)
 
 
-class LoraConv2d(LowRank, nn.Conv2d):
-    """``nn.Conv2d`` with a low-rank addition: A (r, in, h, w) convolves as the base does, B (out, r, 1, 1) follows."""
+class LowRankConv(LowRank):
+    """Convolutions with a low-rank addition: A (r, in, h, w) convolves as the base does, B (out, r, 1, 1) follows.
 
-    base_class: type[nn.Module] = nn.Conv2d
+    In a grouped convolution, as in peft, A connects all input channels, and B (out, r / groups, 1, 1) has the groups.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        base = self.base_class.forward(self, x)
+    convolve: Any
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = self.base_class.forward(self, input)
         if not self.enabled:
             return base
-        a, b = self.factors()
-        x = F.dropout(x, self.active_dropout())
-        low = self._conv_forward(x, a.to(x.dtype), None).movedim(1, -1) @ b.flatten(1).t().to(x.dtype)
-        return base + low.movedim(-1, 1) * self.scale
+        p = self.active_dropout()
+        x = F.dropout(input, p) if p > 0 else input
+        a, b = (factor.to(x.dtype) for factor in self.factors())
+        low = self.convolve(self.convolve(x, a, None, self.stride, self.padding, self.dilation), b, groups=self.groups)
+        if self.lora_bias is not None:
+            low = low + _by_channel(self.lora_bias.to(x.dtype), low)
+        if self.lora_magnitude_vector is None:
+            return base + low * self.scale
+        gain = _by_channel((self.lora_magnitude_vector.flatten() / self.norms()).to(x.dtype), base)
+        kept = self.base_class.forward(self, x) if p > 0 else base
+        if self.bias is not None:
+            kept = kept - _by_channel(self.bias, kept)
+        return base + (gain - 1) * kept + gain * low * self.scale
+
+    def norms(self) -> Tensor:
+        if self.groups == 1:
+            return super().norms()
+        # Not the norms of the rows that the forward adds up, but what peft divides its gain by.
+        with torch.no_grad():
+            a, b = self.factors()
+            update = (b.reshape(-1, len(a)) @ a.flatten(1)).view(self.weight.shape)
+            return (self.weight + self.scale * update).flatten(1).norm(dim=1)
+
+    def unfoldable(self) -> str:
+        if self.groups > 1:
+            return "its update connects all channels, a grouped convolution only those of one group"
+        return super().unfoldable()
 
 
-class LoraConv1d(LowRank, nn.Conv1d):
-    """``nn.Conv1d`` with a low-rank addition; see ``LoraConv2d``."""
+class LoraConv1d(LowRankConv, nn.Conv1d):
+    """``nn.Conv1d`` with a low-rank addition."""
 
-    base_class = nn.Conv1d
-    forward = LoraConv2d.forward  # type: ignore[assignment]
+    base_class: type[nn.Module] = nn.Conv1d
+    convolve = staticmethod(F.conv1d)
+
+
+class LoraConv2d(LowRankConv, nn.Conv2d):
+    """``nn.Conv2d`` with a low-rank addition."""
+
+    base_class: type[nn.Module] = nn.Conv2d
+    convolve = staticmethod(F.conv2d)
+
+
+class LoraConv3d(LowRankConv, nn.Conv3d):
+    """``nn.Conv3d`` with a low-rank addition."""
+
+    base_class: type[nn.Module] = nn.Conv3d
+    convolve = staticmethod(F.conv3d)
+
+
+class LoraAttention(LowRank, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` with a low-rank addition to its input projection, and to the leaf ``out_proj``.
+
+    Its forward is the base's own, run on W + scale·B·A of both: it uses the weights of ``out_proj`` and never calls it.
+    As in peft there is no dropout.
+    """
+
+    base_class: type[nn.Module] = nn.MultiheadAttention
+    matrix = "in_proj_weight"
+    in_proj_weight: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self._parameters
+        children: Any = self._modules
+        if self.enabled:
+            out: Any = self.out_proj
+            weights = {self.matrix: _effective(self, self.in_proj_weight)}
+            self._parameters, self._modules = (
+                own | weights,
+                children | {"out_proj": with_weight(out, _effective(out, out.weight))},
+            )
+        try:
+            return self.base_class.forward(self, *args, **kwargs)
+        finally:
+            self._parameters, self._modules = own, children
+
+
+def _effective(leaf: LowRank, weight: Tensor) -> Tensor:
+    a, b = (factor.to(weight.dtype) for factor in leaf.factors())
+    return torch.addmm(weight, b, a, alpha=leaf.scale)
 
 
 LEAVES: dict[type[nn.Module], type[LowRank]] = {
-    kind.base_class: kind for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d)
+    kind.base_class: kind
+    for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d, LoraConv3d, LoraAttention)
 }
+
+
+def own_forward(kind: type[nn.Module]) -> bool:
+    """Whether a subclass of a class in ``LEAVES`` has another forward than that."""
+    return not any(kind.forward is base.forward for base in LEAVES)
 
 
 def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:
@@ -178,18 +285,15 @@ def gather(dense: Tensor, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat([block[:, i * r : (i + 1) * r] for i, block in enumerate(blocks)])
 
 
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return values of the output channels in the shape that broadcasts to ``like``, (..., out, length, ...)."""
+    return values.view(-1, *[1] * (like.ndim - 2))
+
+
 def _dora(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    p: float,
-    magnitude: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, p: float, gain: Tensor
 ) -> Tensor:
-    """Return m/‖W + s·B·A‖ ⊙ (W + s·B·A)·x + bias; dropout acts on what is added to the base's W·x."""
-    gain = (magnitude / row_norms(weight, a, b, scale)).to(x.dtype)
+    """Return gain ⊙ (W + s·B·A)·x + bias; dropout acts on what is added to the base's W·x."""
     if p == 0:
         y = low_rank_linear(x, weight, None, a, b, scale) * gain
     else:

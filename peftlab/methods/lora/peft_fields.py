@@ -14,9 +14,24 @@ from peftlab.methods.lora.config import LoraConfig
 # Fields of peft's that do not change what is computed, or that are not needed here.
 IGNORED = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ephemeral_gpu_offload", "eva_config",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_ga_config",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config", "lora_ga_config",
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
+# Fields of adapters that no LoRA on the base as it is can express, or that need what the file does not contain.
+REFUSED = {
+    "alora_invocation_tokens": "aLoRA adds to the tokens from its invocation tokens on and not to those before: the "
+    "update depends on the position, so that it folds into no weight, and each call needs the place of those tokens; "
+    "serve it with vLLM, or train plain LoRA",
+    "layer_replication": "it makes another, deeper model of the base, in which layers share weights; no config.json "
+    "and no engine knows such a model. Copy the layers first (mergekit's passthrough), and train on the result",
+    "kasa_config": "KaSA takes the smallest singular values out of the base's weights, so that the adapter is none of "
+    "the base that it names; merge it with peft",
+    "use_bdlora": "the factors of BD-LoRA are stored as blocks of their diagonals, for vLLM; convert it with peft's "
+    "convert_to_lora",
+    "arrow_config": "Arrow routes every token through several adapters that are not in the file",
+    "use_qalora": "QA-LoRA acts on averages of the input of a GPTQ model",
+    "megatron_config": "it adapts layers of Megatron, not of transformers",
+}
 _HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # task types whose head peft trains
 _STARTS = ("True", "gaussian", "pissa", "olora")
 
@@ -33,7 +48,8 @@ def from_peft(theirs: Any) -> LoraConfig:
     known = set(LoraConfig.model_fields) - {"name", "train_head", "loraplus_lr_ratio"}
     for name in fields.keys() - known - IGNORED:
         if getattr(theirs, name) != _default(fields[name]):
-            raise PeftlabError(f"peft.LoraConfig: {name}={_plain(getattr(theirs, name))!r} is not supported")
+            reason = f": {REFUSED[name]}" if name in REFUSED else ""
+            raise PeftlabError(f"peft.LoraConfig: {name}={_plain(getattr(theirs, name))!r} is not supported{reason}")
     start = theirs.init_lora_weights
     if str(start) not in _STARTS:
         raise PeftlabError(

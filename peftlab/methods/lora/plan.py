@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import recast, trainable_dtype
+from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.fold import row_norms
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, reason_against
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
+from peftlab.methods.lora.token_rows import token_targets
 from peftlab.methods.plan import Plan
 from peftlab.methods.targets import (
     ALL_LINEAR,
@@ -49,7 +49,7 @@ def lr_ratio(config: LoraConfig) -> dict[str, float]:
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
     """Decide which leaves get a low-rank addition and which parameters train beside it."""
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
-    leaves = _leaves(model)
+    leaves = adaptable(model)
     body = [name for name in leaves if not inside(name, whole)]
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
@@ -61,7 +61,11 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     for name, rows in parts.items():
         rank = _rank(config, name)
         _check(leaves[name], name, rank, rows, config)
-        replace[name] = partial(_adapt, rank=rank, scale=config.scale(name), rows=rows, config=config)
+        scale = config.scale(name)
+        replace[name] = partial(_adapt, rank=rank, scale=scale, rows=rows, config=config)
+        if isinstance(leaves[name], nn.MultiheadAttention):
+            # peft (0.21) adds the update of the output projection twice, in the forward and in a merge.
+            replace[f"{name}.out_proj"] = partial(_adapt, rank=rank, scale=2 * scale, rows=None, config=config)
     for module, names in experts.items():
         ranks = {name: _rank(config, f"{module}.{name}") for name in names}
         scales = {name: config.scale(f"{module}.{name}") for name in names}
@@ -69,6 +73,14 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
         )
     replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
+    tokens = token_targets(model, config)
+    twice = next((name for name in tokens if name in replace or inside(name, whole)), None)
+    if twice:
+        raise PeftlabError(
+            f"trainable_token_indices: {twice} is adapted or trained whole too, by target_modules or modules_to_save; "
+            "name it in one of them"
+        )
+    replace |= tokens
     in_place = parameters_under(model, [name for name in whole if name not in copied])
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
@@ -96,17 +108,12 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
     config = without("target_parameters", _parameters(model))
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
-    body = [name for name in _leaves(model) if not inside(name, whole)]
+    body = [name for name in adaptable(model) if not inside(name, whole)]
     if config.target_modules != ALL_LINEAR:
         config = without("target_modules", [*body, *fused_parts(model, body)])
     if config.exclude_modules:
         config = without("exclude_modules", _chosen(model, config, body))
     return config, lost
-
-
-def _leaves(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the leaves that LoRA can act on, by name."""
-    return {name: module for name, module in model.named_modules() if type(module) in LEAVES}
 
 
 def _biases(model: nn.Module, config: LoraConfig, targets: list[str], whole: list[str]) -> list[str]:
@@ -126,7 +133,7 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     if config.exclude_modules:
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
-    names = in_layers(names, config.layers_to_transform)
+    names = in_layers(names, config.layers_to_transform, config.layers_pattern)
     if not names and not config.target_parameters:
         narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
         raise PeftlabError(f"target_modules: nothing is left to train after {narrowing}")
@@ -147,7 +154,11 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
     if chosen is None and config.target_parameters:
         return []
     if chosen is not None and chosen != ALL_LINEAR:
-        return _explicit(model, chosen, [*body, *fused_parts(model, body)])
+        parts = fused_parts(model, body)
+        names = _explicit(model, chosen, [*body, *parts])
+        # An expression that matches a whole leaf means the leaf, and not its parts too.
+        whole = {name for name in names if name not in parts} if isinstance(chosen, str) else set()
+        return [name for name in names if not (name in parts and name.rpartition(".")[0] in whole)]
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
     linear = [name for name in linear if model.get_submodule(name) is not outputs]
@@ -169,8 +180,8 @@ def _explicit(model: nn.Module, chosen: list[str] | str, names: list[str]) -> li
             for name, module in model.named_modules():
                 if has_suffix(name, target) and not any(has_suffix(leaf, target) for leaf in names):
                     raise PeftlabError(
-                        f"target_modules: {target!r} is a {type(module).__name__} ({name}); LoRA acts on "
-                        f"{', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
+                        f"target_modules: {target!r} is a {type(module).__name__} ({name}); "
+                        f"{reason_against(model, name)}"
                     ) from None
         raise
 
@@ -181,7 +192,7 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
         return {}
     named = match(_parameters(model), config.target_parameters, what="target_parameters")
     found: dict[str, list[str]] = {}
-    for name in in_layers(named, config.layers_to_transform):
+    for name in in_layers(named, config.layers_to_transform, config.layers_pattern):
         module, _, parameter = name.rpartition(".")
         found.setdefault(module, []).append(parameter)
     if config.lora_dropout or config.use_dora:
@@ -193,7 +204,7 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
 
 def _parameters(model: nn.Module) -> list[str]:
     """Return the experts' weights and the matrices that are in no leaf: what ``target_parameters`` can name."""
-    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and type(_owner(model, n)) not in LEAVES]
+    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and leaf_kind(_owner(model, n)) is None]
 
 
 def is_matrix(model: nn.Module, name: str) -> bool:
@@ -213,7 +224,9 @@ def _rank(config: LoraConfig, name: str) -> int:
 
 
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
-    weight: Any = leaf.weight
+    if isinstance(leaf, nn.MultiheadAttention) and (config.use_dora or config.lora_bias):
+        raise PeftlabError(f"target_modules: {name} is a MultiheadAttention, which has neither use_dora nor lora_bias")
+    weight: Any = getattr(leaf, str(getattr(leaf_kind(leaf), "matrix", "weight")))
     limit = min(weight.shape[0], math.prod(weight.shape[1:]))
     if config.start and rank > limit:
         raise PeftlabError(
@@ -225,25 +238,35 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
         raise PeftlabError(
             f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
         )
-    if getattr(leaf, "groups", 1) != 1:
-        raise PeftlabError(f"target_modules: {name} is a grouped convolution, which LoRA does not act on")
-    if config.use_dora and isinstance(leaf, (nn.Conv1d, nn.Conv2d)):
-        raise PeftlabError(f"use_dora: {name} is a {type(leaf).__name__}; DoRA acts on linear maps and embeddings")
+    if isinstance(leaf, CONVOLUTIONS):
+        if rank % leaf.groups:
+            raise PeftlabError(f"r={rank}: {name} is a convolution of {leaf.groups} groups, which must divide r")
+        if leaf.padding_mode != "zeros" or (isinstance(leaf.padding, str) and set(leaf.dilation) != {1}):
+            raise PeftlabError(
+                f"target_modules: {name} pads with other values than zeros, or by {leaf.padding!r} and dilation; peft, "
+                "whose format an adapter has, would compute another update there"
+            )
+    if config.lora_bias and (config.use_dora or config.start or rows is not None or isinstance(leaf, nn.Embedding)):
+        raise PeftlabError(
+            f"lora_bias: at {name}; it goes neither with embeddings nor with parts of a fused projection, use_dora, "
+            "pissa or olora"
+        )
     if config.use_dora and type(weight.data) is not Tensor:
         raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
 
 
 def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
-    kind: Any = LEAVES[type(leaf)]
-    new = recast(kind, leaf)
-    weight = leaf.weight
+    kind: Any = leaf_kind(leaf)
+    new: Any = recast(adapted_class(kind, type(leaf)), leaf)
+    weight = getattr(leaf, kind.matrix)
     like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
-    parts = len(rows) if rows is not None else 1
+    parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
     out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
+    out_in = (out_in[0], out_in[1] * groups, *out_in[2:])
     a = torch.empty(rank * parts, *out_in[1:], **like)
     d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]
-    b = torch.zeros(d_out, rank, *([1] * (len(out_in) - 2)), **like)
-    new.scale, new.dropout = scale, config.lora_dropout
+    b = torch.zeros(d_out, rank // groups, *([1] * (len(out_in) - 2)), **like)
+    new.scale, new.lora_dropout = scale, config.lora_dropout
     new.sizes = tuple(len(part) for part in rows) if rows is not None else ()
     for name in ("rows", "frozen_A", "frozen_B"):
         new.register_buffer(name, None, persistent=False)
@@ -261,10 +284,10 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
         new.update_start()
         new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
     new.register_parameter("lora_magnitude_vector", None)
+    new.register_parameter("lora_bias", nn.Parameter(torch.zeros(d_out, **like)) if config.lora_bias else None)
     if config.use_dora:
-        whole_a, whole_b = new.factors()
-        norms = row_norms(weight.t() if kind.transposed else weight, whole_a, whole_b, scale)
-        new.lora_magnitude_vector = nn.Parameter(norms.to(**like))
+        shape = (1, -1, *[1] * (weight.ndim - 2)) if weight.ndim > 2 else (-1,)  # peft's
+        new.lora_magnitude_vector = nn.Parameter(new.norms().to(**like).view(shape))
     return new
 
 

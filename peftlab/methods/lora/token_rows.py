@@ -1,0 +1,143 @@
+"""Training the rows of some tokens in an embedding, and in the output layer that shares its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, adapted_class, recast, trainable_dtype, with_weight
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.fold import FOLD_BLOCK
+from peftlab.methods.lora.kinds import leaf_kind
+from peftlab.methods.targets import embeddings_of, match
+
+
+class TokenRows(AnyLeaf):
+    """An embedding or a linear map that computes with ``token_rows`` in place of some rows of its weight.
+
+    Attributes:
+        tokens: the numbers of those rows. token_rows: their trained values (tokens, width).
+        places: for each row of the weight its place in ``token_rows``, or −1.
+    """
+
+    added = ("token_rows", "tokens", "places")
+    tokens: tuple[int, ...]
+    token_rows: nn.Parameter
+    places: Tensor
+    weight: Tensor
+    bias: nn.Parameter | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = self.base_class.forward(self, input)
+        if not self.enabled:
+            return base
+        if isinstance(self, nn.Embedding):
+            place = self.places[input]
+            table: Any = with_weight(self, self.token_rows)
+            table.padding_idx = None  # a row of the whole weight
+            rows = self.base_class.forward(table, place.clamp_min(0))
+            return torch.where((place >= 0)[..., None], rows.to(base.dtype), base)
+        index = torch.tensor(self.tokens, device=base.device)
+        rows = F.linear(input, self.token_rows.to(input.dtype), None if self.bias is None else self.bias[index])
+        return base.index_copy(-1, index, rows.to(base.dtype))
+
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
+        weight, rows = self.weight.detach(), self.token_rows.detach()
+        folded = weight if how.in_place else torch.empty_like(weight, dtype=how.stored)
+        if folded.is_meta:
+            return {"weight": folded}
+        index = torch.tensor(self.tokens, device=folded.device)
+        step = max(1, FOLD_BLOCK // weight.shape[1])
+        for start in range(0, len(weight), step):
+            old, new = weight[start : start + step], folded[start : start + step]
+            own = (index >= start) & (index < start + step)
+            before = old.to(how.precision, copy=True)
+            if not how.in_place:
+                new.copy_(old)
+            new[index[own] - start] = rows[own].to(new.dtype)
+            if how.watch is not None:
+                after = before.clone()
+                after[index[own] - start] = rows[own].to(how.precision)
+                how.watch(before, after - before, after, new)
+        return {"weight": folded}
+
+
+def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Return the leaves whose tokens' rows train, with the functions that make them.
+
+    As in peft, a list of tokens belongs to the input embedding, and modules that share the input embedding's weight
+    train the same rows, unless several of them are named with different tokens.
+
+    Raises:
+        PeftlabError: a name that matches nothing, or not one embedding or linear map; a token out of range.
+    """
+    wanted = config.trainable_token_indices
+    if not wanted:
+        return {}
+    leaves = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear) and leaf_kind(m)}
+    inputs, _ = embeddings_of(model)
+    embedding = next((name for name, leaf in leaves.items() if leaf is inputs), None)
+    if not isinstance(wanted, dict):
+        if embedding is None:
+            raise PeftlabError(
+                f"trainable_token_indices: {type(model).__name__} names no input embedding; write {{module: tokens}}"
+            )
+        wanted = {embedding: wanted}
+    tokens = {
+        name: tuple(numbers)
+        for target, numbers in wanted.items()
+        for name in match(leaves, [target], what="trainable_token_indices")
+    }
+    for name, numbers in tokens.items():
+        _check(name, leaves[name], numbers)
+    if embedding not in tokens:
+        return {name: partial(_with_rows, rows=_Rows(numbers)) for name, numbers in tokens.items()}
+    tied = {name: tokens[embedding] for name, leaf in leaves.items() if leaf.weight is leaves[embedding].weight}
+    if any(tokens[name] != numbers for name, numbers in tied.items() if name in tokens):
+        tied = {}
+    shared = _Rows(tokens[embedding])
+    return {
+        name: partial(_with_rows, rows=shared if name in tied else _Rows(numbers))
+        for name, numbers in (tokens | tied).items()
+    }
+
+
+class _Rows:
+    """The rows of ``tokens``, which the leaves that are made with this object share."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self.tokens = tokens
+        self.parameter: nn.Parameter | None = None
+
+    def of(self, weight: Tensor) -> nn.Parameter:
+        if self.parameter is None:
+            start = weight.detach()[torch.tensor(self.tokens, device=weight.device)]
+            self.parameter = nn.Parameter(start.to(trainable_dtype(weight)))
+        return self.parameter
+
+
+def _with_rows(leaf: nn.Module, *, rows: _Rows) -> nn.Module:
+    new: Any = recast(adapted_class(TokenRows, type(leaf)), leaf)
+    new.tokens = rows.tokens
+    new.register_parameter("token_rows", rows.of(new.weight))
+    places = torch.full((len(new.weight),), -1, device=new.weight.device)
+    places[torch.tensor(rows.tokens, device=places.device)] = torch.arange(len(rows.tokens), device=places.device)
+    new.register_buffer("places", places, persistent=False)
+    return new
+
+
+def _check(name: str, leaf: nn.Module, tokens: tuple[int, ...]) -> None:
+    weight: Any = leaf.weight
+    wrong = next((token for token in tokens if not 0 <= token < len(weight)), None)
+    if wrong is not None:
+        raise PeftlabError(f"trainable_token_indices: {name} has {len(weight)} tokens, none with the number {wrong}")
+    if len(set(tokens)) < len(tokens):
+        raise PeftlabError(f"trainable_token_indices: a token occurs twice for {name}")
+    if type(weight.data) is not Tensor:
+        raise PeftlabError(f"trainable_token_indices: {name} holds a quantised weight")
