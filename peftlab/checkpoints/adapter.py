@@ -155,7 +155,7 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     if not weights.exists() and (path / PICKLE_FILE).exists():
         weights = path / PICKLE_FILE
     tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
-    base = _base_of(header, weights)
+    base = base_of(header, weights)
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
         theirs = read_peft(raw, tensors, path / CONFIG_FILE, weights)
@@ -176,7 +176,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
+def base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
     """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
     try:
         entry = parse_json(header.get("peftlab", "{}"))
