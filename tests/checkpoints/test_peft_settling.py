@@ -166,3 +166,11 @@ def test_a_router_trains_and_merges(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
     model(IDS).logits.square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable_parameters(model).values())
+
+
+def test_a_target_of_a_kind_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    saved_by_peft(build("llama"), tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["q_proj", "input_layernorm"]}))
+    with pytest.raises(PeftlabError, match="'input_layernorm' is a LlamaRMSNorm"):
+        peftlab.load_adapter(build("llama"), tmp_path)
