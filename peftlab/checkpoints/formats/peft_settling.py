@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftlab.checkpoints.formats.peft_renaming import with_new_names
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
@@ -29,13 +30,15 @@ def settled(
 ) -> tuple[LoraConfig, dict[str, Tensor], tuple[str, ...]]:
     """Return an adapter as it is in ``model``, a base model: its configuration, its tensors, and notes.
 
-    Names that match nothing are left out. The head trains if ``modules_to_save`` names it or the file contains all of
-    it. A matrix in a module that LoRA does not act on, a router's for one, is adapted in place of its module.
+    Names that transformers has changed since are the new ones; names that match nothing are left out. The head trains
+    if ``modules_to_save`` names it or the file contains all of it. A matrix in a module that LoRA does not act on, a
+    router's for one, is adapted in place of its module.
 
     Args:
         tensors: by our parameter names.
     """
-    config, tensors = _matrices(model, _by_full_names(model, config, tensors), dict(tensors))
+    config, tensors = with_new_names(model, config, tensors)
+    config, tensors = _matrices(model, _by_full_names(model, config, tensors), tensors)
     config, notes = _head(model, config, set(tensors))
     unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
     uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, unused)})
