@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.formats.peft_renaming import new_names
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import member, reason
 from peftlab.models.bounds import check_sizes
@@ -65,7 +66,6 @@ def closest_model(
     own, autos = (config.architectures or [])[:1], list(_AUTO.values())
     # The class of a model of images and text is the base's own, whatever task its adapter names.
     names = [_AUTO[adapter.task_type], *own] if adapter.task_type in _AUTO else own + autos
-    wanted = {_ADDED.sub("", name) for name in adapter.tensors}
     closest: tuple[PreTrainedModel, list[str]] | None = None
     failed = ""
     for name in names:
@@ -75,9 +75,12 @@ def closest_model(
             failed = failed or str(error)
             continue
         known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+        renamed = new_names(model, adapter.tensors)
+        wanted = {_ADDED.sub("", renamed.get(name, name)) for name in adapter.tensors}
         unknown = sorted(wanted - known)
         if not unknown:
-            return _resized(model, adapter.tensors, name, base, trust_remote_code), []
+            tensors = {renamed.get(key, key): tensor for key, tensor in adapter.tensors.items()}
+            return _resized(model, tensors, name, base, trust_remote_code), []
         if closest is None or len(unknown) < len(closest[1]):
             kind = type(model).__name__
             closest = model, [f"{kind} has no {each}{did_you_mean(each, known)}" for each in unknown]
