@@ -45,6 +45,12 @@ def settled(
     if uncalled:
         tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
         notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
+    half = [name for name in never_called(model) if f"{name}.lora_A" in tensors]
+    if half:
+        notes = (
+            *notes,
+            f"peft trains the factors of {', '.join(half)} by half of their gradient, peftlab by all of it",
+        )
     config, unmatched = matching_only(model, config)
     unmatched["modules_to_save"] = [n for n in unmatched.get("modules_to_save", []) if n not in _ADDED_BY_PEFT]
     lists = "; ".join(f"{field}: {', '.join(names)}" for field, names in unmatched.items() if names)
