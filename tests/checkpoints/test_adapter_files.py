@@ -281,6 +281,23 @@ def test_what_an_engine_cannot_read_is_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_does_not_fit_the_base_is_not_converted(tmp_path: Path, bases: dict[str, str]) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    with pytest.raises(PeftlabError, match=r"does not fit.*\.layers\.7"):
+        edited(place, lambda tensors: {key.replace("layers.1", "layers.7"): each for key, each in tensors.items()})
+        peftlab.convert_adapter(place, tmp_path / "out", "vllm", base=bases["llama"])
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor[0], lambda tensor: tensor[:, :4]])
+def test_factors_that_cannot_be_multiplied_are_one_error(tmp_path: Path, change: Any) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    broken = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    edited(place, lambda tensors: tensors | {broken: change(tensors[broken]).contiguous()})
+    with pytest.raises(PeftlabError, match="q_proj"):
+        peftlab.convert_adapter(place, tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_a_base_the_result_is_said_to_be_unchecked(tmp_path: Path) -> None:
     model = build("llama")
     model.config._name_or_path = ""

@@ -210,7 +210,9 @@ def _piece(key: str, shape: tuple[int, ...]) -> Piece:
     name = key.removeprefix(PREFIX)
     if found := _FACTOR.fullmatch(name):
         kind = "lora_bias" if found["last"] == "bias" else found["kind"]
-        return Piece(key, shape, found["module"], kind, depth=found["below"].count(".base_layer"))
+        # Of a module with linear maps inside, as MultiheadAttention, peft nests these below its wrapper.
+        module = found["module"].replace(".base_layer.", ".")
+        return Piece(key, shape, module, kind, depth=found["below"].count(".base_layer"))
     if found := _OF_PARAMETER.fullmatch(name):
         return Piece(key, shape, found["module"], found["kind"], found["parameter"])
     if found := _BESIDE.fullmatch(name):

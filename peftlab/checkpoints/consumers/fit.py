@@ -22,7 +22,7 @@ from peftlab.checkpoints.merge.task_model import closest_model
 from peftlab.errors import did_you_mean
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import stored_transposed
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
 from peftlab.models.skeleton import empty_model
 from peftlab.patterns import matching
@@ -91,7 +91,7 @@ class Fit:
         targets, whole = raw.get("target_modules"), raw.get("modules_to_save") or []
         if not targets or targets == ALL_LINEAR or self.contents.format != "peft":
             return []
-        leaves = [name for name, module in self.modules.items() if type(module) in LEAVES]
+        leaves = [name for name, module in self.modules.items() if leaf_kind(module) is not None]
         leaves = [name for name in leaves if not any(part in whole for part in name.split("."))]
         chosen = self._chosen(leaves, targets, "target_modules")
         if excluded := raw.get("exclude_modules"):

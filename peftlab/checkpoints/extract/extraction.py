@@ -23,7 +23,7 @@ from peftlab.checkpoints.merge.base import base_directory, quantisation
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
@@ -248,7 +248,8 @@ def _differs(
     if not isinstance(parameter, nn.Parameter) or not after.is_floating_point():
         raise PeftlabError(f"{name} differs and is no trained parameter; {_WAY_OUT}")
     comparable = before is not None and before.shape == after.shape and before.is_floating_point()
-    leaf = type(module) in LEAVES and last == "weight" and getattr(module, "groups", 1) == 1
+    kind = leaf_kind(module)
+    leaf = kind is not None and kind.matrix == last and getattr(module, "groups", 1) == 1
     # A convolution's weight may have three dimensions, too.
     experts = parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
     if before is not None and comparable and len(names) == 1 and (leaf or experts):
@@ -258,7 +259,7 @@ def _differs(
         (found.leaves if leaf else found.experts).append(owner if leaf else name)
         _factor(module, owner if leaf else name, before, after, goal, found, experts=not leaf)
         return
-    if comparable and last == "bias" and type(module) in LEAVES:
+    if comparable and last == "bias" and kind is not None:
         found.biased = True
         return
     grown = isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
@@ -311,8 +312,9 @@ def _factor(
 
 def _matrix(module: Any, delta: Tensor, experts: bool) -> Tensor:
     """Return a difference as a matrix (out, in)."""
-    transposed = bool(getattr(module, "is_transposed", False)) if experts else LEAVES[type(module)].transposed
-    return delta.t() if transposed else delta.flatten(1)
+    kind = leaf_kind(module)
+    transposed = experts and getattr(module, "is_transposed", False)
+    return delta.t() if transposed or (kind is not None and kind.transposed) else delta.flatten(1)
 
 
 def _padded(result: LowRankFactors, rank: int) -> tuple[Tensor, Tensor]:
