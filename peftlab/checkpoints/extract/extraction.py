@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -189,6 +190,7 @@ def _compared(model: PreTrainedModel, tuned: NamedWeights, plain: NamedWeights, 
     head = task_head(model)
     for names, parameter in _tensors(model):
         _compare(model, names, parameter, head, tuned, plain, goal, found)
+        _release()
     left = [key for key in tuned.left_out if key not in plain.left_out]
     if left:
         raise PeftlabError(f"the finetuned model's {left[0]} is no parameter of {type(model).__name__}; {_WAY_OUT}")
@@ -196,6 +198,13 @@ def _compared(model: PreTrainedModel, tuned: NamedWeights, plain: NamedWeights, 
         what = "they are equal" if not found.whole and not found.biased else "only tensors that are stored whole differ"
         raise PeftlabError(f"no matrix of the finetuned model differs from the base's ({what}): nothing to extract")
     return found
+
+
+def _release() -> None:
+    """Give freed memory back to the system: glibc keeps what lies below a small tensor, such as a factor."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _compare(
