@@ -47,7 +47,8 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     """
     model, unknown = closest_model(adapter, base, source=source, trust_remote_code=trust_remote_code)
     if unknown:
-        raise PeftlabError(f"{source} does not fit {base}: {unknown[0]}")
+        hint = did_you_mean(unknown[0], _names(model))
+        raise PeftlabError(f"{source} does not fit {base}: {type(model).__name__} has no {unknown[0]}{hint}")
     return model
 
 
@@ -74,19 +75,22 @@ def closest_model(
         except PeftlabError as error:
             failed = failed or str(error)
             continue
-        known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
         renamed = new_names(model, adapter.tensors)
         wanted = {_ADDED.sub("", renamed.get(name, name)) for name in adapter.tensors}
-        unknown = sorted(wanted - known)
+        unknown = sorted(wanted - _names(model))
         if not unknown:
             tensors = {renamed.get(key, key): tensor for key, tensor in adapter.tensors.items()}
             return _resized(model, tensors, name, base, trust_remote_code), []
         if closest is None or len(unknown) < len(closest[1]):
-            kind = type(model).__name__
-            closest = model, [f"{kind} has no {each}{did_you_mean(each, known)}" for each in unknown]
+            closest = model, unknown
     if closest is None:
         raise PeftlabError(f"{source} does not fit {base}: {failed}")
     return closest
+
+
+def _names(model: PreTrainedModel) -> set[str]:
+    """Return the names of a model's modules and parameters."""
+    return {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
 
 
 def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:
