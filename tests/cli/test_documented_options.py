@@ -13,8 +13,9 @@ from peftlab.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
-# Lines about other programs.
-OTHERS = re.compile(r"accelerate launch|torchrun|--multi_gpu|pip install|python -m tests|vllm|llama-|convert_")
+# Paragraphs and lines about other programs.
+OTHER_PARAGRAPHS = re.compile(r"python -m tests")
+OTHERS = re.compile(r"accelerate launch|torchrun|--multi_gpu|pip install|vllm|llama-|convert_")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
@@ -27,5 +28,6 @@ def options(command: click.Command) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documented_options_exist(page: Path) -> None:
     known = options(typer.main.get_command(app))
-    lines = [line for line in page.read_text().splitlines() if not OTHERS.search(line)]
+    paragraphs = [text for text in re.split(r"\n\s*\n", page.read_text()) if not OTHER_PARAGRAPHS.search(text)]
+    lines = [line for text in paragraphs for line in text.splitlines() if not OTHERS.search(line)]
     assert not {name for line in lines for name in OPTION.findall(line)} - known
