@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
+    from peftlab.checkpoints.combine import add_weighted_adapter as add_weighted_adapter
     from peftlab.checkpoints.consumers.check import check_adapter as check_adapter
     from peftlab.checkpoints.consumers.convert import convert_adapter as convert_adapter
     from peftlab.checkpoints.extract.extraction import extract_adapter as extract_adapter
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from peftlab.methods.lora.config import LoraConfig as LoraConfig
     from peftlab.methods.merging import merge as merge
     from peftlab.methods.merging import unmerge as unmerge
+    from peftlab.methods.several.adapters import delete_adapter as delete_adapter
+    from peftlab.methods.several.adapters import loaded_adapters as loaded_adapters
+    from peftlab.methods.several.adapters import set_adapter as set_adapter
+    from peftlab.methods.several.mixed_batch import adapter_names as adapter_names
     from peftlab.pipelines import resume as resume
     from peftlab.pipelines import run as run
     from peftlab.pipelines import validate as validate

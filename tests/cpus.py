@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 # MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel's CPUs alone, MKL_CBWR everywhere.
@@ -32,7 +33,10 @@ def main(arguments: list[str]) -> int:
         shown = " ".join(f"{key}={value}" for key, value in variables.items())
         print(f"\n=== {name}: {shown}", flush=True)
         command = [sys.executable, "-m", "pytest", *arguments]
-        status[name] = subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+        # What inductor compiled for one setting is not for another.
+        with tempfile.TemporaryDirectory() as compiled:
+            environment = {**os.environ, **variables, "TORCHINDUCTOR_CACHE_DIR": compiled}
+            status[name] = subprocess.run(command, env=environment, check=False).returncode
     print()
     for name, code in status.items():
         print(f"{'passed' if code == 0 else f'FAILED ({code})':12} {name}")

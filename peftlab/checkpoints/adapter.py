@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from peftlab.checkpoints.fitting import check_fit, fill, fitted
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
@@ -26,22 +27,27 @@ from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.errors import PeftlabError, about, nearest
+from peftlab.errors import PeftlabError, about
 from peftlab.files import parse_json, read_object, replacing, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
-    as_base,
     carry,
     inject,
-    injection_of,
-    is_injected,
     make_config,
     reconfigure,
-    remove,
     trainable_parameters,
 )
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.fold import one_thread
+from peftlab.methods.several.adapters import (
+    DEFAULT,
+    aside,
+    delete_adapter,
+    injection_of,
+    loaded_adapters,
+    only,
+    set_adapter,
+)
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import describe
 
@@ -80,21 +86,25 @@ def save_adapter(
     *,
     base: str | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
+    name: str | None = None,
 ) -> Path:
-    """Write the adapter of an injected model to ``directory`` and return it.
+    """Write one adapter of an injected model to ``directory`` and return it.
 
     Args:
+        name: which of the model's adapters; default: the active one.
         base: reference of the base model to record; default: where the model was loaded from.
         state_dict: values to write, by the model's parameter names, in place of the model's own (gathered from
             many processes); it may contain more.
 
     Raises:
-        PeftlabError: nothing is injected, the model is on the meta device, or ``state_dict`` lacks a parameter.
+        PeftlabError: nothing is injected, or nothing of that name, the model is on the meta device, or ``state_dict``
+            lacks a parameter.
     """
-    if state_dict is not None:
-        with _with_values(model, state_dict):
-            return save_adapter(model, directory, base=base)
-    directory = Path(directory)
+    with only(model, name), _with_values(model, state_dict):
+        return _save(model, Path(directory), base)
+
+
+def _save(model: nn.Module, directory: Path, base: str | None) -> Path:
     injection = injection_of(model)
     tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
@@ -155,7 +165,7 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     if not weights.exists() and (path / PICKLE_FILE).exists():
         weights = path / PICKLE_FILE
     tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
-    base = _base_of(header, weights)
+    base = base_of(header, weights)
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
         theirs = read_peft(raw, tensors, path / CONFIG_FILE, weights)
@@ -176,7 +186,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
+def base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
     """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
     try:
         entry = parse_json(header.get("peftlab", "{}"))
@@ -191,37 +201,60 @@ def _base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
     return base
 
 
-def load_adapter(model: ModelT, source: str | Path | Adapter, *, lora_alpha: float | None = None) -> ModelT:
-    """Inject the adapter at ``source`` into a base model, or load it into a model with an adapter of the same shape.
+def load_adapter(
+    model: ModelT, source: str | Path | Adapter, *, name: str | None = None, lora_alpha: float | None = None
+) -> ModelT:
+    """Load the adapter at ``source`` into ``model`` in place, make it the active one, and return the model.
 
-    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once. A model with an
-    adapter keeps its parameter objects and gets the file's values and configuration.
+    Each tensor of the file is used exactly once and each adapter parameter is filled exactly once. An adapter of the
+    same name is replaced; if both have the same shapes, its parameter objects remain and get the file's values and
+    configuration. Adapters of other names remain in the model (``set_adapter``).
 
     Args:
         source, lora_alpha: as for ``read_adapter``; or an adapter that was read or combined before.
+        name: the adapter's name in the model; default: ``"default"``, with a warning if that replaces an adapter.
 
     Raises:
         PeftlabError: keys or shapes do not fit (both lists are given), or the base model is another one; the
             model is as it was.
     """
-    adapter = source if isinstance(source, Adapter) else read_adapter(source, lora_alpha=lora_alpha)
-    name = "the adapter" if isinstance(source, Adapter) else str(source)
-    if adapter.base:
-        _same_base(model, adapter.base, name)
-    with as_base(model):
-        adapter = in_model(model, adapter)
-    if is_injected(model):
-        notes = _refill(model, adapter, source=name)
+    adapter, label = _for(model, source, lora_alpha)
+    before = loaded_adapters(model)
+    wanted = DEFAULT if name is None else name
+    if wanted not in before:
+        notes = _add(model, adapter, wanted, label)
     else:
-        inject(model, adapter.config)
+        set_adapter(model, wanted)
         try:
-            notes = _refill(model, adapter, source=name)
-        except PeftlabError:
-            remove(model)
+            notes = _replace(model, adapter, wanted, label)
+        except BaseException:
+            set_adapter(model, before[0])
             raise
+        if name is None:
+            notes += (f"{label} replaces the adapter that was in the model; load_adapter(..., name=NAME) keeps both",)
     for note in (*adapter.notes, *notes):
         warnings.warn(note, stacklevel=2)
     return model
+
+
+def reload_adapter(model: nn.Module, source: str | Path) -> None:
+    """Give the active adapter of ``model`` the values and the configuration at ``source``, in the same parameters.
+
+    Raises:
+        PeftlabError: as ``load_adapter``, and if the adapter has other shapes; the model is as it was.
+    """
+    adapter, label = _for(model, source, None)
+    _refill(model, adapter, source=label)
+
+
+def _for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float | None) -> tuple[Adapter, str]:
+    """Return the adapter at ``source`` as it is in ``model``, and what messages call it."""
+    adapter = source if isinstance(source, Adapter) else read_adapter(source, lora_alpha=lora_alpha)
+    label = "the adapter" if isinstance(source, Adapter) else str(source)
+    if adapter.base:
+        _same_base(model, adapter.base, label)
+    with aside(model):
+        return in_model(model, adapter), label
 
 
 def in_model(model: nn.Module, adapter: Adapter) -> Adapter:
@@ -233,9 +266,9 @@ def in_model(model: nn.Module, adapter: Adapter) -> Adapter:
 
 
 def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:
-    """Give an injected model the adapter's values and configuration; return notes."""
+    """Give the active adapter another one's values and configuration; return notes."""
     tensors, embeddings = divided(model, fitted(model, adapter.tensors, source=source), source=source)
-    _check_fit(model, tensors, source=source)
+    check_fit(model, tensors, source=source)
     reconfigure(model, adapter.config)
     fill(model, tensors, source=source)
     changed, notes = changed_embeddings(model, embeddings)
@@ -243,53 +276,38 @@ def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ..
     return notes
 
 
-def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Return an adapter's tensors by the parameter names of the injected ``model``.
-
-    A module trained whole may train its own copy of tied weights, and a file may contain a tied tensor under both
-    names.
-    """
-    trained, twins = trainable_parameters(model), tied_twins(model)
-    keys: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        module, _, last = key.rpartition(".")
-        own = f"{module}.own_{last}"
-        name = own if own in trained else twins.get(key, key)
-        first = keys.setdefault(name, key)
-        if not torch.equal(tensors[first], tensor):
-            raise PeftlabError(f"{source}: {first} and {key} are one tied parameter, and their values differ")
-    return {name: tensors[key] for name, key in keys.items()}
+def _add(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
+    inject(model, adapter.config, name=name)
+    try:
+        return _refill(model, adapter, source=source)
+    except BaseException:
+        delete_adapter(model, name)
+        raise
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change."""
-    _check_fit(model, tensors, source=source)
+def _replace(model: nn.Module, adapter: Adapter, name: str, source: str) -> tuple[str, ...]:
+    """Put ``adapter`` in the place of the active one, which is called ``name``; return notes."""
+    tensors, _ = divided(model, fitted(model, adapter.tensors, source=source), source=source)
     parameters = trainable_parameters(model)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
-
-
-def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    parameters = trainable_parameters(model)
-    unused = sorted(set(tensors) - set(parameters))
-    unfilled = sorted(set(parameters) - set(tensors))
-    if unused or unfilled:
-        raise PeftlabError(
-            f"{source} does not fit this model.\n"
-            f"  in the file, not in the model ({len(unused)}): {_some(unused, unfilled)}\n"
-            f"  in the model, not in the file ({len(unfilled)}): {_some(unfilled, unused)}"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != parameters[name].shape:
-            raise PeftlabError(
-                f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
-            )
+    if {key: tensor.shape for key, tensor in tensors.items()} == {key: p.shape for key, p in parameters.items()}:
+        return _refill(model, adapter, source=source)
+    old = injection_of(model)
+    old.name = ""  # which no other adapter can have
+    try:
+        notes = _add(model, adapter, name, source)
+    except BaseException:
+        old.name = name
+        raise
+    delete_adapter(model, "")
+    return notes
 
 
 @contextmanager
-def _with_values(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the adapter's parameters by ``values`` for the block."""
+def _with_values(model: nn.Module, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Replace the adapter's parameters by ``values``, if there are any, for the block."""
+    if values is None:
+        yield
+        return
     own = trainable_parameters(model)
     missing = next((name for name in own if name not in values), None)
     if missing:
@@ -307,16 +325,6 @@ def _put(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._parameters[last] = parameter
-
-
-def _some(names: list[str], others: list[str], n: int = 5) -> str:
-    if not names:
-        return "none"
-    shown = []
-    for name in names[:n]:
-        close = nearest(name, others, n=1)
-        shown.append(f"{name} (nearest: {close[0]})" if close else name)
-    return ", ".join(shown) + (f", and {len(names) - n} more" if len(names) > n else "")
 
 
 def _whole(parameter: Tensor) -> Tensor:

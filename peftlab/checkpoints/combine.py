@@ -6,15 +6,20 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, load_adapter
+from peftlab.checkpoints.formats.peft import adapter_tensors, to_peft_config
+from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
+from peftlab.methods.several.adapters import only
 
 Items = list[tuple[Tensor, Tensor, float]]
 """The factors of one module in several adapters: A (experts, r, in), B (experts, out, r) and the weight."""
@@ -75,6 +80,47 @@ def combine(
         shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
         tensors[name], tensors[_b(name)] = (t.to(like.dtype) for t in _flat(a, b, shape))
     return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors)
+
+
+def add_weighted_adapter(
+    model: nn.Module,
+    names: Sequence[str],
+    weights: Sequence[float],
+    name: str,
+    method: Combination = "cat",
+    *,
+    rank: int | None = None,
+    density: float = 0.5,
+    seed: int = 0,
+) -> None:
+    """Make one adapter of several that are in ``model``, in place; it becomes the active one.
+
+    With the default, ``cat``, the model computes W0 + Σ wᵢ ΔWᵢ: all of them at once, with weights. The new adapter has
+    its own tensors. An adapter that is called ``name`` is replaced.
+
+    Args:
+        names: of the adapters. name: of the new one.
+        weights, method, rank, density, seed: as for ``combine``.
+
+    Raises:
+        PeftlabError: as ``combine`` (DoRA, ranks that differ, heads that differ); or a name that is not loaded.
+    """
+    adapters = [_adapter_of(model, one) for one in names]
+    combined = combine(adapters, weights, method, rank=rank, density=density, seed=seed)
+    load_adapter(model, combined, name=name)
+
+
+def _adapter_of(model: nn.Module, name: str) -> Adapter:
+    """Return a copy of the adapter ``name`` of ``model``, as saving and reading it would give it."""
+    with only(model, name):
+        injection = injection_of(model)
+        adapter = Adapter(injection.config, {**trainable_parameters(model)})
+        if isinstance(injection.config, LoraConfig):
+            raw, tensors = to_peft_config(model, injection, None), adapter_tensors(model, injection)
+            theirs = read_peft(raw, tensors, Path(name) / CONFIG_FILE, Path(name) / WEIGHTS_FILE)
+            adapter = Adapter(theirs.config, theirs.tensors)
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in adapter.tensors.items()}
+        return replace(adapter, tensors=copies)
 
 
 def _check(adapters: Sequence[Adapter], weights: Sequence[float], method: str, density: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter
+from peftlab.checkpoints.adapter import CONFIG_FILE, reload_adapter
 from peftlab.methods.injection import is_injected
 
 
@@ -31,5 +31,5 @@ class AdapterCheckpoints:
     def _read_adapter(self, checkpoint: str) -> bool:
         if not (is_injected(self.model) and (Path(checkpoint) / CONFIG_FILE).exists()):
             return False
-        load_adapter(self.model, checkpoint)
+        reload_adapter(self.model, checkpoint)
         return True

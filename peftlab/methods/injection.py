@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,11 +15,22 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods import table
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import Adapted, base_leaf, exchange
-from peftlab.methods.saving import save_adapters, save_models
+from peftlab.methods.several.adapters import (
+    DEFAULT,
+    Injection,
+    attach,
+    beside,
+    injection_of,
+    on_cpu,
+    rearranged,
+    refuse_patched,
+    swap,
+    take_out,
+)
+from peftlab.methods.several.adapters import is_injected as is_injected  # asked for beside ``inject``
 from peftlab.methods.table import config_class, own_config
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_ATTRIBUTE = "peftlab_injection"
 
 
 class PeftConfig(Protocol):
@@ -28,26 +39,7 @@ class PeftConfig(Protocol):
     peft_type: Any
 
 
-@dataclass
-class Injection:
-    """What was done to a model; an attribute of the model, so that it is copied and pickled along.
-
-    Attributes:
-        config: the method's configuration.
-        replaced: names of the leaves that were replaced.
-        originals: the base's values of parameters that the adapter changes in place, on the CPU.
-        was_trainable: names of the parameters that required a gradient before.
-        carried: names of those in ``originals`` that do not train: the adapter contains other values than the base.
-    """
-
-    config: MethodConfig
-    replaced: list[str]
-    originals: dict[str, Tensor]
-    was_trainable: list[str]
-    carried: tuple[str, ...] = ()
-
-
-def inject(model: ModelT, config: MethodConfig | PeftConfig) -> ModelT:
+def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFAULT) -> ModelT:
     """Put ``config``'s method into ``model`` in place and return it; only the adapter requires a gradient.
 
     The model keeps its class, its forward and the names of its parameters. The instance has one new attribute, until
@@ -57,38 +49,33 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig) -> ModelT:
 
     Args:
         config: of a method; or peft's ``LoraConfig``, whose task type says whether the task head trains.
+        name: the adapter's. A model can have several; this one becomes the active one.
 
     Raises:
-        PeftlabError: the model is injected already, a pattern matches nothing, nothing would train, or
+        PeftlabError: the model has an adapter of that name, a pattern matches nothing, nothing would train, or
             the model's weights are quantised by bitsandbytes.
     """
-    if is_injected(model):
-        raise PeftlabError(
-            f"the model holds a {injection_of(model).config.name} injection already; "
-            "peftlab.remove(model) takes it out, peftlab.merge(model) folds it in"
-        )
-    config = own_config(config)
+    with beside(model, name):
+        _inject(model, own_config(config), name)
+    return model
+
+
+def _inject(model: nn.Module, config: MethodConfig, adapter: str) -> None:
     _refuse_bitsandbytes(model)
     plan = table.plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
-    patched = [name for name in plan.replace if "forward" in vars(model.get_submodule(name))]
-    if patched:
-        raise PeftlabError(
-            f"{patched[0]} has a forward of its own (accelerate's dispatch sets one), which would hide the "
-            "adapter; inject before the model is dispatched"
-        )
+    refuse_patched(model, plan.replace)
     parameters = dict(model.named_parameters())
     adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
-    originals = {name: _copied(parameters[name]) for name in plan.train}
+    originals = {name: on_cpu(parameters[name]) for name in plan.train}
     was_trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
     # Nothing above has touched the model; nothing below can fail.
     model.requires_grad_(False)
     for name in plan.train:
         parameters[name].requires_grad_(True)
     exchange(model, adapted)
-    attach(model, Injection(config, list(adapted), originals, was_trainable))
-    return model
+    attach(model, Injection(config, list(adapted), originals, was_trainable, name=adapter))
 
 
 def reconfigure(model: nn.Module, config: MethodConfig) -> None:
@@ -99,9 +86,13 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
     Raises:
         PeftlabError: the configuration trains other parameters than the model's; the model is as it was.
     """
+    if config != injection_of(model).config:
+        with rearranged(model):
+            _reconfigure(model, config)
+
+
+def _reconfigure(model: nn.Module, config: MethodConfig) -> None:
     injection = injection_of(model)
-    if config == injection.config:
-        return
     before = {name: model.get_submodule(name) for name in injection.replaced}
     with as_base(model):
         plan = table.plan(model, config)
@@ -132,8 +123,8 @@ def carry(model: nn.Module, values: dict[str, Tensor]) -> None:
     As long as the adapter is in the model: ``remove`` and ``disabled`` restore the base's.
     """
     injection = injection_of(model)
-    _swap(model, {name: injection.originals.pop(name) for name in injection.carried})
-    injection.originals |= _swap(model, values)
+    swap(model, {name: injection.originals.pop(name) for name in injection.carried})
+    injection.originals |= swap(model, values)
     injection.carried = tuple(values)
     for name in injection.replaced:
         leaf = model.get_submodule(name)
@@ -219,19 +210,6 @@ def make_config(method: str, /, **fields: Any) -> MethodConfig:
         raise PeftlabError(": ".join(filter(None, (method, key, reason))) + hint) from None
 
 
-def is_injected(model: nn.Module) -> bool:
-    """Whether a method is injected into ``model``."""
-    return hasattr(model, _ATTRIBUTE)
-
-
-def injection_of(model: nn.Module) -> Injection:
-    """Return what was injected into ``model``; raises ``PeftlabError`` if nothing was."""
-    if not is_injected(model):
-        name = type(model).__name__
-        raise PeftlabError(f"this {name} has no injected method; call peftlab.inject(model, config) first")
-    return getattr(model, _ATTRIBUTE)
-
-
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the adapter: exactly the parameters that require a gradient, by name, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -254,23 +232,23 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block ``model`` is the base model: parameters trained in place have their old values too."""
     injection = injection_of(model)
     leaves = [module for module in model.modules() if isinstance(module, Adapted)]
-    trained = _swap(model, injection.originals)
+    trained = swap(model, injection.originals)
     for leaf in leaves:
         leaf.enabled = False
     try:
         yield
     finally:
         for leaf in leaves:
-            leaf.enabled = True
-        _swap(model, trained)
+            vars(leaf).pop("enabled", None)
+        swap(model, trained)
 
 
 def remove(model: ModelT) -> ModelT:
-    """Remove the injection in place and return the base model, bit for bit; the adapter is lost."""
-    injection = injection_of(model)
-    _swap(model, injection.originals)
-    exchange(model, {name: base_leaf(model.get_submodule(name)) for name in injection.replaced})
-    return detach(model, injection)
+    """Remove every adapter in place and return the base model, bit for bit; the adapters are lost."""
+    injection_of(model)
+    with rearranged(model) as others:
+        others.clear()
+        return take_out(model)
 
 
 def _same_parameters(
@@ -296,35 +274,3 @@ def _refuse_bitsandbytes(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__} of bitsandbytes, whose 4- and 8-bit weights are not supported; "
                 "load the model without quantization_config, or quantise it with torchao (int8)"
             )
-
-
-def _swap(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Set parameters to ``values`` and return what they were, on the CPU."""
-    before = {}
-    with torch.no_grad():
-        for name, value in values.items():
-            parameter = model.get_parameter(name)
-            before[name] = _copied(parameter)
-            parameter.copy_(value)
-    return before
-
-
-def _copied(parameter: nn.Parameter) -> Tensor:
-    held = parameter.detach()
-    return held.clone() if held.is_meta else held.to("cpu", copy=True)
-
-
-def attach(model: nn.Module, injection: Injection) -> None:
-    """Record ``injection`` on the model, whose ``save_pretrained`` writes the adapter from now on."""
-    setattr(model, _ATTRIBUTE, injection)
-    save_adapters(model)
-
-
-def detach(model: ModelT, injection: Injection) -> ModelT:
-    """Undo ``attach``: the parameters that required a gradient before the injection do so again."""
-    trainable = set(injection.was_trainable)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
-    delattr(model, _ATTRIBUTE)
-    save_models(model)
-    return model

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from peftlab.methods.several.batch_rows import BatchRows
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -32,6 +34,8 @@ class Folding:
 
 
 FOLDING = Folding()
+Variant = tuple[nn.Module, tuple[int, ...]]
+"""A leaf in a batch of several adapters: as one or more of them have it, and their numbers (``BatchRows``)."""
 
 
 class Adapted:
@@ -63,6 +67,11 @@ class Adapted:
 
     def update_start(self) -> None:
         """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
+
+    @classmethod
+    def at_once(cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows) -> nn.Module | None:
+        """Return ``leaf`` so that it computes all ``variants`` at once, each for its rows; None if it cannot."""
+        return None
 
 
 class AnyLeaf(Adapted):
@@ -129,6 +138,30 @@ def addition(leaf: Adapted) -> tuple[int, ...]:
     """Return what identifies the parameters that a leaf's fold reads: two leaves that share all of them fold alike."""
     parameters: Any = vars(leaf)["_parameters"]
     return tuple(id(parameters[name]) for name in ("weight", *leaf.added) if parameters.get(name) is not None)
+
+
+def like_adapted(adapted: nn.Module, leaf: nn.Module) -> nn.Module:
+    """Return the plain ``leaf`` adapted as ``adapted`` is, whose additions it shares."""
+    assert isinstance(adapted, Adapted)
+    new = recast(type(adapted), leaf)
+    for name in adapted.added:
+        for registry in ("_parameters", "_buffers", "_modules", "__dict__"):
+            mine, theirs = getattr(new, registry), getattr(adapted, registry)
+            if name in theirs:
+                mine[name] = theirs[name]
+        if name in adapted._non_persistent_buffers_set:
+            new._non_persistent_buffers_set.add(name)
+    device = next((parameter.device for parameter in leaf.parameters()), None)
+    for name, buffer in new._buffers.items():
+        if name in adapted.added and buffer is not None and device is not None:
+            new._buffers[name] = buffer.to(device)  # buffers of a leaf outside the model do not move with it
+    return new
+
+
+def added_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an adapted leaf has beside its base's, by their names below the leaf."""
+    assert isinstance(adapted, Adapted)
+    return {name: p for name, p in adapted.named_parameters() if name.partition(".")[0] in adapted.added}
 
 
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:

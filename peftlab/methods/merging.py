@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import Injection, attach, detach, injection_of, is_injected
 from peftlab.methods.leaf import Adapted, addition, base_leaf, exchange
+from peftlab.methods.several.adapters import Injection, attach, detach, injection_of, is_injected, refuse_others
 from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -45,9 +45,11 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         keep: keep W0 and the adapter beside the merged weights, for ``unmerge``; otherwise merging is final.
 
     Raises:
-        PeftlabError: the method or one of its leaves has no linear fold, or a weight to fold into is quantised.
+        PeftlabError: the method or one of its leaves has no linear fold, a weight to fold into is quantised, or the
+            model has other adapters too.
     """
     injection = injection_of(model)
+    refuse_others(model, "merge")
     if not METHODS[injection.config.name].folds:
         raise PeftlabError(
             f"method {injection.config.name} has no linear fold; keep the adapter and load it with peftlab.load_adapter"

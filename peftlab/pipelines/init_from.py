@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from peftlab.checkpoints.adapter import fill, read_adapter
+from peftlab.checkpoints.adapter import read_adapter
+from peftlab.checkpoints.fitting import fill
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.targets import inside

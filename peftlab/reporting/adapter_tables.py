@@ -27,7 +27,9 @@ def check_lines(found: AdapterCheck) -> list[str]:
     lines = [f"{found.adapter}: {found.format} format; {settings}"]
     lines.append(f"base: {found.base} ({found.architecture})")
     lines += _listed("matched", found.matched) + _listed("unmatched", found.unmatched)
-    return lines + [f"note: {note}" for note in found.notes[:_NAMES]]
+    lines += [f"note: {note}" for note in found.notes[:_NAMES]]
+    rest = len(found.notes) - _NAMES
+    return [*lines, f"and {rest} notes more, in the JSON"] if rest > 0 else lines
 
 
 def consumers_table(found: AdapterCheck) -> Table:

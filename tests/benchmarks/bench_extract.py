@@ -1,10 +1,10 @@
 """``peftlab adapter extract`` beside mergekit-extract-lora and a script that loads both models.
 
-    MERGEKIT=.../bin/mergekit-extract-lora python -m tests.benchmarks.bench_extract [--large] [--rank N]
+    MERGEKIT_PYTHON=.../bin/python python -m tests.benchmarks.bench_extract [--large] [--rank N]
 
-mergekit pins other versions, so it is run from an environment of its own, which the variable names; without it, it is
-left out. Each side is a process of its own: seconds of wall and processor time, and the peak of resident memory, the
-interpreter's and its libraries' included (the last row: a process that imports torch and transformers and ends).
+mergekit needs other versions of its libraries, so it runs in an environment of its own, whose Python the variable names;
+without it, it is left out. Each side is a process of its own: wall and processor time, and the peak of resident memory
+above what the interpreter and the imported libraries hold before the work begins.
 """
 
 from __future__ import annotations
@@ -15,17 +15,40 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks.bench_merge import MIB, ROOT, make_adapter, make_llama, make_smollm2
 
+# Each side is imported first; then the peak of resident memory starts again from what is resident.
+START = """
+import json, os, resource, sys, time
+from pathlib import Path
+def resident(field):
+    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(field)).split()[1])
+def start():
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmHWM"), time.perf_counter(), time.process_time()
+def stop(started):
+    before, wall, processor = started
+    found = {"seconds": time.perf_counter() - wall, "processor": time.process_time() - processor}
+    print(json.dumps(found | {"peak": (resident("VmHWM") - before) / 1024}))
+tuned, base, out, rank = sys.argv[1:5]
+"""
+OURS = """
+import transformers.models.llama.modeling_llama
+from peftlab.checkpoints.extract.extraction import extract_adapter
+from peftlab.files import to_json
+started = start()
+done = extract_adapter(tuned, base, out, rank=int(rank))
+stop(started)
+Path(out + ".json").write_text(json.dumps(to_json(done)))
+"""
 SCRIPT = """
-import sys, torch
+import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-tuned, base, out, rank = sys.argv[1:5]
+import transformers.models.llama.modeling_llama
+started = start()
 a, b = (AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16) for place in (tuned, base))
 factors = {}
 for name, module in a.named_modules():
@@ -36,6 +59,15 @@ for name, module in a.named_modules():
         factors[f"base_model.model.{name}.lora_A.weight"] = vh[:k].contiguous()
         factors[f"base_model.model.{name}.lora_B.weight"] = (u[:, :k] * s[:k]).contiguous()
 save_file(factors, out)
+stop(started)
+"""
+MERGEKIT = """
+import transformers.models.llama.modeling_llama
+from mergekit.scripts.extract_lora import main
+started = start()
+options = ["--model", tuned, "--base-model", base, "--out-path", out, "--max-rank", rank, "--quiet"]
+main([*options, "--lazy-unpickle", "--exclude-regex", "embed_tokens|lm_head|norm"], standalone_mode=False)
+stop(started)
 """
 
 
@@ -49,19 +81,14 @@ def make_finetuned(base: Path, work: Path) -> Path:
     return out
 
 
-def measure(*command: object) -> dict[str, float]:
-    """Run a program; return its wall and processor seconds and its peak of resident memory."""
+def measure(python: str, code: str, *arguments: object) -> dict[str, float]:
+    """Run one side in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    process = subprocess.Popen([str(part) for part in command], env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[0]} failed")
-    return {
-        "seconds": time.perf_counter() - started,
-        "processor": usage.ru_utime + usage.ru_stime,
-        "peak": usage.ru_maxrss / 1024,
-    }
+    command = [python, "-c", START + code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{python} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> None:
@@ -69,27 +96,19 @@ def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> None
     from peftlab.checkpoints.io.shards import open_shards
 
     tuned = make_finetuned(base, work)
-    python, json_ = sys.executable, work / "out.json"
-    rows: dict[str, dict[str, Any]] = {}
-    options = ["--rank", rank, "--json", json_, "--quiet", "--overwrite"]
-    rows["peftlab"] = measure(
-        python, "-m", "peftlab", "adapter", "extract", tuned, "--base", base, "-o", work / "ours", *options
-    )
+    rows = {"peftlab": measure(sys.executable, OURS, tuned, base, work / "ours", rank)}
     if not alone:
-        rows["script"] = measure(python, "-c", SCRIPT, tuned, base, work / "script.safetensors", rank)
-        if mergekit := os.environ.get("MERGEKIT"):
-            rows["mergekit"] = measure(
-                mergekit, "--model", tuned, "--base-model", base, "--out-path", work / "theirs", "--max-rank", rank
-            )
-    rows["imports"] = measure(python, "-c", "import torch, transformers.models.llama.modeling_llama")
+        rows["script"] = measure(sys.executable, SCRIPT, tuned, base, work / "script.safetensors", rank)
+        if python := os.environ.get("MERGEKIT_PYTHON"):
+            rows["mergekit"] = measure(python, MERGEKIT, tuned, base, work / "theirs", rank)
     largest = max(entry.nbytes for shard in open_shards(base) for entry in shard.entries.values()) / MIB
     adapter = (work / "ours" / "adapter_model.safetensors").stat().st_size / MIB
     print(f"\n{name}, rank {rank}; largest tensor {largest:.0f} MiB, adapter {adapter:.0f} MiB")
     for side, row in rows.items():
-        print(
-            f"  {side:10} {row['seconds']:8.1f} s   {row['processor']:8.1f} s of processor   peak {row['peak']:7.0f} MiB"
-        )
-    done = json.loads(json_.read_text())
+        times = f"{row['seconds']:8.1f} s   {row['processor']:8.1f} s of processor"
+        print(f"  {side:10} {times}   peak {row['peak']:7.0f} MiB")
+    print(f"  peak / (adapter + 3 largest) {rows['peftlab']['peak'] / (adapter + 3 * largest):.2f}")
+    done = json.loads((work / "ours.json").read_text())
     exact = sum(row["exact"] for row in done["modules"])
     print(
         f"  error of all differences together {done['error']:.3g}; {exact} of {len(done['modules'])} factored exactly"

@@ -141,6 +141,32 @@ def test_rows_of_a_resized_vocabulary_come_with_the_adapter(tmp_path: Path) -> N
         peftlab.load_adapter(build("llama"), tmp_path / "adapter")
 
 
+def test_embeddings_come_and_go_with_their_adapter(tmp_path: Path) -> None:
+    trained = grown(5)
+    trained.config.name_or_path = trained.name_or_path = str(save_base(build("llama"), tmp_path / "base"))
+    first = saved_by_peft(trained, tmp_path / "grown", target_modules=["q_proj"], task_type="CAUSAL_LM")
+    plain = peftlab.inject_lora(grown(6), r=2, target_modules=["v_proj", "q_proj"])
+    stir(plain, 0.1)
+    second = logits(plain)
+    peftlab.save_adapter(plain, tmp_path / "plain")
+    model = grown(6)
+    before = logits(model)
+    with pytest.warns(UserWarning, match="embed_tokens"):
+        peftlab.load_adapter(model, tmp_path / "grown", name="grown")
+    peftlab.load_adapter(model, tmp_path / "plain", name="plain")
+    for name, expected in (("plain", second), ("grown", first), ("plain", second)):
+        peftlab.set_adapter(model, name)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+    for names, expected in ((["grown", "plain"], (first, second)), (["plain", "__base__"], (second, before))):
+        with peftlab.adapter_names(model, names):
+            mixed = torch.stack([expected[0][0], expected[1][1]])
+            torch.testing.assert_close(logits(model), mixed, rtol=1e-5, atol=1e-6)
+    peftlab.save_adapter(model, tmp_path / "again", name="grown")
+    again = peft.PeftModel.from_pretrained(grown(7), str(tmp_path / "again"))
+    torch.testing.assert_close(logits(again), first, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits(peftlab.remove(model)), before)
+
+
 def test_a_rank_above_the_smaller_side(tmp_path: Path) -> None:
     model = peftlab.inject_lora(build("llama"), r=40, target_modules=["q_proj"])
     stir(model, 0.1)
@@ -166,3 +192,11 @@ def test_a_router_trains_and_merges(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
     model(IDS).logits.square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable_parameters(model).values())
+
+
+def test_a_target_of_a_kind_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    saved_by_peft(build("llama"), tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["q_proj", "input_layernorm"]}))
+    with pytest.raises(PeftlabError, match="'input_layernorm' is a LlamaRMSNorm"):
+        peftlab.load_adapter(build("llama"), tmp_path)

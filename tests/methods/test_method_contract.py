@@ -156,7 +156,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(method, architecture):
         model(**inputs).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in trainable_parameters(model).items()})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        atol = 1e-6 * float(gradient.abs().max())  # kernels may add the same terms in another order
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=atol, msg=name)
     copy.deepcopy(model)  # a finished pass leaves nothing behind that a copy would stumble over
 
 

@@ -68,8 +68,8 @@ class AdapterCheck:
 def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
     """Return what an adapter's files are, what they would touch in a base, and which programs read them as meant.
 
-    Only headers are read and the model has no weights; peft and peftlab are asked by loading the adapter into it, the
-    engines by rules that were derived from a named version of their source.
+    Of the base only headers are read: the model has no weights. peft and peftlab are asked by loading the adapter into
+    it, the engines by rules that were derived from a named version of their source.
 
     Args:
         source: an adapter directory of peft's, peftlab's or AdapterHub's, a run directory, or loralib's file.
@@ -100,7 +100,7 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
 def _settings(contents: Contents) -> dict[str, Any]:
     """Return what the configuration says, without what is off or of no use here."""
     if contents.format == "loralib":
-        return {"r": contents.pairs[0].a[0] if contents.pairs else None}
+        return {"r": contents.pairs[0].a[0]} if contents.pairs and contents.pairs[0].a else {}
     raw = contents.raw.get("method") if contents.format == "peftlab" else contents.raw.get("config", contents.raw)
     return {
         key: value for key, value in (raw or {}).items() if key not in _IDLE and value not in _OFF.get(key, _NOTHING)

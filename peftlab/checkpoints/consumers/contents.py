@@ -11,13 +11,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, read_config
+from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, base_of, read_config
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_header
 from peftlab.errors import PeftlabError
-from peftlab.files import parse_json
 from peftlab.methods.targets import has_suffix
 from peftlab.patterns import matching
 
@@ -170,10 +169,8 @@ def read_contents(source: str | Path) -> Contents:
             f"{path / CONFIG_FILE}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)"
         )
     shapes, metadata = _shapes(path)
-    described = parse_json(metadata.get("peftlab", "{}"))
-    base = described.get("base") if isinstance(described, dict) else None
     kind = "peft" if "peft_type" in raw else "peftlab"
-    return Contents(path, kind, raw, files, _pieces(shapes), base if isinstance(base, dict) else {})
+    return Contents(path, kind, raw, files, _pieces(shapes), base_of(metadata, path / WEIGHTS_FILE))
 
 
 def _check_types(raw: Mapping[str, Any], path: Path) -> None:
@@ -189,7 +186,8 @@ def _check_types(raw: Mapping[str, Any], path: Path) -> None:
         inner = value if isinstance(value, list) else []
         if key in raw and (not isinstance(value, kind) or not all(isinstance(each, str) for each in inner)):
             raise PeftlabError(f"{path}: {key}: {value!r} is not what peft writes there")
-        if isinstance(value, dict) and not all(isinstance(each, numbers) and each > 0 for each in value.values()):
+        of = int if key == "rank_pattern" else numbers
+        if isinstance(value, dict) and not all(isinstance(each, of) and each > 0 for each in value.values()):
             raise PeftlabError(f"{path}: {key}: {value!r} must have numbers above 0")
     if "peft_type" in raw and raw.get("r", 1) < 1:
         raise PeftlabError(f"{path}: r: {raw['r']} is below 1")

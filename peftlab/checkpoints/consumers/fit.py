@@ -19,11 +19,11 @@ from peftlab.checkpoints.consumers.contents import Contents, Pair, Piece
 from peftlab.checkpoints.consumers.single_experts import OneExpert, one_expert
 from peftlab.checkpoints.merge.base import base_directory
 from peftlab.checkpoints.merge.task_model import closest_model
-from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.errors import did_you_mean
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import stored_transposed
 from peftlab.methods.lora.layers import LEAVES
-from peftlab.methods.targets import ALL_LINEAR, has_suffix, in_layers
+from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
 from peftlab.models.skeleton import empty_model
 from peftlab.patterns import matching
 
@@ -97,10 +97,8 @@ class Fit:
         if excluded := raw.get("exclude_modules"):
             chosen = [name for name in chosen if name not in self._chosen(chosen, excluded, "exclude_modules")]
         layers = raw.get("layers_to_transform")
-        try:
-            chosen = in_layers(chosen, layers) if layers else chosen
-        except PeftlabError:
-            return []
+        if isinstance(layers, list | int):
+            chosen = [name for name in chosen if layer_index(name) in ([layers] if isinstance(layers, int) else layers)]
         adapted = {pair.module for pair in self.contents.pairs}
         shared = {id(self.modules[name]) for name in adapted if name in self.modules}
         return [name for name in chosen if name not in adapted and id(self.modules[name]) not in shared]

@@ -249,7 +249,9 @@ def _differs(
         raise PeftlabError(f"{name} differs and is no trained parameter; {_WAY_OUT}")
     comparable = before is not None and before.shape == after.shape and before.is_floating_point()
     leaf = type(module) in LEAVES and last == "weight" and getattr(module, "groups", 1) == 1
-    if before is not None and comparable and len(names) == 1 and (leaf or parameter.ndim == 3):
+    # A convolution's weight may have three dimensions, too.
+    experts = parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
+    if before is not None and comparable and len(names) == 1 and (leaf or experts):
         if before.dtype != after.dtype:
             _note(found, f"stored as {_dtype(before)} in the base and {_dtype(after)} in the finetuned model: the "
                          "difference includes what that rounds")  # fmt: skip

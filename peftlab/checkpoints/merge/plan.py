@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from peftlab.checkpoints.adapter import Adapter, fill, fitted, in_model
+from peftlab.checkpoints.adapter import Adapter, in_model
+from peftlab.checkpoints.fitting import fill, fitted
 from peftlab.checkpoints.formats.peft_settling import divided
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES

@@ -6,6 +6,7 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, with_weight
+from peftlab.methods.leaf import (
+    FOLDING,
+    AnyLeaf,
+    Folding,
+    Variant,
+    adapted_class,
+    added_parameters,
+    recast,
+    with_weight,
+)
 from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
 from peftlab.methods.lora.function import low_rank_linear
+from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
+from peftlab.methods.several.batch_rows import BatchRows
 
 
 class LowRank(AnyLeaf):
@@ -96,6 +108,20 @@ class LowRank(AnyLeaf):
         if self.lora_bias is not None and getattr(self, "bias", None) is None:
             return "its base has no bias that lora_bias could be added to"
         return ""
+
+    @classmethod
+    def at_once(cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows) -> nn.Module | None:
+        additions = []
+        for variant, numbers in variants:
+            if any(variant._parameters[key] is not parameter for key, parameter in leaf._parameters.items()):
+                return None
+            if isinstance(variant, LoraLinear | LoraConv1D) and added_parameters(variant).keys() == set(variant.names):
+                additions.append((numbers[0], variant))
+            elif type(variant) is not type(leaf):
+                return None
+        new = recast(adapted_class(MixedLinear, type(leaf)), leaf)
+        new.additions, new.rows, new.name = additions, rows, name
+        return new
 
     def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
         folded = {}

@@ -15,7 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, reason_against
+from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, never_called, reason_against
 from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
 from peftlab.methods.lora.token_rows import token_targets
 from peftlab.methods.plan import Plan
@@ -109,8 +109,10 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
     config = without("target_parameters", _parameters(model))
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
     body = [name for name in adaptable(model) if not inside(name, whole)]
-    if config.target_modules != ALL_LINEAR:
-        config = without("target_modules", [*body, *fused_parts(model, body)])
+    if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
+        without_effect = [*whole, *never_called(model)]
+        others = [name for name, _ in model.named_modules() if name and not inside(name, without_effect)]
+        config = without("target_modules", [*others, *fused_parts(model, body)])
     if config.exclude_modules:
         config = without("exclude_modules", _chosen(model, config, body))
     return config, lost
