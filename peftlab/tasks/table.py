@@ -44,7 +44,7 @@ class Task:
     regression: bool = False
     trainable: bool = True
     labelled: bool = True
-    prepare: str = "peftlab.tasks.labelled:prepare"
+    prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
     load: str = field(kw_only=True)
     check: str = field(kw_only=True)
 
@@ -62,8 +62,8 @@ _language = partial(
     Task,
     metrics=("loss",),
     labelled=False,
-    prepare="peftlab.tasks.language.prepare:prepare",
-    load="peftlab.tasks.language.prepare:load_language",
+    prepare="peftlab.tasks.language.language_task:prepare",
+    load="peftlab.tasks.language.language_task:load_language",
     check="peftlab.tasks.config:check_language",
 )
 _own = partial(Task, load="peftlab.tasks.text:load_text_task", check="peftlab.tasks.config:check_own")

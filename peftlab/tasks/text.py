@@ -27,7 +27,8 @@ from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 from peftlab.tasks.table import Task
 
-MISSING = "text or label missing"  # a reason for leaving rows out
+MISSING = "text or label missing"  # reasons for leaving rows out
+OUTSIDE = "outside every bin"
 _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 
@@ -81,7 +82,7 @@ def load_text_task(
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed, len(classes))
-    left_out = {MISSING: dropped, "outside every bin": outside}
+    left_out = {MISSING: dropped, OUTSIDE: outside}
     return replace(task, labels=tuple(classes), text=text), splits, {why: n for why, n in left_out.items() if n}
 
 

@@ -148,8 +148,14 @@ def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: st
     trained[:1] = [False]  # nothing comes before the first token that could predict it
     if not any(trained):
         raise PeftlabError(f"{where}: no token of this row is trained")
-    size = sum(len(formatted.text[first:end].encode()) for first, end in formatted.spans)
+    marked = markers(tokenizer)
+    size = sum(len(_unmarked(formatted.text[first:end], marked).encode()) for first, end in formatted.spans)
     return Tokens(ids, trained, size)
+
+
+def _unmarked(text: str, marked: Sequence[str]) -> str:
+    """Return a text without the marker that ends it, which is no byte of an answer."""
+    return next((text.removesuffix(marker) for marker in marked if text.endswith(marker)), text)
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:

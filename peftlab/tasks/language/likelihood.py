@@ -91,7 +91,7 @@ def _last_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     def keep(module: nn.Module, arguments: object, output: Unwrapped) -> None:
         states.append(output[0])
 
-    handle = model.base_model.register_forward_hook(keep)
+    handle = model.get_decoder().register_forward_hook(keep)
     try:
         yield states
     finally:

@@ -12,10 +12,10 @@ from peftlab.errors import PeftlabError
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.data import load_task_data
-from peftlab.tasks.metrics import majority_baseline
+from peftlab.tasks.labelled.data import load_task_data
+from peftlab.tasks.labelled.metrics import majority_baseline
+from peftlab.tasks.labelled.scoring import Evaluation, summed_loss
 from peftlab.tasks.prepared import ModelSource, Prepared
-from peftlab.tasks.scoring import Evaluation, summed_loss
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Collate, largest_id, tokenise
 from peftlab.untyped import Attributes
@@ -41,24 +41,7 @@ def prepare(
     """
     loaded = load_task_data(task.name, data, classes)
     task, splits = loaded.task, loaded.splits
-    options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
-    tokenizer = load_tokenizer(source.reference, **options)
-    names: Attributes = {
-        "id2label": dict(enumerate(task.labels)),
-        "label2id": {name: i for i, name in enumerate(task.labels)},
-    }
-    model, fresh = load_base(
-        source.reference,
-        num_labels=len(task.labels) or 1,
-        problem_type="regression" if task.regression else "single_label_classification",
-        **(names if task.labels else {}),
-        **options,
-    )
-    limit = position_limit(model)
-    if limit is not None and max_length > limit:
-        raise PeftlabError(f"train.max_length is {max_length}; {source.reference} has positions for {limit} tokens")
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    tokenizer, model, fresh = _load_model(task, source, max_length)
     evaluated = [split for split in task.evaluation if split in splits]
     if not evaluated:
         raise PeftlabError(
@@ -89,6 +72,31 @@ def prepare(
         left_out=loaded.left_out,
         fingerprint=loaded.fingerprint,
     )
+
+
+def _load_model(
+    task: Task, source: ModelSource, max_length: int
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
+    """Return the tokenizer, the model with a head for the task's labels, and its freshly initialised parameters."""
+    options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
+    tokenizer = load_tokenizer(source.reference, **options)
+    names: Attributes = {
+        "id2label": dict(enumerate(task.labels)),
+        "label2id": {name: i for i, name in enumerate(task.labels)},
+    }
+    model, fresh = load_base(
+        source.reference,
+        num_labels=len(task.labels) or 1,
+        problem_type="regression" if task.regression else "single_label_classification",
+        **(names if task.labels else {}),
+        **options,
+    )
+    limit = position_limit(model)
+    if limit is not None and max_length > limit:
+        raise PeftlabError(f"train.max_length is {max_length}; {source.reference} has positions for {limit} tokens")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    return tokenizer, model, fresh
 
 
 def _tokens(

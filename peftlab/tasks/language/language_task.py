@@ -33,7 +33,7 @@ from peftlab.tasks.reading.bad_rows import Fault, refuse
 from peftlab.tasks.reading.content import read_text
 from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.table import Task
-from peftlab.tasks.text import MISSING, split_files, split_tables
+from peftlab.tasks.text import MISSING, OUTSIDE, split_files, split_tables
 from peftlab.untyped import Attributes, Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
@@ -58,17 +58,17 @@ def load_language(
     """
     if data.path is None:
         raise PeftlabError(f"task {task.name} needs data.path")
-    read, left_out = _READERS[task.name], 0
+    read, left_out = _READERS[task.name], {MISSING: 0, OUTSIDE: 0}
     splits: dict[str, list[Source]] = {}
     for split, table in _tables(task, data).items():
         table, dropped = _worded(table, data)
-        left_out += dropped
+        left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed)
-    return task, splits, {MISSING: left_out} if left_out else {}
+    return task, splits, {why: count for why, count in left_out.items() if count}
 
 
 def prepare(
@@ -163,7 +163,7 @@ def _document(file: Path, name: str) -> Table:
     return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
 
 
-def _worded(table: Table, data: DataConfig) -> tuple[Table, int]:
+def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
     """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
 
     Rows that lack a value are left out where ``data.drop_missing`` says so.
@@ -177,12 +177,14 @@ def _worded(table: Table, data: DataConfig) -> tuple[Table, int]:
         places, words = bin_classes(values, data.bins), list(data.bins)
         columns[column] = [None if place is None else words[place] for place in places]
         kept = [row for row, place in enumerate(places) if place is not None]
+    inside = len(kept)
     if data.drop_missing:
         named = [name for name in (data.messages, data.prompt, data.completion, *(data.text or ())) if name in columns]
         kept = [row for row in kept if not any(is_missing(columns[name][row]) for name in named)]
     if not kept:
         raise PeftlabError(f"{table.path}: no examples; every row is left out")
-    return replace(table, columns=columns).take(list(columns), kept), len(table) - len(kept)
+    left_out = {OUTSIDE: len(table) - inside, MISSING: inside - len(kept)}
+    return replace(table, columns=columns).take(list(columns), kept), left_out
 
 
 def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: int) -> dict[str, list[Source]]:
