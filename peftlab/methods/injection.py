@@ -65,7 +65,7 @@ def _inject(model: nn.Module, config: MethodConfig, adapter: str) -> None:
     plan = table.plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
-    refuse_patched(model, plan.replace)
+    refuse_patched({name: model.get_submodule(name) for name in plan.replace})
     parameters = dict(model.named_parameters())
     adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
     originals = {name: on_cpu(parameters[name]) for name in plan.train}

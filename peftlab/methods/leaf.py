@@ -144,24 +144,27 @@ def like_adapted(adapted: nn.Module, leaf: nn.Module) -> nn.Module:
     """Return the plain ``leaf`` adapted as ``adapted`` is, whose additions it shares."""
     assert isinstance(adapted, Adapted)
     new = recast(type(adapted), leaf)
-    for name in adapted.added:
-        for registry in ("_parameters", "_buffers", "_modules", "__dict__"):
-            mine, theirs = getattr(new, registry), getattr(adapted, registry)
-            if name in theirs:
-                mine[name] = theirs[name]
-        if name in adapted._non_persistent_buffers_set:
-            new._non_persistent_buffers_set.add(name)
-    device = next((parameter.device for parameter in leaf.parameters()), None)
+    added = set(adapted.added)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        vars(new)[registry].update({key: value for key, value in vars(adapted)[registry].items() if key in added})
+    vars(new).update({key: value for key, value in vars(adapted).items() if key in added})
+    new._non_persistent_buffers_set |= adapted._non_persistent_buffers_set & added
     for name, buffer in new._buffers.items():
-        if name in adapted.added and buffer is not None and device is not None:
-            new._buffers[name] = buffer.to(device)  # buffers of a leaf outside the model do not move with it
+        if name in added and buffer is not None:
+            new._buffers[name] = buffer.to(next(leaf.parameters()).device)  # it does not move with the model
     return new
 
 
 def added_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that an adapted leaf has beside its base's, by their names below the leaf."""
     assert isinstance(adapted, Adapted)
-    return {name: p for name, p in adapted.named_parameters() if name.partition(".")[0] in adapted.added}
+    found = {}
+    for name in adapted.added:
+        if (parameter := adapted._parameters.get(name)) is not None:
+            found[name] = parameter
+        elif (module := adapted._modules.get(name)) is not None:
+            found |= {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+    return found
 
 
 def exchange(model: nn.Module, modules: dict[str, nn.Module]) -> None:

@@ -23,7 +23,8 @@ from peftlab.untyped import Function
 
 _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _ID_RANGE = 10  # ids may leave gaps
-_SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|layers|labels|embeddings)$")
+# A chunk_size of -1 stands for no chunks (Phi-4 multimodal).
+_SIZE = re.compile(r"^(num|n)_|(?<!chunk)_(size|dim|heads|layers|labels|embeddings)$")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # A byte of a weight file stores at most eight parameters (one-bit weights). Heads and buffers may be new.
 _ELEMENTS_PER_BYTE, _FRESH_ELEMENTS = 8, 200_000_000

@@ -192,6 +192,34 @@ def test_other_formats(tmp_path: Path, bases: dict[str, str]) -> None:
     assert theirs.format == "peftlab" and theirs.consumers["peftlab"].loads is True and not theirs.unmatched
 
 
+def test_a_task_head_is_no_reason_against_vllm_where_it_classifies(tmp_path: Path) -> None:
+    base = save_base(build("bert"), tmp_path / "bert")
+    place = tmp_path / "a"
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value"])
+    peft.get_peft_model(build("bert"), config).save_pretrained(str(place))
+    found = peftlab.check_adapter(place, str(base))
+    assert "classifier" in found.matched and found.consumers["vllm"].loads == "unknown"
+    assert found.consumers["sglang"].loads is found.consumers["llama.cpp"].loads is False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peftlab_says_what_loads_and_does_not_merge(tmp_path: Path, bases: dict[str, str]) -> None:
+    reading = peftlab.check_adapter(by_peft("llama", tmp_path / "a", lora_bias=True), bases["llama"]).consumers[
+        "peftlab"
+    ]
+    assert reading.loads is True and "cannot be merged" in reading.reason
+
+
+def test_a_pickled_adapter_is_checked_too(tmp_path: Path, bases: dict[str, str]) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    torch.save(load_file(place / "adapter_model.safetensors"), place / "adapter_model.bin")
+    (place / "adapter_model.safetensors").unlink()
+    found = peftlab.check_adapter(place, bases["llama"])
+    assert len(found.matched) == 4 and found.consumers["peft"].loads is True
+    done = peftlab.convert_adapter(place, tmp_path / "out", "sglang", base=bases["llama"])
+    assert done.modules == 4
+
+
 def test_without_peft_its_verdict_is_unknown(
     tmp_path: Path, bases: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +306,23 @@ def test_what_an_engine_cannot_read_is_refused_and_nothing_is_written(
     place = by_peft("llama", tmp_path / "a", **options)
     with pytest.raises(PeftlabError, match=named):
         peftlab.convert_adapter(place, tmp_path / "out", engine, base=bases["llama"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_the_base_is_not_converted(tmp_path: Path, bases: dict[str, str]) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    with pytest.raises(PeftlabError, match=r"does not fit.*\.layers\.7"):
+        edited(place, lambda tensors: {key.replace("layers.1", "layers.7"): each for key, each in tensors.items()})
+        peftlab.convert_adapter(place, tmp_path / "out", "vllm", base=bases["llama"])
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor[0], lambda tensor: tensor[:, :4]])
+def test_factors_that_cannot_be_multiplied_are_one_error(tmp_path: Path, change: Any) -> None:
+    place = by_peft("llama", tmp_path / "a")
+    broken = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    edited(place, lambda tensors: tensors | {broken: change(tensors[broken]).contiguous()})
+    with pytest.raises(PeftlabError, match="q_proj"):
+        peftlab.convert_adapter(place, tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,13 +13,13 @@ import torch
 import transformers
 from models import build, load, save_base
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
-from peft_round_trip import equal, of, randomised, saved_by_peft
+from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft
 from safetensors.torch import load_file
 
 import peftlab
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.methods.injection import injection_of
+from peftlab.methods.injection import injection_of, trainable_parameters
 
 IDS = torch.arange(3, 33).view(2, 15)
 logits = of({"input_ids": IDS})
@@ -144,3 +144,26 @@ def test_what_needs_more_than_the_file(tmp_path: Path, field: str) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: {"top_k": 2}}))
     with pytest.raises(PeftlabError, match=f"{field} is not supported: "):
         peftlab.load_adapter(build("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("names", [["norm"], ["layernorm"], ["norm", "embed_tokens"]], ids=str)
+def test_modules_named_by_the_ends_of_their_names(tmp_path: Path, names: list[str]) -> None:
+    """peft trains input_layernorm too where modules_to_save says norm."""
+    fields = {"target_modules": ["q_proj"], "modules_to_save": names, "task_type": "CAUSAL_LM"}
+    model = round_trip(lambda: build("llama"), logits, tmp_path, **fields)
+    trained = {name.rpartition(".")[0].rpartition(".")[2] for name in trainable_parameters(model)}
+    assert {"input_layernorm", "post_attention_layernorm"} <= trained and ("norm" in trained) == ("norm" in names)
+
+
+def test_tokens_of_a_module_named_by_the_end_of_its_name(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj"], "trainable_token_indices": {"tokens": [5, 7]}, "task_type": "CAUSAL_LM"}
+    round_trip(lambda: build("llama"), logits, tmp_path, **fields)
+
+
+def test_the_matrix_of_a_linear_map(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]}
+    model = round_trip(lambda: build("llama"), logits, tmp_path, task_type="CAUSAL_LM", **fields)
+    ours = peftlab.inject_lora(build("llama"), **fields)
+    assert sorted(injection_of(ours).replaced) == sorted(injection_of(model).replaced)
+    alone = peftlab.inject_lora(build("llama"), target_parameters=["v_proj.weight"])
+    assert all(name.endswith("v_proj") for name in injection_of(alone).replaced)

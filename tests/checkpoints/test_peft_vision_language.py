@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft_round_trip import of, randomised, round_trip
+from models import load
+from peft_round_trip import equal, of, randomised, round_trip, saved_by_peft
+from safetensors.torch import load_file, save_file
+
+import peftlab
+from peftlab.checkpoints.merge.run import merge_checkpoint
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,6 +47,28 @@ def gemma3() -> Any:
         mm_tokens_per_image=4, image_token_index=95,
     )  # fmt: skip
     return randomised(transformers.Gemma3ForConditionalGeneration(config))
+
+
+BODY = "base_model.model.model.language_model."
+FORMER = {llava: "base_model.model.language_model.model.", qwen2_vl: "base_model.model.model."}
+
+
+@pytest.mark.parametrize("make", FORMER, ids=lambda make: make.__name__)
+def test_names_of_before_transformers_renamed_the_modules(tmp_path: Path, make: Any) -> None:
+    logits = of({"input_ids": torch.arange(3, 33).view(2, 15)})
+    fields = {
+        "target_modules": r".*layers\.\d+\.self_attn\.[qv]_proj",
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2},
+    }
+    expected = saved_by_peft(make(), tmp_path / "a", logits, task_type="CAUSAL_LM", **fields)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = {key.replace(BODY, FORMER[make]): tensor for key, tensor in load_file(file).items()}
+    assert not any(key.startswith(BODY) for key in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    equal(logits(peftlab.load_adapter(make(), tmp_path / "a")), expected)
+    make().save_pretrained(tmp_path / "base")
+    merge_checkpoint(tmp_path / "a", tmp_path / "base", tmp_path / "merged")
+    equal(logits(load(type(make()), tmp_path / "merged")), expected)
 
 
 @pytest.mark.filterwarnings("ignore:left out")

@@ -44,7 +44,7 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
     code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("run", "resume", "validate", "schema", "recipes", "eval", "merge", "inspect", "env"):
+    for verb in ("run", "resume", "validate", "schema", "recipes", "eval", "merge", "adapter", "inspect", "env"):
         assert f" {verb} " in done.stdout
 
 

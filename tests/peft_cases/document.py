@@ -104,9 +104,9 @@ def _cell(verdicts: Iterable[Verdict], column: str) -> str:
 def main() -> None:
     """Write the table into the page."""
     torch.set_num_threads(1)
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+    rows = table()
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + rows + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

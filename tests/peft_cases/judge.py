@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import tempfile
 import traceback
@@ -83,16 +84,18 @@ def _judged(case: Case, dtype: torch.dtype) -> Verdict:
                         work()
                     verdict.steps[step] = "pass"
                 except PeftlabError as error:
+                    if step.startswith("merge") and not _mergeable(case, place, dtype):
+                        continue
                     verdict.steps[step] = "refused"
                     verdict.detail = verdict.detail or f"{step}: {_line(error)}"
                 except Exception as error:
-                    if step == "train" and any("peft trains" in str(note.message) for note in told):
+                    if step == "train" and any(re.search("peft trains|trains on", str(note.message)) for note in told):
                         verdict.steps[step] = "noted"
                         continue
                     verdict.steps[step] = "wrong"
                     where = traceback.extract_tb(error.__traceback__)[-1]
                     verdict.detail = f"{step}: {_line(error)} ({Path(where.filename).name}:{where.lineno})"
-                if verdict.steps[step] != "pass" and step == "load":
+                if step == "load" and verdict.steps[step] != "pass":
                     return verdict
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -120,6 +123,16 @@ def _theirs(case: Case, place: Path, dtype: torch.dtype) -> Tensor:
 
 def _loaded(base: PreTrainedModel, directory: Path) -> Any:
     return type(base).from_pretrained(directory, dtype=base.dtype).eval()
+
+
+def _mergeable(case: Case, place: Path, dtype: torch.dtype) -> bool:
+    """Whether peft itself merges the adapter."""
+    theirs: Any = peft.PeftModel.from_pretrained(_base(case, dtype), str(place / "adapter"))
+    try:
+        theirs.merge_and_unload()
+    except Exception:
+        return False
+    return True
 
 
 def inner(model: Any, case: Case) -> Any:

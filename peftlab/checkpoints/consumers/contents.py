@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, base_of, read_config
+from peftlab.checkpoints.adapter import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, base_of, read_config
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.io.pickles import read_pickle
@@ -20,7 +20,6 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.targets import has_suffix
 from peftlab.patterns import matching
 
-PICKLED_WEIGHTS = "adapter_model.bin"
 _FACTOR = re.compile(
     r"(?P<module>.+?)(?P<below>(?:\.base_layer)*)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(?:\.(?P<last>weight|bias))?"
@@ -194,10 +193,8 @@ def _check_types(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    if not (path / WEIGHTS_FILE).exists() and (path / PICKLED_WEIGHTS).exists():
-        return {
-            key: tuple(tensor.shape) for key, tensor in read_pickle(path / PICKLED_WEIGHTS, mapped=True).items()
-        }, {}
+    if not (path / WEIGHTS_FILE).exists() and (path / PICKLE_FILE).exists():
+        return {key: tuple(tensor.shape) for key, tensor in read_pickle(path / PICKLE_FILE, mapped=True).items()}, {}
     entries, metadata = read_header(path / WEIGHTS_FILE)
     return {key: entry.shape for key, entry in entries.items()}, metadata
 
@@ -210,7 +207,9 @@ def _piece(key: str, shape: tuple[int, ...]) -> Piece:
     name = key.removeprefix(PREFIX)
     if found := _FACTOR.fullmatch(name):
         kind = "lora_bias" if found["last"] == "bias" else found["kind"]
-        return Piece(key, shape, found["module"], kind, depth=found["below"].count(".base_layer"))
+        # Of a module with linear maps inside, as MultiheadAttention, peft nests these below its wrapper.
+        module = found["module"].replace(".base_layer.", ".")
+        return Piece(key, shape, module, kind, depth=found["below"].count(".base_layer"))
     if found := _OF_PARAMETER.fullmatch(name):
         return Piece(key, shape, found["module"], found["kind"], found["parameter"])
     if found := _BESIDE.fullmatch(name):

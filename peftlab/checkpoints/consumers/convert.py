@@ -84,7 +84,9 @@ def convert_adapter(
     adapter = read_adapter(source, lora_alpha=lora_alpha)
     config = _expressible(adapter, name, source)
     found = _beside_base(source, base or adapter.base_reference, given=base is not None)
-    factors, experts = _scaled(adapter, config)
+    factors, experts = _scaled(adapter, config, source)
+    if not factors and not experts:
+        raise PeftlabError(f"{source} contains no factors")
     factors |= _experts(experts, name, found, source)
     added = _partners(factors, name, found)
     rank = max(a.shape[0] for a, _ in factors.values())
@@ -125,14 +127,17 @@ def _beside_base(source: str | Path, reference: str | None, *, given: bool) -> F
     if not reference:
         return None
     try:
-        return fit(read_contents(source), reference)
+        found = fit(read_contents(source), reference)
     except PeftlabError:
         if given:
             raise
         return None
+    if found.misfits:
+        raise PeftlabError(f"{source} does not fit {reference}: {next(iter(found.misfits.values()))}")
+    return found
 
 
-def _scaled(adapter: Adapter, config: LoraConfig) -> tuple[Factors, Factors]:
+def _scaled(adapter: Adapter, config: LoraConfig, source: str | Path) -> tuple[Factors, Factors]:
     """Return the factors of modules, and those of parameters of experts, in fp32 with the scaling in B."""
     modules: Factors = {}
     experts: Factors = {}
@@ -141,7 +146,9 @@ def _scaled(adapter: Adapter, config: LoraConfig) -> tuple[Factors, Factors]:
         if suffix is None:
             continue
         owner = name.removesuffix(suffix)
-        b = adapter.tensors[name.removesuffix("A") + "B"]
+        b = adapter.tensors.get(name.removesuffix("A") + "B")
+        if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise PeftlabError(f"{source}: {owner} has no two matrices B and A that could be multiplied")
         kind = experts if suffix == "_lora_A" else modules
         rank = config.rank(owner) if kind is experts else a.shape[0]
         kind[owner] = a.float(), (b.double() * config.scale(owner, rank)).float()

@@ -22,11 +22,12 @@ from peftlab.checkpoints.merge.task_model import closest_model
 from peftlab.errors import did_you_mean
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import stored_transposed
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
 from peftlab.models.skeleton import empty_model
 from peftlab.patterns import matching
 
+_HINTS = 8  # misfits whose nearest names are looked for; comparing a name with all of a large model's takes a while
 Sides = list[tuple[tuple[int, ...], int]]
 """Input shape and output size of weights."""
 
@@ -69,7 +70,7 @@ class Fit:
         """What the file has and the base does not, with the reason."""
         found: dict[str, str] = {}
         for piece in self.contents.pieces:
-            if piece.target not in found and (said := self._misfit(piece)):
+            if piece.target not in found and (said := self._misfit(piece, hint=len(found) < _HINTS)):
                 found[piece.target] = said
         return found
 
@@ -91,7 +92,7 @@ class Fit:
         targets, whole = raw.get("target_modules"), raw.get("modules_to_save") or []
         if not targets or targets == ALL_LINEAR or self.contents.format != "peft":
             return []
-        leaves = [name for name, module in self.modules.items() if type(module) in LEAVES]
+        leaves = [name for name, module in self.modules.items() if leaf_kind(module) is not None]
         leaves = [name for name in leaves if not any(part in whole for part in name.split("."))]
         chosen = self._chosen(leaves, targets, "target_modules")
         if excluded := raw.get("exclude_modules"):
@@ -126,14 +127,19 @@ class Fit:
         """Return what the factors are of if they are those of one expert's matrix, as older checkpoints name it."""
         return one_expert(self.architecture, pair.module)
 
-    def _misfit(self, piece: Piece) -> str:
-        """Return why a tensor of the file has no place in the model, or an empty text."""
+    def _misfit(self, piece: Piece, *, hint: bool) -> str:
+        """Return why a tensor of the file has no place in the model, or an empty text.
+
+        Args:
+            hint: whether to look for names that are spelled alike.
+        """
         if piece.kind in ("whole", "base"):
-            return self._whole_misfit(piece)
+            return self._whole_misfit(piece, hint)
         one = one_expert(self.architecture, piece.module)
         module = self.modules.get(one.container if one else piece.module)
         if module is None:
-            return f"{self.architecture} has no {piece.module}{did_you_mean(piece.module, self.modules)}"
+            near = did_you_mean(piece.module, self.modules) if hint else ""
+            return f"{self.architecture} has no {piece.module}{near}"
         sides = self._sides(module, piece) if one is None else _of_one(module, one)
         if piece.kind.endswith("_A"):
             wanted = {inner for inner, _ in sides}
@@ -167,10 +173,11 @@ class Fit:
                 found.append((shape[1:], shape[0]))
         return found
 
-    def _whole_misfit(self, piece: Piece) -> str:
+    def _whole_misfit(self, piece: Piece, hint: bool) -> str:
         shape = self.shapes.get(piece.target)
         if shape is None:
-            return f"{self.architecture} has no {piece.target}{did_you_mean(piece.target, self.shapes)}"
+            near = did_you_mean(piece.target, self.shapes) if hint else ""
+            return f"{self.architecture} has no {piece.target}{near}"
         if shape != piece.shape:
             return f"{piece.key} has shape {piece.shape}, the model's has {shape}"
         return ""

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from peftlab.checkpoints.adapter import load_adapter, read_adapter
+from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
 from peftlab.checkpoints.consumers.features import shortened
 from peftlab.checkpoints.consumers.fit import Fit
 from peftlab.checkpoints.consumers.table import Verdict
@@ -20,7 +20,7 @@ from peftlab.methods.table import METHODS
 
 
 def peftlab_rule(fit: Fit) -> Verdict:
-    """Plan what ``peftlab merge`` would do; for a method that does not merge, inject it."""
+    """Plan what ``peftlab merge`` would do; load into the empty model what does not merge."""
     path, source = fit.contents.path, str(fit.contents.path)
     # alpha scales a loralib file and decides nothing here.
     alpha = 1.0 if fit.contents.format == "loralib" else None
@@ -28,13 +28,23 @@ def peftlab_rule(fit: Fit) -> Verdict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             adapter = read_adapter(path, lora_alpha=alpha)
-            if METHODS[adapter.config.name].folds:
-                plan_merge(adapter, fit.base, MergeOptions(), source=source).close()
-            else:
+            try:
+                unmerged = _unmerged(adapter, fit, source)
+            except PeftlabError as error:
+                unmerged = str(error)
+            if unmerged:
                 load_adapter(task_model(adapter, fit.base, source=source), adapter)
     except PeftlabError as error:
         return Verdict(False, str(error))
-    return Verdict(True, "; ".join(("loads", *adapter.notes)))
+    return Verdict(True, "; ".join(("loads and merges" if not unmerged else f"loads; {unmerged}", *adapter.notes)))
+
+
+def _unmerged(adapter: Adapter, fit: Fit, source: str) -> str:
+    """Return why the adapter's method does not merge, or an empty text once the merge is planned."""
+    if not METHODS[adapter.config.name].folds:
+        return f"method {adapter.config.name} does not merge"
+    plan_merge(adapter, fit.base, MergeOptions(), source=source).close()
+    return ""
 
 
 def peft_rule(fit: Fit) -> Verdict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peftlab.checkpoints.consumers.contents import Pair
+from peftlab.checkpoints.consumers.contents import Pair, Piece
 from peftlab.checkpoints.consumers.features import (
     ATTENTION,
     FUSED,
@@ -42,8 +42,8 @@ _DEFAULT_RANK = 16
 # Options of peft's that are refused where they are on.
 _REFUSED = (
     "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
-    "modules_to_save",
 )  # fmt: skip
+_HEADS = ("classifier", "score")  # what may be trained whole, in models that classify
 
 
 def rule(fit: Fit) -> Verdict:
@@ -56,23 +56,29 @@ def rule(fit: Fit) -> Verdict:
     for key in _REFUSED:
         if raw.get(key):
             return Verdict(False, f"vLLM refuses {key}")
+    if other := [name for name in raw.get("modules_to_save") or [] if name not in _HEADS]:
+        return Verdict(False, f"vLLM refuses modules_to_save={other}")
     if raw.get("bias", "none") != "none":
         return Verdict(False, f"vLLM refuses bias={raw['bias']}")
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
         return Verdict(False, f"vLLM refuses init_lora_weights={start!r}")
-    if unread := [piece.key for piece in fit.contents.pieces if not _parsed(piece.key, piece.kind)]:
+    if unread := [piece.key for piece in fit.contents.pieces if not _parsed(piece)]:
         return Verdict(False, f"vLLM refuses keys that are no factors: {shortened(unread)}")
     if fit.architecture not in _ARCHITECTURES:
         return Verdict("unknown", f"no rule for {fit.architecture}")
+    if whole := fit.contents.of_kind("whole"):
+        return Verdict(False, f"vLLM refuses {whole[0].key} in a model that does not classify")
     return _modules(fit)
 
 
-def _parsed(key: str, kind: str) -> bool:
-    """Return whether vLLM's reader takes a key, as a factor or as a base's embedding, which it leaves out."""
-    if kind == "base":
-        return key.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
-    return kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+def _parsed(piece: Piece) -> bool:
+    """Return whether vLLM's reader takes a key: a factor, a head, or a base's embedding, which it leaves out."""
+    if piece.kind == "base":
+        return piece.key.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
+    if piece.kind == "whole":
+        return piece.module.rpartition(".")[2] in _HEADS and piece.parameter in ("weight", "bias")
+    return piece.kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def _modules(fit: Fit) -> Verdict:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from peftlab.checkpoints.merge.base import base_directory, quantisation
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.layers import LEAVES
+from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
@@ -189,6 +190,7 @@ def _compared(model: PreTrainedModel, tuned: NamedWeights, plain: NamedWeights, 
     head = task_head(model)
     for names, parameter in _tensors(model):
         _compare(model, names, parameter, head, tuned, plain, goal, found)
+        _release()
     left = [key for key in tuned.left_out if key not in plain.left_out]
     if left:
         raise PeftlabError(f"the finetuned model's {left[0]} is no parameter of {type(model).__name__}; {_WAY_OUT}")
@@ -196,6 +198,13 @@ def _compared(model: PreTrainedModel, tuned: NamedWeights, plain: NamedWeights, 
         what = "they are equal" if not found.whole and not found.biased else "only tensors that are stored whole differ"
         raise PeftlabError(f"no matrix of the finetuned model differs from the base's ({what}): nothing to extract")
     return found
+
+
+def _release() -> None:
+    """Give freed memory back to the system: glibc keeps what lies below a small tensor, such as a factor."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _compare(
@@ -208,17 +217,44 @@ def _compare(
     goal: Goal,
     found: _Findings,
 ) -> None:
-    """Compare one tensor, which has these names; both copies of it are gone when this returns."""
+    """Compare one tensor, which has these names, and factor the difference or decide what becomes of it.
+
+    At most one copy of it is held beside the difference, which is in fp32.
+    """
     name, other = (next((name for name in names if name in weights), None) for weights in (tuned, plain))
     if name is None:
         raise PeftlabError(f"the finetuned model has no {names[0]}, which {type(model).__name__} needs")
-    after, before = tuned.read(name), plain.read(other) if other is not None else None
-    if before is not None and before.shape == after.shape and torch.equal(before, after):
+    if other is not None and tuned.same(name, plain, other):
         found.unchanged += 1
-    elif inside(names[0], head):
+        return
+    if inside(names[0], head):
         found.whole += [each for each in head if inside(names[0], [each]) and each not in found.whole]
-    else:
-        _differs(model, names, parameter, before, after, goal, found)
+        return
+    before = plain.read(other) if other is not None else None
+    owner = names[0].rpartition(".")[0]
+    role = _role(model, names, parameter, before, found)
+    if before is None or role is None:
+        return
+    norm, stored = _norm(before), before.dtype
+    delta = before.to(torch.promote_types(stored, torch.float32))
+    del before
+    after = tuned.read(name)
+    if after.dtype != stored:
+        kinds = [str(dtype).removeprefix("torch.") for dtype in (stored, after.dtype)]
+        _note(found, f"stored as {kinds[0]} in the base and {kinds[1]} in the finetuned model: the difference includes "
+                     "what that rounds")  # fmt: skip
+    delta = delta.neg_().add_(after).float()
+    del after
+    if not delta.any():  # 0 and -0 are not the same bytes
+        found.unchanged += 1
+        return
+    (found.leaves if role == "leaf" else found.experts).append(owner if role == "leaf" else names[0])
+    _factor(model.get_submodule(owner), found, delta, norm, goal, experts=role == "experts")
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the Frobenius norm, without a copy of the tensor in fp32."""
+    return math.sqrt(sum(float(block.double().square().sum()) for block in tensor.flatten().split(1 << 20)))
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
@@ -232,38 +268,29 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
         yield names[key], tensor
 
 
-def _differs(
-    model: PreTrainedModel,
-    names: list[str],
-    parameter: Tensor,
-    before: Tensor | None,
-    after: Tensor,
-    goal: Goal,
-    found: _Findings,
-) -> None:
-    """Factor a tensor that differs, or decide to store it whole, or refuse it."""
+def _role(
+    model: PreTrainedModel, names: list[str], parameter: Tensor, before: Tensor | None, found: _Findings
+) -> Literal["leaf", "experts"] | None:
+    """Return how a tensor that differs is factored; None if it is stored whole or as a bias. Refuse any other."""
     name = names[0]
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
-    if not isinstance(parameter, nn.Parameter) or not after.is_floating_point():
+    if not isinstance(parameter, nn.Parameter) or (before is not None and not before.is_floating_point()):
         raise PeftlabError(f"{name} differs and is no trained parameter; {_WAY_OUT}")
-    comparable = before is not None and before.shape == after.shape and before.is_floating_point()
-    leaf = type(module) in LEAVES and last == "weight" and getattr(module, "groups", 1) == 1
-    # A convolution's weight may have three dimensions, too.
-    experts = parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
-    if before is not None and comparable and len(names) == 1 and (leaf or experts):
-        if before.dtype != after.dtype:
-            _note(found, f"stored as {_dtype(before)} in the base and {_dtype(after)} in the finetuned model: the "
-                         "difference includes what that rounds")  # fmt: skip
-        (found.leaves if leaf else found.experts).append(owner if leaf else name)
-        _factor(module, owner if leaf else name, before, after, goal, found, experts=not leaf)
-        return
-    if comparable and last == "bias" and type(module) in LEAVES:
+    comparable = before is not None and before.shape == parameter.shape
+    kind = leaf_kind(module)
+    if comparable and len(names) == 1:
+        if kind is not None and kind.matrix == last and getattr(module, "groups", 1) == 1:
+            return "leaf"
+        # A convolution's weight may have three dimensions, too.
+        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
+            return "experts"
+    if comparable and last == "bias" and kind is not None:
         found.biased = True
-        return
+        return None
     grown = isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
-    if before is not None and before.shape != after.shape:
-        shapes = f"{tuple(after.shape)}, the base's has {tuple(before.shape)}"
+    if before is not None and not comparable:
+        shapes = f"{tuple(parameter.shape)}, the base's has {tuple(before.shape)}"
         if not grown:
             raise PeftlabError(f"{name} has shape {shapes}; {_WAY_OUT}")
         _note(found, f"{name} has shape {shapes}: it is stored whole; the tokenizer is the finetuned model's")
@@ -271,6 +298,7 @@ def _differs(
         raise PeftlabError(f"{name} differs and belongs to no layer of its own; {_WAY_OUT}")
     if owner not in found.whole:
         found.whole.append(owner)
+    return None
 
 
 def _note(found: _Findings, text: str) -> None:
@@ -278,17 +306,10 @@ def _note(found: _Findings, text: str) -> None:
         found.notes.append(text)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _factor(
-    module: nn.Module, name: str, before: Tensor, after: Tensor, goal: Goal, found: _Findings, *, experts: bool
-) -> None:
-    """Factor the difference of one weight and record its figures."""
-    delta = after.to(torch.float32, copy=True).sub_(before)
-    norm = float(before.float().norm())
-    size = float(delta.norm())
+def _factor(module: nn.Module, found: _Findings, delta: Tensor, norm: float, goal: Goal, *, experts: bool) -> None:
+    """Factor the difference of the weight that was named last, and record its figures."""
+    name = (found.experts if experts else found.leaves)[-1]
+    size = _norm(delta)
     if not math.isfinite(size + norm):
         raise PeftlabError(f"{name}: contains NaN or infinity")
     parts = [_matrix(module, each, experts) for each in (delta if experts else [delta])]
@@ -300,7 +321,7 @@ def _factor(
     else:
         trailing = tuple(delta.shape[2:])
         found.factors[name] = a[0].reshape(rank, -1, *trailing), b[0].reshape(-1, rank, *(1 for _ in trailing))
-    missed = sum((result.error * float(part.norm())) ** 2 for result, part in zip(results, parts, strict=True))
+    missed = sum((result.error * _norm(part)) ** 2 for result, part in zip(results, parts, strict=True))
     found.missed += missed
     found.total += size**2
     error = math.sqrt(missed) / size if size else 0.0
@@ -311,8 +332,9 @@ def _factor(
 
 def _matrix(module: Any, delta: Tensor, experts: bool) -> Tensor:
     """Return a difference as a matrix (out, in)."""
-    transposed = bool(getattr(module, "is_transposed", False)) if experts else LEAVES[type(module)].transposed
-    return delta.t() if transposed else delta.flatten(1)
+    kind = leaf_kind(module)
+    transposed = experts and getattr(module, "is_transposed", False)
+    return delta.t() if transposed or (kind is not None and kind.transposed) else delta.flatten(1)
 
 
 def _padded(result: LowRankFactors, rank: int) -> tuple[Tensor, Tensor]:

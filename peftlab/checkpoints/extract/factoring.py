@@ -13,7 +13,7 @@ from torch import Tensor
 RANDOMISED_SIDE = 1024
 _OVERSAMPLING = 16  # directions beside the wanted ones
 _ITERATIONS = 3  # of the subspace; each sharpens the leading directions
-_BLOCK = 1 << 22  # elements computed with at a time
+_BLOCK = 1 << 20  # elements computed with at a time
 _ROUNDING = 1e-12  # of the whole energy: below it, a singular value is what rounding left
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from peftlab.checkpoints.io.shards import Shard, open_shards
+from peftlab.checkpoints.io.shards import PickleShard, Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES
 from peftlab.errors import PeftlabError
 from peftlab.models.skeleton import Place, converted, places
+
+_PART = 8 << 20  # bytes of a file that are compared at a time
 
 
 class NamedWeights:
@@ -40,6 +44,27 @@ class NamedWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
+
+    def same(self, name: str, other: NamedWeights, other_name: str) -> bool:
+        """Return whether another checkpoint's tensor is equal to this one's.
+
+        Two tensors that are stored alike are compared in parts, as bytes.
+        """
+        mine, theirs = self._sources[name][0], other._sources[other_name][0]
+        (shard, key, place), (their_shard, their_key, their_place) = mine, theirs
+        whole = place.converter is None and their_place.converter is None
+        if not whole or isinstance(shard, PickleShard) or isinstance(their_shard, PickleShard):
+            a, b = self.read(name), other.read(other_name)
+            return a.shape == b.shape and torch.equal(a, b)
+        entry, their_entry = shard.entries[key], their_shard.entries[their_key]
+        if (entry.dtype, entry.shape) != (their_entry.dtype, their_entry.shape):
+            return False
+        starts = range(0, entry.nbytes, _PART)
+        return all(
+            os.pread(shard.descriptor, min(_PART, entry.nbytes - start), entry.offset + start)
+            == os.pread(their_shard.descriptor, min(_PART, entry.nbytes - start), their_entry.offset + start)
+            for start in starts
+        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by the model's name; experts stored one by one become one tensor.

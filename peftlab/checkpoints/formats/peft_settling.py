@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftlab.checkpoints.formats.peft_renaming import with_new_names
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
@@ -29,25 +30,53 @@ def settled(
 ) -> tuple[LoraConfig, dict[str, Tensor], tuple[str, ...]]:
     """Return an adapter as it is in ``model``, a base model: its configuration, its tensors, and notes.
 
-    Names that match nothing are left out. The head trains if ``modules_to_save`` names it or the file contains all of
-    it. A matrix in a module that LoRA does not act on, a router's for one, is adapted in place of its module.
+    Names that transformers has changed since are the new ones; names that match nothing are left out. The head trains
+    if ``modules_to_save`` names it or the file contains all of it. A matrix in a module that LoRA does not act on, a
+    router's for one, is adapted in place of its module.
 
     Args:
         tensors: by our parameter names.
     """
-    config, tensors = _matrices(model, config, dict(tensors))
+    config, tensors = with_new_names(model, config, tensors)
+    config, tensors = _matrices(model, _by_full_names(model, config, tensors), tensors)
     config, notes = _head(model, config, set(tensors))
     unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
     uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, unused)})
     if uncalled:
         tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
         notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
+    half = [name for name in never_called(model) if f"{name}.lora_A" in tensors]
+    if half:
+        notes = (
+            *notes,
+            f"peft trains the factors of {', '.join(half)} by half of their gradient, peftlab by all of it",
+        )
     config, unmatched = matching_only(model, config)
     unmatched["modules_to_save"] = [n for n in unmatched.get("modules_to_save", []) if n not in _ADDED_BY_PEFT]
     lists = "; ".join(f"{field}: {', '.join(names)}" for field, names in unmatched.items() if names)
     if lists:
         notes = (*notes, f"names in adapter_config.json that match nothing are left out: {lists}")
     return config, tensors, notes
+
+
+def _by_full_names(model: nn.Module, config: LoraConfig, tensors: Mapping[str, Tensor]) -> LoraConfig:
+    """Return the configuration with full names where peft takes a name for the end of one, ``norm`` for
+    ``input_layernorm``: of the modules that the file contains."""
+    saved = {name.rpartition(".")[0] for name in tensors}
+    every = [name for name, _ in model.named_modules() if name]
+    held = [name for name in every if any(inside(owner, [name]) for owner in saved)]
+
+    def full(end: str) -> list[str]:
+        found = [name for name in held if name.endswith(end) and not has_suffix(name, end)]
+        outermost = [name for name in found if not any(name != other and inside(name, [other]) for other in found)]
+        kept = [end] if not outermost or any(has_suffix(name, end) for name in every) else []
+        return kept + outermost
+
+    whole, tokens = config.modules_to_save, config.trainable_token_indices
+    changes: dict[str, Any] = {"modules_to_save": whole and list(dict.fromkeys(n for end in whole for n in full(end)))}
+    if isinstance(tokens, dict):
+        changes["trainable_token_indices"] = {name: rows for end, rows in tokens.items() for name in full(end)}
+    return config.model_copy(update=changes)
 
 
 def _head(model: nn.Module, config: LoraConfig, names: set[str]) -> tuple[LoraConfig, tuple[str, ...]]:

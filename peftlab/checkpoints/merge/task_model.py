@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.formats.peft_renaming import new_names
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import member, reason
 from peftlab.models.bounds import check_sizes
@@ -46,7 +47,8 @@ def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: 
     """
     model, unknown = closest_model(adapter, base, source=source, trust_remote_code=trust_remote_code)
     if unknown:
-        raise PeftlabError(f"{source} does not fit {base}: {unknown[0]}")
+        hint = did_you_mean(unknown[0], _names(model))
+        raise PeftlabError(f"{source} does not fit {base}: {type(model).__name__} has no {unknown[0]}{hint}")
     return model
 
 
@@ -65,7 +67,6 @@ def closest_model(
     own, autos = (config.architectures or [])[:1], list(_AUTO.values())
     # The class of a model of images and text is the base's own, whatever task its adapter names.
     names = [_AUTO[adapter.task_type], *own] if adapter.task_type in _AUTO else own + autos
-    wanted = {_ADDED.sub("", name) for name in adapter.tensors}
     closest: tuple[PreTrainedModel, list[str]] | None = None
     failed = ""
     for name in names:
@@ -74,16 +75,22 @@ def closest_model(
         except PeftlabError as error:
             failed = failed or str(error)
             continue
-        known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-        unknown = sorted(wanted - known)
+        renamed = new_names(model, adapter.tensors)
+        wanted = {_ADDED.sub("", renamed.get(name, name)) for name in adapter.tensors}
+        unknown = sorted(wanted - _names(model))
         if not unknown:
-            return _resized(model, adapter.tensors, name, base, trust_remote_code), []
+            tensors = {renamed.get(key, key): tensor for key, tensor in adapter.tensors.items()}
+            return _resized(model, tensors, name, base, trust_remote_code), []
         if closest is None or len(unknown) < len(closest[1]):
-            kind = type(model).__name__
-            closest = model, [f"{kind} has no {each}{did_you_mean(each, known)}" for each in unknown]
+            closest = model, unknown
     if closest is None:
         raise PeftlabError(f"{source} does not fit {base}: {failed}")
     return closest
+
+
+def _names(model: PreTrainedModel) -> set[str]:
+    """Return the names of a model's modules and parameters."""
+    return {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
 
 
 def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,7 @@ def _targets(model: nn.Module, config: LoraConfig, body: list[str]) -> dict[str,
     if config.exclude_modules:
         excluded = set(match(names, config.exclude_modules, what="exclude_modules"))
         names = [name for name in names if name not in excluded]
+    names += [name for name in _named_by_weight(model, config, body) if name not in names]
     names = in_layers(names, config.layers_to_transform, config.layers_pattern)
     if not names and not config.target_parameters:
         narrowing = "exclude_modules" if config.exclude_modules else "layers_to_transform"
@@ -192,7 +193,8 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
     """Return the parameters to adapt by the module that holds them."""
     if not config.target_parameters:
         return {}
-    named = match(_parameters(model), config.target_parameters, what="target_parameters")
+    here, lines = _parameters(model), [f"{name}.weight" for name in _linear(model, adaptable(model))]
+    named = [n for n in match([*here, *lines], config.target_parameters, what="target_parameters") if n in set(here)]
     found: dict[str, list[str]] = {}
     for name in in_layers(named, config.layers_to_transform, config.layers_pattern):
         module, _, parameter = name.rpartition(".")
@@ -202,6 +204,16 @@ def _expert_targets(model: nn.Module, config: LoraConfig) -> dict[str, list[str]
     if config.start:
         raise PeftlabError(f"target_parameters: expert weights take no init_lora_weights={config.start}")
     return found
+
+
+def _named_by_weight(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
+    """Return the linear maps whose weights ``target_parameters`` names: they are adapted like any linear map."""
+    wanted = config.target_parameters or []
+    return [n for n in _linear(model, body) if any(has_suffix(f"{n}.weight", parameter) for parameter in wanted)]
+
+
+def _linear(model: nn.Module, names: Iterable[str]) -> list[str]:
+    return [name for name in names if isinstance(model.get_submodule(name), nn.Linear)]
 
 
 def _parameters(model: nn.Module) -> list[str]:

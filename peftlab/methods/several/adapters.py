@@ -8,7 +8,7 @@ of the state dict and move with the model; what has no values of its own there c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -194,10 +194,11 @@ def aside(model: nn.Module) -> Iterator[dict[str, Stored]]:
 @contextmanager
 def rearranged(model: nn.Module) -> Iterator[dict[str, Stored]]:
     """Within the block the stored adapters are those yielded, to be changed, and have no tensors in the model."""
-    if hasattr(model, _CHANGING) or any(isinstance(leaf, Adapted) and not leaf.enabled for leaf in model.modules()):
-        raise PeftlabError("adapters cannot be changed or saved within peftlab.disabled or peftlab.adapter_names")
     others = _others(model)
-    refuse_patched(model, {name for injection in _injections(model) for name in injection.replaced})
+    leaves = {name: model.get_submodule(name) for injection in _injections(model) for name in injection.replaced}
+    if hasattr(model, _CHANGING) or any(isinstance(leaf, Adapted) and not leaf.enabled for leaf in leaves.values()):
+        raise PeftlabError("adapters cannot be changed or saved within peftlab.disabled or peftlab.adapter_names")
+    refuse_patched(leaves)
     _hide(model, others)
     setattr(model, _CHANGING, True)
     try:
@@ -281,9 +282,9 @@ def detach(model: ModelT, injection: Injection) -> ModelT:
     return model
 
 
-def refuse_patched(model: nn.Module, leaves: Iterable[str]) -> None:
+def refuse_patched(leaves: Mapping[str, nn.Module]) -> None:
     """Raise ``PeftlabError`` if one of the leaves, by name, has a forward that would go on computing what it did."""
-    patched = next((name for name in leaves if "forward" in vars(model.get_submodule(name))), None)
+    patched = next((name for name, leaf in leaves.items() if "forward" in vars(leaf)), None)
     if patched is not None:
         raise PeftlabError(
             f"{patched} has a forward of its own (accelerate's dispatch sets one), which would hide the adapter; "
@@ -329,19 +330,21 @@ def _show(model: nn.Module, others: dict[str, Stored]) -> None:
             place = model
             for part in name.split("."):
                 # By registry: an attribute of this name may be the active adapter's parameter.
-                place = place._modules.setdefault(part, StoredTensors())  # type: ignore[assignment]
+                inner = place._modules.get(part)
+                if inner is None:
+                    inner = place._modules[part] = StoredTensors()
+                place = inner
             place._parameters[adapter] = owner[key]
 
 
 def _hide(model: nn.Module, others: dict[str, Stored]) -> None:
     """Undo ``_show``; where the model's tensors have been exchanged since (``to_empty``), keep the new ones."""
     found: dict[tuple[str, str], nn.Parameter | None] = {}
-    for prefix, module in list(model.named_modules()):
+    for prefix, module in list(model.named_modules()) if others else []:
         if isinstance(module, StoredTensors):
             found |= {(prefix, adapter): parameter for adapter, parameter in module._parameters.items()}
+        for key in [key for key, child in module._modules.items() if isinstance(child, StoredTensors)]:
+            del module._modules[key]
     for adapter, stored in others.items():
         for name, owner, key in stored.tensors():
             owner[key] = found.get((name, adapter), owner[key])
-    for module in list(model.modules()):
-        for key in [key for key, child in module._modules.items() if isinstance(child, StoredTensors)]:
-            del module._modules[key]

@@ -167,7 +167,7 @@ def _trained_in_place(model: nn.Module, stored: Stored) -> dict[str, dict[str, n
     """Return an adapter's values of the model's own parameters, by module (every one that has it) and by name there."""
     values = {id(model.get_parameter(name)): value for name, value in stored.values.items()}
     found: dict[str, dict[str, nn.Parameter | None]] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if values else []:
         own = {key: values[id(p)] for key, p in module._parameters.items() if id(p) in values}
         if own:
             found[name] = own
