@@ -87,8 +87,10 @@ def refused(directory: Path, message: str, family: str = "llama") -> None:
         ("base_model_name_or_path", 7, r"base_model_name_or_path: 7 is not a string"),
         ("arrow_config", {"top_k": 1}, r"arrow_config"),
         ("layer_replication", [[0, 1]], r"layer_replication"),
-        ("trainable_token_indices", [1], r"trainable_token_indices"),
-        ("megatron_config", {"x": "y" * 10_000}, r"megatron_config=.{100,200} is not supported"),
+        ("trainable_token_indices", [1], r"not in the file \(1\): model.embed_tokens.token_rows"),
+        ("trainable_token_indices", ["x"], r"trainable_token_indices"),
+        ("megatron_config", {"x": "y" * 10_000}, r"megatron_config is not supported: it adapts layers of Megatron"),
+        ("a_field_to_come", {"x": "y" * 10_000}, r"a_field_to_come=.{100,200} is not supported"),
     ],
 )
 def test_values_that_peft_never_writes(tmp_path: Path, key: str, value: Any, message: str) -> None:

@@ -236,7 +236,7 @@ def same(ours: Tensor, theirs: Tensor) -> None:
     """Assert that two rows of outputs are equal but for rounding; in bf16, where single ones stray, by their norm."""
     if theirs.dtype == torch.bfloat16:
         apart = float((ours - theirs).float().norm() / theirs.float().norm())
-        assert apart < 0.03, f"the outputs are {apart:.2g} of their norm apart"
+        assert apart < 0.05, f"the outputs are {apart:.2g} of their norm apart"
         return
     tight = 1e-9 if theirs.dtype == torch.float64 else 1e-4
     torch.testing.assert_close(ours, theirs, rtol=tight, atol=tight * 0.5 * _size(theirs))
