@@ -26,3 +26,6 @@ Attributes: TypeAlias = dict[str, Any]
 
 Converter: TypeAlias = Any
 """One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""
+
+Schema: TypeAlias = dict[Any, Any] | Callable[..., Any]
+"""The JSON schema of a tool, as transformers' chat templates take it."""

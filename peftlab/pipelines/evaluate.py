@@ -11,9 +11,10 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.models.pretrained import load_config
-from peftlab.pipelines.finetune import LoadedTask, load_task, make_evaluation
+from peftlab.pipelines.finetune import load_task
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.prepared import Prepared
 from peftlab.tasks.table import find_task
 
 
@@ -46,13 +47,12 @@ def evaluate(
         task = _load_whole(recipe.model_copy(update={"model": str(directory), "revision": None}))
     else:
         task = _load_adapted(recipe, place)
-    evaluation = make_evaluation(recipe, task)
     model = Accelerator().prepare(task.model)
     with eval_mode(model):
-        return evaluation.score(model)
+        return task.score(model)
 
 
-def _load_whole(recipe: FinetuneRecipe) -> LoadedTask:
+def _load_whole(recipe: FinetuneRecipe) -> Prepared:
     """Load a plain model and the data, whose labels are read as the classes that its configuration names."""
     names = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code).id2label
     task = load_task(recipe, _classes(recipe, names, recipe.model))
@@ -63,7 +63,7 @@ def _load_whole(recipe: FinetuneRecipe) -> LoadedTask:
     return task
 
 
-def _load_adapted(recipe: FinetuneRecipe, place: Path) -> LoadedTask:
+def _load_adapted(recipe: FinetuneRecipe, place: Path) -> Prepared:
     """Load base model, adapter and data, whose labels are read as the classes that the adapter names.
 
     An adapter of another library names none: then the labels must be class numbers.
@@ -71,7 +71,7 @@ def _load_adapted(recipe: FinetuneRecipe, place: Path) -> LoadedTask:
     adapter = read_adapter(place)
     names = adapter.base.get("config", {}).get("id2label")
     task = load_task(recipe, None if names is None else _classes(recipe, names, str(place)))
-    own = not find_task(recipe.task).glue and task.data.task.labels
+    own = not find_task(recipe.task).glue and task.task.labels
     if names is None and own and own != tuple(map(str, range(len(own)))):
         raise PeftlabError(
             f"{place}: does not say what its classes are called, and the data calls them {', '.join(own)}; label the "
@@ -81,8 +81,10 @@ def _load_adapted(recipe: FinetuneRecipe, place: Path) -> LoadedTask:
     return task
 
 
-def _classes(recipe: FinetuneRecipe, names: object, place: str) -> tuple[str, ...]:
-    """Return a model's class names in label order; none for regression."""
+def _classes(recipe: FinetuneRecipe, names: object, place: str) -> tuple[str, ...] | None:
+    """Return a model's class names in label order; none for regression; None where the task has no labels."""
+    if not find_task(recipe.task).labelled:
+        return None
     try:
         numbered = (
             {int(str(number)): str(name) for number, name in names.items()} if isinstance(names, Mapping) else None

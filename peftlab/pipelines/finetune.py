@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.merge.options import MergeOptions
@@ -27,8 +24,6 @@ from peftlab.methods.injection import count_parameters, inject
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
-from peftlab.models.positions import position_limit
-from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
@@ -39,47 +34,18 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
-from peftlab.tasks.data import TaskData, load_task_data
-from peftlab.tasks.metrics import majority_baseline
-from peftlab.tasks.scoring import Evaluation, summed_loss
+from peftlab.rows import resolve
+from peftlab.tasks.language.examples import TOO_LONG
+from peftlab.tasks.prepared import ModelSource, Prepared
+from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
-from peftlab.tasks.tokens import Collate, largest_id, tokenise
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
-from peftlab.untyped import Attributes
 
 VERIFY_EXAMPLES = 64  # examples on which merged and unmerged model are compared
-
-
-@dataclass
-class LoadedTask:
-    """A recipe's model, tokenizer and data, before anything is injected.
-
-    Attributes:
-        fresh: parameters that the checkpoint does not contain, newly initialised.
-    """
-
-    data: TaskData
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    fresh: list[str]
-    collate: Collate
-
-    def tokens(self, split: str, recipe: FinetuneRecipe) -> Dataset:
-        """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
-        tokens = tokenise(self.data.splits[split], self.tokenizer, recipe.train.max_length)
-        embeddings = self.model.get_input_embeddings().get_parameter("weight")
-        largest, embedded = max(largest_id(tokens), self.collate.fill["input_ids"]), len(embeddings)
-        if largest >= embedded:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise PeftlabError(
-                f"{recipe.model}: its tokenizer gives {token!r} the id {largest}, and the model has embeddings of "
-                f"{embedded} tokens"
-            )
-        return tokens
 
 
 @dataclass(frozen=True)
@@ -97,6 +63,7 @@ class FinetuneResults:
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
         merge: how the merged model compares with base and adapter; None if nothing was merged.
+        sample: what a language model answers to a held-out input, ``before`` training and ``after``.
     """
 
     task: str
@@ -123,13 +90,12 @@ class FinetuneResults:
     dropped_rows: int
     left_out: dict[str, int]
     merge: MergeCheck | None = None
+    sample: dict[str, str] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return them as ``results.json`` has them: without ``merge`` if nothing was merged."""
+        """Return them as ``results.json`` has them: without ``merge`` and ``sample`` where there is none."""
         values = to_json(self)
-        if self.merge is None:
-            del values["merge"]
-        return values
+        return {key: value for key, value in values.items() if key not in ("merge", "sample") or value is not None}
 
 
 def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> FinetuneResults:
@@ -151,11 +117,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     accelerator = make_accelerator(settings, run_dir)
     set_seed(settings.seed)
     task = load_task(recipe)
-    if "train" not in task.data.splits:
-        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
-        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
-    for line in data_lines(task.data.class_counts(), task.data.left_out):
+    spec = make_spec(recipe, task)
+    for line in data_lines(task.classes, task.left_out):
         accelerator.print(line)
+    before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     model = inject(task.model, _method_for(recipe, task))
     if recipe.init_from and not resume:
         start_from(model, recipe.init_from)
@@ -163,13 +128,11 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
-    evaluation = make_evaluation(recipe, task)
-    spec = make_spec(recipe, task, evaluation)
-
+    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
-        origin = provenance(settings.seed, task.data.fingerprint, accelerator.num_processes)
+        origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes)
         write_json(run_dir / "provenance.json", origin)
     accelerator.wait_for_everyone()
     if settings.trackers:
@@ -180,73 +143,63 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         for tracker in accelerator.trackers:  # end_training() would destroy the process group as well
             tracker.finish()
 
-    results = _results(recipe, task, progress, (trainable, total), accelerator)
+    results = _results(recipe, task, progress, baseline, (trainable, total), accelerator)
     if accelerator.is_main_process:
-        results = _write_out(recipe, task, spec.model, evaluation, run_dir, results)
+        if task.sample is not None and before is not None and not accelerator.is_fsdp2:
+            results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
+        results = _write_out(recipe, task, spec.model, run_dir, results)
     accelerator.wait_for_everyone()
     return results
 
 
-def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> LoadedTask:
-    """Load what ``recipe`` names: the data first, as it is cheap to read and most often wrong.
+def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> Prepared:
+    """Load data and model that ``recipe`` names, as its task's row says.
 
     Args:
         classes: a trained model's class names in label order; None: those of task and data.
     """
-    data = load_task_data(recipe.task, recipe.data, classes)
-    options: Attributes = {"trust_remote_code": recipe.trust_remote_code}
-    if recipe.revision:
-        options["revision"] = recipe.revision
-    tokenizer = load_tokenizer(recipe.model, **options)
-    labels = data.task.labels
-    names: Attributes = {
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: i for i, name in enumerate(labels)},
-    }
-    model, fresh = load_base(
-        recipe.model,
-        num_labels=len(labels) or 1,
-        problem_type="regression" if data.task.regression else "single_label_classification",
-        **(names if labels else {}),
-        **options,
+    task = find_task(recipe.task)
+    prepared: Prepared = resolve(task.prepare)(
+        task,
+        recipe.data,
+        ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code),
+        max_length=recipe.train.max_length,
+        batch_size=recipe.train.eval_batch_size,
+        classes=classes,
     )
-    limit = position_limit(model)
-    if limit is not None and recipe.train.max_length > limit:
-        raise PeftlabError(
-            f"train.max_length is {recipe.train.max_length}; {recipe.model} has positions for {limit} tokens"
-        )
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    return LoadedTask(data, tokenizer, model, fresh, Collate(tokenizer, data.task.regression))
+    return prepared
 
 
-def make_evaluation(recipe: FinetuneRecipe, task: LoadedTask) -> Evaluation:
-    """Return the tokenised evaluation splits with the task's metrics; ``PeftlabError`` if there is no such split."""
-    spec, splits = task.data.task, task.data.splits
-    names = [split for split in spec.evaluation if split in splits]
-    if not names:
-        raise PeftlabError(
-            f"task {spec.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}"
-        )
-    tokens = {split: task.tokens(split, recipe) for split in names}
-    return Evaluation(spec, tokens, task.collate, recipe.train.eval_batch_size)
-
-
-def make_spec(recipe: FinetuneRecipe, task: LoadedTask, evaluation: Evaluation) -> TrainingSpec:
-    """Return the training problem of classification or regression."""
+def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
+    """Return the task as a training problem; ``PeftlabError`` if there is nothing to train on."""
+    if task.train is None:
+        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
+        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
+    train = task.train()
     return TrainingSpec(
         model=task.model,
-        train=task.tokens("train", recipe),
+        train=train,
         collate=task.collate,
-        loss=partial(summed_loss, regression=task.data.task.regression),
-        denominator=len,
-        score=evaluation.score,
-        deciding=task.data.task.metrics[0],
+        loss=task.loss,
+        denominator=task.denominator(train),
+        score=task.score,
+        deciding=task.deciding,
+        higher_is_better=task.higher_is_better,
         lr_ratio=lr_ratio(recipe.method),
     )
 
 
-def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> MethodConfig:
+def _scored(spec: TrainingSpec, accelerator: Accelerator) -> Scores:
+    """Return the scores of the model as it is, on the device that trains it."""
+    spec.model.to(accelerator.device)
+    return spec.evaluate(spec.model)
+
+
+def _first(scores: Scores) -> dict[str, float]:
+    return next(iter(scores.values()))
+
+
+def _method_for(recipe: FinetuneRecipe, task: Prepared) -> MethodConfig:
     """Return the recipe's method, which also trains every body module that the checkpoint does not contain."""
     head = task_head(task.model)
     owners = {name.rpartition(".")[0] for name in task.fresh if not inside(name, head)}
@@ -258,31 +211,29 @@ def _method_for(recipe: FinetuneRecipe, task: LoadedTask) -> MethodConfig:
 
 def _results(
     recipe: FinetuneRecipe,
-    task: LoadedTask,
+    task: Prepared,
     progress: Progress,
+    baseline: Mapping[str, float],
     parameters: tuple[int, int],
     accelerator: Accelerator,
 ) -> FinetuneResults:
     """Put together what was trained and measured; ``parameters`` are the trainable ones and all."""
-    spec, splits = task.data.task, task.data.splits
-    deciding = next(split for split in spec.evaluation if split in splits)
-    baseline = majority_baseline(spec, splits["train"]["label"], splits[deciding]["label"])
     seconds = max(progress.seconds, 1e-9)
     # ru_maxrss is in bytes on macOS, in KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
     return FinetuneResults(
-        task=spec.name,
+        task=task.task.name,
         method=recipe.method.name,
         model=recipe.model,
-        metric=spec.metrics[0],
+        metric=task.deciding,
         score=progress.best_score,
         metrics=progress.best_metrics,
         last_metrics=progress.last_metrics,
         best_step=progress.best_step,
         steps=progress.step,
-        baseline_score=baseline[spec.metrics[0]],
-        baseline_metrics=baseline,
+        baseline_score=baseline[task.deciding],
+        baseline_metrics=dict(baseline),
         trainable_parameters=parameters[0],
         total_parameters=parameters[1],
         train_seconds=round(progress.seconds, 3),
@@ -292,17 +243,16 @@ def _results(
         peak_rss_mb=round(peak, 1),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
         seed=recipe.train.seed,
-        classes=task.data.class_counts(),
-        dropped_rows=task.data.left_out.get(MISSING, 0),
-        left_out=task.data.left_out,
+        classes=task.classes,
+        dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
+        left_out=task.left_out,
     )
 
 
 def _write_out(
     recipe: FinetuneRecipe,
-    task: LoadedTask,
+    task: Prepared,
     model: nn.Module,
-    evaluation: Evaluation,
     run_dir: Path,
     results: FinetuneResults,
 ) -> FinetuneResults:
@@ -317,8 +267,10 @@ def _write_out(
         results=results.to_dict(),
         recipe=dump_recipe(recipe),
         revision=recipe.revision,
-        labels=task.data.task.labels,
-        split=next(iter(evaluation.splits)),
+        labels=task.task.labels if task.task.labelled else None,
+        split=next(iter(task.held_out)),
+        auto_class=task.auto_class,
+        pipeline=task.pipeline,
     )
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
         save_adapter(model, staging, base=recipe.model)
@@ -329,16 +281,16 @@ def _write_out(
         options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.to_dict())
-        inputs = sample_inputs(evaluation, VERIFY_EXAMPLES)
+        inputs = sample_inputs(task, VERIFY_EXAMPLES)
         compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         results = replace(results, merge=compared)
     conclude(run_dir, results.to_dict())
     return results
 
 
-def sample_inputs(evaluation: Evaluation, n: int) -> list[dict[str, torch.Tensor]]:
+def sample_inputs(task: Prepared, n: int) -> list[dict[str, torch.Tensor]]:
     """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels."""
-    data = next(iter(evaluation.splits.values()))
+    data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
-    batches = [evaluation.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
-    return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    batches = [task.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
+    return [{key: value for key, value in batch.items() if key not in ("labels", "trained")} for batch in batches]

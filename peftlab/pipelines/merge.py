@@ -17,7 +17,7 @@ from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.models.pretrained import load_tokenizer
-from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, make_evaluation, sample_inputs
+from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, sample_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 
@@ -92,6 +92,6 @@ def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
     if recipe is not None:
         loaded = load_recipe(recipe)
         if isinstance(loaded, FinetuneRecipe):
-            return sample_inputs(make_evaluation(loaded, load_task(loaded)), VERIFY_EXAMPLES)
+            return sample_inputs(load_task(loaded), VERIFY_EXAMPLES)
     tokenizer = load_tokenizer(base)
     return [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]

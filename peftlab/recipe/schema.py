@@ -35,7 +35,9 @@ class FinetuneRecipe(Section):
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
-    task: str = Field(description="glue/NAME, text/classification or text/regression.")
+    task: str = Field(
+        description="glue/NAME, or on your own files text/classification, text/regression, text/chat, text/completion, text/plain."
+    )
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(
         default=LoraConfig(),

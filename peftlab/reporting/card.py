@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr"}
 _CLASSES = 50  # rows of the table of classes
-_AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class CardInfo:
         base_license: the base's licence, as its own card calls it.
         dataset: reference of the data: a hub id or a path.
         split: the split the results are of.
-        labels: class names in label order; empty for regression; None where they are not known.
+        labels: class names in label order; empty for regression; None where they are not known or there are none.
+        auto_class, pipeline: of transformers, for such a model.
     """
 
     name: str
@@ -46,6 +46,8 @@ class CardInfo:
     dataset: str | None = None
     split: str = "validation"
     labels: Sequence[str] | None = None
+    auto_class: str = "AutoModelForSequenceClassification"
+    pipeline: str = "text-classification"
 
     @property
     def method(self) -> str:
@@ -72,11 +74,11 @@ def adapter_card(info: CardInfo) -> str:
     lines = [
         importing,
         *imports,
-        f"from transformers import {_AUTO_CLASS}, AutoTokenizer",
+        f"from transformers import {info.auto_class}, AutoTokenizer",
         "",
         f"base = {base}",
         f"tokenizer = AutoTokenizer.from_pretrained(base{_revision(info)})",
-        f"model = {_AUTO_CLASS}.from_pretrained(base{_base_options(info)})",
+        f"model = {info.auto_class}.from_pretrained(base{_base_options(info)})",
         f"model = {load}(model, {json.dumps(info.name)})",
     ]
     trained = training(info)
@@ -100,7 +102,7 @@ def training(info: CardInfo) -> Training:
 
     task, dataset, evaluated = str(info.results["task"]), hub_id(info.dataset), _eval_results(info)
     data = ModelCardData(
-        pipeline_tag="text-classification",
+        pipeline_tag=info.pipeline,
         tags=list(dict.fromkeys(["peftlab", info.method, task.partition("/")[0]])),
         datasets=[dataset] if dataset else None,
         metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
@@ -127,7 +129,7 @@ def _eval_results(info: CardInfo) -> list[EvalResult]:
     task = str(info.results["task"])
     return [
         EvalResult(
-            task_type="text-classification",
+            task_type=info.pipeline,
             dataset_type=hub_id(info.dataset) or "text",
             dataset_name=task,
             dataset_config=task.partition("/")[2] if task.startswith("glue/") else None,

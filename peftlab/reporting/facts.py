@@ -75,8 +75,8 @@ def label(key: str) -> str:
 
 def baseline_name(metric: str) -> str:
     """Return what the baseline of ``metric`` is called: the majority class, a constant for regression, the draft
-    before training for acceptance."""
-    if metric == "acceptance":
+    or language model before training."""
+    if metric in ("acceptance", "loss"):
         return "before training"
     return "constant baseline" if metric in _CONSTANT_SCORED else "majority baseline"
 

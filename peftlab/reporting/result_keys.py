@@ -20,7 +20,7 @@ COMMON = {
     "last_metrics": "all metrics at the last evaluation, by split",
     "best_step": "optimiser step of the best evaluation",
     "steps": "optimiser steps of the run",
-    "baseline_score": "the deciding metric of the baseline: the majority class, the mean, or the draft before training",
+    "baseline_score": "the deciding metric of the baseline: the majority class, the mean, or the draft or language model before training",
     "baseline_metrics": "all metrics of the baseline",
     "trainable_parameters": "parameters that required a gradient",
     "total_parameters": "all parameters, the adapter's included",
@@ -38,6 +38,7 @@ FINETUNE = {
     "classes": "class name to its number of examples by split; empty for regression",
     "dropped_rows": "rows left out because a text or label was missing",
     "left_out": "all rows left out, by reason",
+    "sample": "what a language model answers to a held-out input, `before` training and `after`; absent elsewhere",
 }
 DRAFT = {
     "objective": "`objective.name`",

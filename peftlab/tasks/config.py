@@ -30,13 +30,34 @@ class DataConfig(Section):
         default=None,
         min_length=1,
         max_length=2,
-        description="Own task: the text column, or the two columns of a pair.",
+        description="Own task: the text column, or the two columns of a pair. text/plain: the column; null: text.",
+    )
+    messages: str | None = Field(
+        default=None, description="text/chat: the column with the turns; null: recognised by the columns there are."
+    )
+    prompt: str | None = Field(
+        default=None, description="text/chat, text/completion: the column with the question, or what comes before."
+    )
+    completion: str | None = Field(
+        default=None, description="text/chat, text/completion: the column with the answer, or what follows."
+    )
+    separator: str | None = Field(default=None, description="text/completion: text between prompt and completion.")
+    train_on: Literal["assistant", "last", "all"] | None = Field(
+        default=None,
+        description="text/chat: every answer (the default), the last one, or all tokens; text/completion: the "
+        "completion, or all.",
+    )
+    too_long: Literal["drop", "truncate", "error"] | None = Field(
+        default=None,
+        description="text/chat, text/completion: what becomes of examples longer than train.max_length; null: drop. "
+        "text/plain is cut into parts.",
     )
     label: str | None = Field(default=None, description="Own task: the column with the label (class name or number).")
     bins: Bins = Field(
         default=None,
         min_length=2,
-        description="Own classification task: make classes from a numeric label column. Class name to "
+        description="Own classification task: make classes from a numeric label column (text/chat, text/completion: "
+        "words from a numeric completion). Name to "
         "[lowest, highest], both inclusive, null for open; rows in no bin are left out and counted.",
     )
     validation: Count | Literal["all"] | None = Field(
@@ -78,7 +99,13 @@ class DataConfig(Section):
 
 Problem = tuple[tuple[str, ...], str]
 """The keys of the place in a recipe, and what is wrong there."""
-_OWN_KEYS = ("path", "text", "label", "bins", "validation", "drop_missing")
+_TEXT_KEYS = ("path", "text", "label", "bins", "validation", "drop_missing")
+_LANGUAGE_KEYS = ("messages", "prompt", "completion", "separator", "train_on", "too_long")
+_TAKES = {
+    "text/chat": {"messages", "prompt", "completion", "bins", "train_on", "too_long"},
+    "text/completion": {"prompt", "completion", "separator", "bins", "train_on", "too_long"},
+    "text/plain": {"text"},
+}
 
 
 def check_glue(task: Task, data: DataConfig) -> list[Problem]:
@@ -94,8 +121,28 @@ def check_own(task: Task, data: DataConfig) -> list[Problem]:
     problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
     if task.regression and "bins" in given:
         problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
-    return problems
+    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS})
+
+
+def check_language(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a language task lacks, or does not take."""
+    given = _given(data)
+    problems: list[Problem] = []
+    if "path" not in given:
+        problems.append((("task",), f"data.path: missing; task {task.name} needs it"))
+    if ("prompt" in given) != ("completion" in given) and task.name == "text/chat":
+        missing = "completion" if "prompt" in given else "prompt"
+        problems.append((("data",), f"data.{missing}: missing; name both columns, prompt and completion, or neither"))
+    if "messages" in given and "prompt" in given:
+        problems.append((("data", "messages"), "data.messages: the chat is in one column or in two, not both"))
+    if "bins" in given and "completion" not in given:
+        problems.append((("data", "bins"), "data.bins: needs data.completion, the column with the numbers"))
+    return problems + _not_taken(task, given - _TAKES[task.name] - {"path", "validation", "drop_missing"})
+
+
+def _not_taken(task: Task, names: set[str]) -> list[Problem]:
+    return [(("data", name), f"data.{name}: task {task.name} does not take it") for name in sorted(names)]
 
 
 def _given(data: DataConfig) -> set[str]:
-    return {name for name in _OWN_KEYS if getattr(data, name) not in (None, False)}
+    return {name for name in (*_TEXT_KEYS, *_LANGUAGE_KEYS) if getattr(data, name) not in (None, False)}

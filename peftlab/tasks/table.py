@@ -25,7 +25,10 @@ class Task:
         evaluation: names of the labelled evaluation splits, the deciding one first.
         folder: directory name in GLUE's TSV distribution; empty elsewhere.
         regression: whether the label is a number.
+        labelled: whether a row has a class or a number; else it is text that a language model learns.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
+        prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
+            ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
         load: function from the task, the recipe's data section and a trained model's class names (or None) to the
             task with ``labels`` and ``text`` filled in, its splits, and the number of rows left out by reason.
         check: function from the task and the recipe's data section to what is wrong with the section, each as the
@@ -40,6 +43,8 @@ class Task:
     folder: str = ""
     regression: bool = False
     trainable: bool = True
+    labelled: bool = True
+    prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
     load: str = field(kw_only=True)
     check: str = field(kw_only=True)
 
@@ -53,6 +58,14 @@ _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _MNLI_SPLITS = ("validation_matched", "validation_mismatched")
 _glue = partial(Task, load="peftlab.tasks.glue:load_glue", check="peftlab.tasks.config:check_glue")
+_language = partial(
+    Task,
+    metrics=("loss",),
+    labelled=False,
+    prepare="peftlab.tasks.language.language_task:prepare",
+    load="peftlab.tasks.language.language_task:load_language",
+    check="peftlab.tasks.config:check_language",
+)
 _own = partial(Task, load="peftlab.tasks.text:load_text_task", check="peftlab.tasks.config:check_own")
 
 _BUILT_IN = (
@@ -80,6 +93,9 @@ _BUILT_IN = (
     _glue("glue/ax", _NLI, ("premise", "hypothesis"), evaluation=(), folder="AX", trainable=False),
     _own("text/classification", metrics=("accuracy", "f1")),
     _own("text/regression", metrics=("pearson", "spearman"), regression=True),
+    _language("text/chat"),
+    _language("text/completion"),
+    _language("text/plain"),
 )
 TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
 

@@ -27,7 +27,8 @@ from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table, read_table, table_suffix
 from peftlab.tasks.table import Task
 
-MISSING = "text or label missing"  # a reason for leaving rows out
+MISSING = "text or label missing"  # reasons for leaving rows out
+OUTSIDE = "outside every bin"
 _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 
@@ -60,7 +61,8 @@ def load_text_task(
         raise PeftlabError(f"task {task.name} needs data.path, data.text and data.label")
     if label in text:
         raise PeftlabError(f"data.label {label!r} is also in data.text; a model would read the answer")
-    tables = _tables(data.path, data.validation)
+    files = split_files(data.path)
+    tables = split_tables(files, data.validation, files)
     needed = {
         split: dict.fromkeys(text, "data.text")
         | ({label: "data.label"} if split != "test" or label in table.columns else {})
@@ -80,18 +82,19 @@ def load_text_task(
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed, len(classes))
-    left_out = {MISSING: dropped, "outside every bin": outside}
+    left_out = {MISSING: dropped, OUTSIDE: outside}
     return replace(task, labels=tuple(classes), text=text), splits, {why: n for why, n in left_out.items() if n}
 
 
-def _tables(path: str, validation: float | str | None) -> dict[str, Table]:
-    """Read the split files; validation comes from one of them or from ``data.validation``, not from both."""
-    tables = {split: read_table(file) for split, file in _files(path).items()}
-    if "validation" in tables and validation is not None:
-        file = tables["validation"].path
-        raise PeftlabError(f"data.validation is set, but {file} is the validation split already")
-    if "validation" not in tables and validation is None:
-        raise PeftlabError(f"{tables['train'].path}: data.validation must say how many examples to hold out, or all")
+def split_tables(
+    files: Mapping[str, Path], validation: float | str | None, all_files: Mapping[str, Path]
+) -> dict[str, Table]:
+    """Read the split files; validation comes from one of ``all_files`` or from ``data.validation``, not from both."""
+    if "validation" in all_files and validation is not None:
+        raise PeftlabError(f"data.validation is set, but {all_files['validation']} is the validation split already")
+    if "validation" not in all_files and validation is None:
+        raise PeftlabError(f"{all_files['train']}: data.validation must say how many examples to hold out, or all")
+    tables = {split: read_table(file) for split, file in files.items()}
     for table in tables.values():
         if len(table) == 0:
             raise PeftlabError(f"{table.path}: no examples")
@@ -186,8 +189,12 @@ def _texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
     return [str(value) for value in values]
 
 
-def _files(reference: str) -> dict[str, Path]:
-    """Return the file of each split; a single file is the training split."""
+def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
+    """Return the file of each split; a single file is the training split.
+
+    Args:
+        more: suffixes beside those of tables.
+    """
     path = locate(reference, "data.path")
     if not isinstance(path, Path):
         folder = Path(path).parent
@@ -197,7 +204,7 @@ def _files(reference: str) -> dict[str, Path]:
         return {"train": path}
     files: dict[str, Path] = {}
     for file in _entries(path):
-        suffix = table_suffix(file)
+        suffix = table_suffix(file) or next((s for s in more if file.name.endswith(s)), None)
         split = _SPLIT_STEMS.get(file.name[: -len(suffix)].lower()) if suffix else None
         if split is None:
             continue

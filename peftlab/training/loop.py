@@ -174,7 +174,8 @@ class _Trainer:
         score = next(iter(scores.values()))[self.spec.deciding]
         progress = self.progress
         progress.last_metrics = scores
-        if progress.best_score is None or score > progress.best_score:
+        sign = 1 if self.spec.higher_is_better else -1
+        if progress.best_score is None or sign * score > sign * progress.best_score:
             progress.best_step, progress.best_score, progress.best_metrics = progress.step, score, scores
             progress.stale = 0
         else:

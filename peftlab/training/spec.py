@@ -25,7 +25,7 @@ class TrainingSpec:
         loss: (model, a batch) to the sum of the batch's losses, a scalar.
         denominator: indices of a global batch to what the sum of its losses is divided by: examples, or tokens.
         score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
-        deciding: the metric on the first split by which the best checkpoint is chosen; higher is better.
+        deciding: the metric on the first split by which the best checkpoint is chosen. higher_is_better: how.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
     """
 
@@ -37,6 +37,7 @@ class TrainingSpec:
     score: Callable[[nn.Module], Scores]
     deciding: str
     lr_ratio: Mapping[str, float]
+    higher_is_better: bool = True
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

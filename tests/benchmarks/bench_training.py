@@ -43,7 +43,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
     from accelerate.utils import set_seed
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.finetune import load_task, make_evaluation, make_spec
+    from peftlab.pipelines.finetune import load_task, make_spec
     from peftlab.training.loop import train
 
     with tempfile.TemporaryDirectory() as out:
@@ -51,7 +51,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
         set_seed(0)
         held = load_task(loaded)
         inject(held.model, loaded.method)
-        spec = make_spec(loaded, held, make_evaluation(loaded, held))
+        spec = make_spec(loaded, held)
         progress = train(spec, loaded.train, Accelerator(cpu=True), Path(out))
     return progress.examples / progress.seconds, next(iter(progress.last_metrics.values()))
 
@@ -62,14 +62,14 @@ def theirs(task: str, padded: bool) -> tuple[float, dict[str, float]]:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from peftlab.pipelines.finetune import load_task, make_evaluation, make_spec
+    from peftlab.pipelines.finetune import load_task, make_spec
     from peftlab.training.optimiser import lr_factor
 
     with tempfile.TemporaryDirectory() as out:
         loaded = recipe(task, out)
         set_seed(0)
         held = load_task(loaded)
-        spec = make_spec(loaded, held, make_evaluation(loaded, held))
+        spec = make_spec(loaded, held)
         model: Any = peft.get_peft_model(
             held.model, peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"])
         )

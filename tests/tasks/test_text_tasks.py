@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.data import load_task_data
+from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.text import stratified
 
 ROWS = [
@@ -186,7 +186,7 @@ def test_a_validation_file_outside_every_bin_is_refused(tmp_path):
             r"no column 'mod' \(data.label\) \(did you mean 'mood'\?\); columns: rev",
         ),
         (labelled("a", "b"), {"label": "review"}, "also in data.text"),
-        (labelled("a", "a"), {}, "holds one class alone, 'a'"),
+        (labelled("a", "a"), {}, "contains a single class, 'a'"),
         (labelled("a", "", "b", " "), {}, r"'mood' is missing in 2 of 4 rows \(line 3, 5\)"),
         (
             labelled("a", "b", text="").replace(" 1", "  "),

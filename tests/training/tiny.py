@@ -133,14 +133,14 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
     from accelerate.utils import set_seed
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.finetune import load_task, make_evaluation, make_spec
+    from peftlab.pipelines.finetune import load_task, make_spec
     from peftlab.recipe.schema import FinetuneRecipe
 
     checked = FinetuneRecipe.model_validate(values)
     set_seed(checked.train.seed)
     task = load_task(checked)
     inject(task.model, checked.method)
-    return checked.train, make_spec(checked, task, make_evaluation(checked, task))
+    return checked.train, make_spec(checked, task)
 
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:

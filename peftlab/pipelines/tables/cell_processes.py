@@ -41,7 +41,7 @@ RESULTS = "results.json"
 # What every cell imports; a package that is not installed is left out.
 _PRELOADED = [
     "peftlab.pipelines.finetune",
-    "peftlab.tasks.evaluation",
+    "peftlab.tasks.labelled.evaluation",
     "sklearn.metrics",
     "matplotlib.figure",
     "jinja2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import evaluate
 from datasets import Features, Value
 
-from peftlab.tasks.metrics import Numbers, compute_metrics
+from peftlab.tasks.labelled.metrics import Numbers, compute_metrics
 from peftlab.tasks.table import Task
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.tasks.batches import eval_batches
-from peftlab.tasks.evaluation import load_metric
+from peftlab.tasks.labelled.evaluation import load_metric
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
 

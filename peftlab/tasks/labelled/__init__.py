@@ -1,0 +1,1 @@
+"""Classification and regression: rows, metrics, loss and scores."""

@@ -1,0 +1,1 @@
+"""Tasks of causal language models: chats, completions and plain text."""

@@ -1,0 +1,214 @@
+"""Language examples as token ids, with the tokens that are trained marked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from peftlab.errors import PeftlabError
+from peftlab.files import Json
+from peftlab.tasks.chat import Message
+from peftlab.tasks.language.answers import Formatted, TrainOn, answers
+from peftlab.tasks.language.conversations import Completion, Conversation
+from peftlab.tasks.tokens import Row
+from peftlab.untyped import Schema
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+Source = Conversation | Completion
+TooLong = Literal["drop", "truncate", "error"]
+TOO_LONG = "longer than train.max_length"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How rows become tokens.
+
+    Attributes:
+        max_length: tokens of the longest example. too_long: what becomes of longer ones.
+        train_on: which turns are trained; for completions the completion, or all.
+        split: cut longer plain texts into examples of ``max_length``.
+    """
+
+    max_length: int
+    too_long: TooLong = "drop"
+    train_on: TrainOn = "assistant"
+    split: bool = False
+
+
+@dataclass
+class Tokens:
+    """One example: token ids, which of them are trained, and the UTF-8 bytes of the trained text."""
+
+    input_ids: list[int]
+    trained: list[bool]
+    trained_bytes: int
+
+
+def encode_rows(
+    rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding
+) -> tuple[Dataset, dict[str, int]]:
+    """Return the examples of ``rows``, and the number of them that were left out by reason.
+
+    Returns:
+        Columns ``input_ids``, ``trained`` (one per token), ``length``, ``trained_tokens``, ``trained_bytes``.
+
+    Raises:
+        PeftlabError: a row without a trained token, one that the chat template refuses, or one that is too long where
+            that is an error; file and line are named.
+    """
+    from datasets import Dataset
+
+    kept: list[Tokens] = []
+    dropped = 0
+    for row in rows:
+        for tokens in encode(row, tokenizer, how):
+            fitted = _fit(tokens, row.where, how)
+            dropped += not fitted
+            kept += fitted
+    if not kept:
+        raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
+    columns = {
+        "input_ids": [tokens.input_ids for tokens in kept],
+        "trained": [tokens.trained for tokens in kept],
+        "length": [len(tokens.input_ids) for tokens in kept],
+        "trained_tokens": [sum(tokens.trained) for tokens in kept],
+        "trained_bytes": [tokens.trained_bytes for tokens in kept],
+    }
+    return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
+
+
+def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> list[Tokens]:
+    """Return a row's examples: one, or several where a template writes earlier turns anew."""
+    if isinstance(row, Conversation):
+        return [_of_text(formatted, tokenizer, row.where) for formatted in format_chat(row, tokenizer, how.train_on)]
+    start = 0 if how.train_on == "all" else len(row.prompt)
+    text = row.prompt + row.completion
+    tokens = _of_text(Formatted(text, ((start, len(text)),), True), tokenizer, row.where, bos=True)
+    return [tokens]
+
+
+def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
+    """Return a conversation as its template writes it, and where its answers are; errors name the row."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PeftlabError(
+            f"{row.where}: a chat, but the model's tokenizer has no chat template; use text/completion, or a model "
+            "with a chat_template"
+        )
+
+    schemas: list[Schema] = [tool for tool in row.tools if isinstance(tool, dict)]
+
+    def form(messages: Sequence[Message], prompted: bool) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
+            )
+        except Exception as error:  # a template is a program that comes with the tokenizer: it may raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PeftlabError(f"the chat template does not take this conversation: {reason}") from error
+        return str(text)
+
+    try:
+        return answers(row.messages, form, markers(tokenizer), train_on)
+    except PeftlabError as error:
+        raise PeftlabError(f"{row.where}: {error}") from error
+
+
+def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of the tokenizer's special tokens, longest first."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+
+
+def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: str, *, bos: bool = False) -> Tokens:
+    """Tokenise a text once and mark the tokens whose first character is within a span.
+
+    Args:
+        bos: begin with the token that the tokenizer begins texts with; a chat template writes its own.
+    """
+    if not tokenizer.is_fast:
+        raise PeftlabError(f"{where}: {type(tokenizer).__name__} does not say where its tokens are in the text")
+    found = tokenizer(formatted.text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
+    trained = [any(first <= start < end for first, end in formatted.spans) for start in starts]
+    if bos:
+        opening = _opening(tokenizer)
+        ids, trained = [*opening, *ids], [False] * len(opening) + trained
+    if formatted.ends and tokenizer.eos_token_id is not None:
+        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
+    trained[:1] = [False]  # nothing comes before the first token that could predict it
+    if not any(trained):
+        raise PeftlabError(f"{where}: no token of this row is trained")
+    marked = markers(tokenizer)
+    size = sum(len(_unmarked(formatted.text[first:end], marked).encode()) for first, end in formatted.spans)
+    return Tokens(ids, trained, size)
+
+
+def _unmarked(text: str, marked: Sequence[str]) -> str:
+    """Return a text without the marker that ends it, which is no byte of an answer."""
+    return next((text.removesuffix(marker) for marker in marked if text.endswith(marker)), text)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the BOS token where the tokenizer begins texts with it."""
+    ids = list(tokenizer("a").input_ids)
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+
+
+def _fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
+    """Return what is trained of an example: itself, its parts, or nothing where it is too long."""
+    length = len(tokens.input_ids)
+    if length <= how.max_length:
+        return [tokens]
+    if how.split:
+        share = tokens.trained_bytes / max(1, sum(tokens.trained))
+        parts = []
+        for i in range(0, length, how.max_length):
+            ids, trained = tokens.input_ids[i : i + how.max_length], tokens.trained[i : i + how.max_length]
+            trained[:1] = [False]
+            if any(trained):
+                parts.append(Tokens(ids, trained, round(share * sum(trained))))
+        return parts
+    if how.too_long == "error":
+        raise PeftlabError(f"{where}: {length} tokens, and train.max_length is {how.max_length}")
+    kept = tokens.trained[: how.max_length]
+    if how.too_long == "drop" or not any(kept):
+        return []
+    share = sum(kept) / sum(tokens.trained)
+    return [Tokens(tokens.input_ids[: how.max_length], kept, round(share * tokens.trained_bytes))]
+
+
+def collate(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
+    """Return ``input_ids``, ``attention_mask`` and ``trained``, [examples, longest], padded on the right."""
+    lists = [torch.tensor(row["input_ids"]) for row in rows]
+    marks = [torch.tensor(row["trained"]) for row in rows]
+    padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return {
+        "input_ids": padded(lists, padding_value=pad),
+        "attention_mask": padded([torch.ones_like(ids) for ids in lists]),
+        "trained": padded(marks),
+    }
+
+
+def fingerprint(name: str, splits: Iterable[tuple[str, Sequence[Source]]]) -> str:
+    """Return the SHA-256 of a task's name and all its rows, without the files that they come from."""
+    digest = hashlib.sha256(json.dumps([name]).encode())
+    for split, rows in splits:
+        digest.update(json.dumps([split, len(rows)]).encode())
+        for row in rows:
+            values: list[Json] = (
+                [json.loads(json.dumps(row.messages)), row.tools]
+                if isinstance(row, Conversation)
+                else [row.prompt, row.completion]
+            )
+            digest.update(json.dumps(values).encode())
+    return digest.hexdigest()

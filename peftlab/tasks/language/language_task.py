@@ -1,0 +1,223 @@
+"""Language tasks: their rows, read and held out, and what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
+from peftlab.models.positions import position_limit
+from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.rows import resolve
+from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.config import DataConfig
+from peftlab.tasks.labels import bin_classes, is_missing, numbers
+from peftlab.tasks.language.conversations import (
+    Conversation,
+    read_completion,
+    read_conversation,
+    read_plain,
+)
+from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint
+from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
+from peftlab.tasks.prepared import ModelSource, Prepared
+from peftlab.tasks.reading.bad_rows import Fault, refuse
+from peftlab.tasks.reading.content import read_text
+from peftlab.tasks.reading.readers import Table
+from peftlab.tasks.table import Task
+from peftlab.tasks.text import MISSING, OUTSIDE, split_files, split_tables
+from peftlab.untyped import Attributes, Unwrapped
+
+_READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
+    "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
+}  # fmt: skip
+_ANSWER = 48  # tokens of a sample
+
+
+def load_language(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, list[Source]], dict[str, int]]:
+    """Read ``text/chat``, ``text/completion`` or ``text/plain`` from the user's files.
+
+    ``data.path`` is a file or a directory as for ``text/classification``; for plain text also a ``.txt`` file, which is
+    one document. ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
+
+    Returns:
+        The task, the rows of each split, and the rows left out by reason.
+
+    Raises:
+        PeftlabError: a file, column or row that cannot be used.
+    """
+    if data.path is None:
+        raise PeftlabError(f"task {task.name} needs data.path")
+    read, left_out = _READERS[task.name], {MISSING: 0, OUTSIDE: 0}
+    splits: dict[str, list[Source]] = {}
+    for split, table in _tables(task, data).items():
+        table, dropped = _worded(table, data)
+        left_out = {why: left_out[why] + dropped[why] for why in left_out}
+        splits[split] = [read(table, row, data) for row in range(len(table))]
+    if data.validation == "all":
+        splits["validation"] = splits.pop("train")
+    elif data.validation is not None:
+        splits = _hold_out(splits, data.validation, data.split_seed)
+    return task, splits, {why: count for why, count in left_out.items() if count}
+
+
+def prepare(
+    task: Task,
+    data: DataConfig,
+    source: ModelSource,
+    *,
+    max_length: int,
+    batch_size: int,
+    classes: Sequence[str] | None = None,
+) -> Prepared:
+    """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
+    task, splits, left_out = resolve(task.load)(task, data)
+    if "train" in splits and data.max_train_examples is not None and data.max_train_examples < len(splits["train"]):
+        rows = splits["train"]
+        chosen = sorted(seeded_order(len(rows), data.split_seed, 2)[: data.max_train_examples])
+        left_out = {**left_out, "beyond data.max_train_examples": len(rows) - len(chosen)}
+        splits = {**splits, "train": [rows[i] for i in chosen]}
+    options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
+    tokenizer = load_tokenizer(source.reference, **options)
+    how = Encoding(max_length, data.too_long or "drop", data.train_on or "assistant", split=task.name == "text/plain")
+    held = {name: splits[name] for name in ("validation", "test") if name in splits}
+    if not held:
+        raise PeftlabError(f"task {task.name}: no validation split; set data.validation")
+    held_out: dict[str, Dataset] = {}
+    for name, rows in held.items():
+        held_out[name], long = encode_rows(rows, tokenizer, how)
+        left_out = {why: left_out.get(why, 0) + long.get(why, 0) for why in left_out | long}
+    model, fresh = load_base(source.reference, "AutoModelForCausalLM", **options)
+    limit = position_limit(model)
+    if limit is not None and max_length > limit:
+        raise PeftlabError(f"train.max_length is {max_length}; {source.reference} has positions for {limit} tokens")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    together = partial(collate, pad=pad or 0)
+    prepared = Prepared(
+        task=task,
+        tokenizer=tokenizer,
+        model=model,
+        fresh=fresh,
+        train=None,
+        held_out=held_out,
+        collate=together,
+        loss=nll,
+        denominator=_trained_tokens,
+        score=LanguageEvaluation(held_out, together, batch_size).score,
+        deciding="loss",
+        higher_is_better=False,
+        baseline=None,
+        left_out=left_out,
+        fingerprint=fingerprint(task.name, sorted(splits.items())),
+        auto_class="AutoModelForCausalLM",
+        pipeline="text-generation",
+        sample=partial(_sample, tokenizer, next(iter(held.values()))[0]),
+    )
+    if "train" in splits:
+        prepared.train = partial(_train, splits["train"], prepared, how)
+    return prepared
+
+
+def _train(rows: Sequence[Source], prepared: Prepared, how: Encoding) -> Dataset:
+    data, long = encode_rows(rows, prepared.tokenizer, how)
+    for why, count in long.items():
+        prepared.left_out[why] = prepared.left_out.get(why, 0) + count
+    return data
+
+
+def _trained_tokens(data: Dataset) -> Callable[[list[int]], float]:
+    """Return the number of trained tokens of a global batch: what its loss is divided by, however it is split."""
+    counts = list(data["trained_tokens"])
+    return lambda batch: float(sum(counts[i] for i in batch))
+
+
+def _tables(task: Task, data: DataConfig) -> Mapping[str, Table]:
+    files = split_files(str(data.path), (".txt",) if task.name == "text/plain" else ())
+    documents = {split: file for split, file in files.items() if file.suffix == ".txt"}
+    tables = split_tables(
+        {split: file for split, file in files.items() if split not in documents}, data.validation, files
+    )
+    name = data.text[0] if data.text else "text"
+    return {**tables, **{split: _document(file, name) for split, file in documents.items()}}
+
+
+def _document(file: Path, name: str) -> Table:
+    """Return a text file as rows: its paragraphs, which are separated by empty lines."""
+    paragraphs, line = [], 1
+    for block in read_text(file).split("\n\n"):
+        if block.strip():
+            paragraphs.append((line, block.strip("\n")))
+        line += block.count("\n") + 2
+    if not paragraphs:
+        raise PeftlabError(f"{file}: no text in it")
+    return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
+
+
+def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
+    """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
+
+    Rows that lack a value are left out where ``data.drop_missing`` says so.
+    """
+    kept, column = list(range(len(table))), data.completion
+    columns = dict(table.columns)
+    if data.bins is not None and column is not None:
+        faults: list[Fault] = []
+        values = numbers(table, column, faults)
+        refuse(faults)
+        places, words = bin_classes(values, data.bins), list(data.bins)
+        columns[column] = [None if place is None else words[place] for place in places]
+        kept = [row for row, place in enumerate(places) if place is not None]
+    inside = len(kept)
+    if data.drop_missing:
+        named = [name for name in (data.messages, data.prompt, data.completion, *(data.text or ())) if name in columns]
+        kept = [row for row in kept if not any(is_missing(columns[name][row]) for name in named)]
+    if not kept:
+        raise PeftlabError(f"{table.path}: no examples; every row is left out")
+    left_out = {OUTSIDE: len(table) - inside, MISSING: inside - len(kept)}
+    return replace(table, columns=columns).take(list(columns), kept), left_out
+
+
+def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: int) -> dict[str, list[Source]]:
+    rows = splits["train"]
+    size = validation if isinstance(validation, int) else round(validation * len(rows))
+    if not 0 < size < len(rows):
+        raise PeftlabError(
+            f"data.validation {validation}: holds out {size} of {len(rows)} examples, and leaves none to train on"
+            if size
+            else f"data.validation {validation}: holds out none of {len(rows)} examples"
+        )
+    chosen = set(seeded_order(len(rows), seed, 1)[:size])
+    return {
+        **splits,
+        "train": [row for i, row in enumerate(rows) if i not in chosen],
+        "validation": [row for i, row in enumerate(rows) if i in chosen],
+    }
+
+
+@torch.no_grad()
+def _sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
+    """Return what a model answers, greedily, to a held-out row."""
+    bare: Unwrapped = getattr(model, "module", model)
+    if isinstance(row, Conversation):
+        asked = row.messages[: max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
+        text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    else:
+        inputs = tokenizer(row.prompt or row.completion[:40], return_tensors="pt")
+    ids: Tensor = inputs["input_ids"].to(bare.device)
+    with eval_mode(bare):
+        output = bare.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_ANSWER,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )  # fmt: skip
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
