@@ -36,7 +36,8 @@ class FinetuneRecipe(Section):
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     task: str = Field(
-        description="glue/NAME, or on your own files text/classification, text/regression, text/chat, text/completion, text/plain."
+        description="glue/NAME; on your own files text/classification, text/regression, text/chat, text/completion, "
+        "text/plain."
     )
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(

@@ -20,7 +20,7 @@ COMMON = {
     "last_metrics": "all metrics at the last evaluation, by split",
     "best_step": "optimiser step of the best evaluation",
     "steps": "optimiser steps of the run",
-    "baseline_score": "the deciding metric of the baseline: the majority class, the mean, or the draft or language model before training",
+    "baseline_score": "the deciding metric of the baseline: the majority class, the mean, or the model before training",
     "baseline_metrics": "all metrics of the baseline",
     "trainable_parameters": "parameters that required a gradient",
     "total_parameters": "all parameters, the adapter's included",
