@@ -76,12 +76,24 @@ def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")]) 
 
 
 @app.command()
-def validate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def validate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    show: Annotated[
+        int, typer.Option("--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N")
+    ] = 0,
+) -> None:
     """Check a recipe and print it with all its defaults."""
     from peftlab import pipelines
     from peftlab.recipe.loading import dump_recipe
 
-    print(dump_recipe(pipelines.validate(recipe, overrides or [])), end="")
+    checked = pipelines.validate(recipe, overrides or [])
+    print(dump_recipe(checked), end="")
+    if show:
+        from peftlab.pipelines.show_examples import show_examples
+        from peftlab.reporting.console import print_examples
+
+        print_examples([[(part.text, part.trained) for part in parts] for parts in show_examples(checked, show)])
 
 
 @app.command()

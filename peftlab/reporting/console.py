@@ -184,6 +184,18 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     return table
 
 
+def print_examples(examples: Iterable[list[tuple[str, bool]]]) -> None:
+    """Print examples as parts of (text, whether it is trained): trained parts are green, in a file between « and »."""
+    console = Console()
+    for number, parts in enumerate(examples, start=1):
+        console.print(Text(f"example {number}", style="bold"))
+        line = Text()
+        for text, trained in parts:
+            marked = f"«{text}»" if trained and not console.is_terminal else text
+            line.append(marked, style="green" if trained else "")
+        console.print(line, soft_wrap=True)
+
+
 def error(message: str) -> None:
     """Print ``error: message`` to stderr, without line breaks, so that a path in it can be copied."""
     console = Console(stderr=True)

@@ -89,7 +89,7 @@ def prepare(
         splits = {**splits, "train": [rows[i] for i in chosen]}
     options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
     tokenizer = load_tokenizer(source.reference, **options)
-    how = Encoding(max_length, data.too_long or "drop", data.train_on or "assistant", split=task.name == "text/plain")
+    how = encoding(task, data, max_length)
     held = {name: splits[name] for name in ("validation", "test") if name in splits}
     if not held:
         raise PeftlabError(f"task {task.name}: no validation split; set data.validation")
@@ -126,6 +126,11 @@ def prepare(
     if "train" in splits:
         prepared.train = partial(_train, splits["train"], prepared, how)
     return prepared
+
+
+def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
+    """Return how a task's rows become tokens."""
+    return Encoding(max_length, data.too_long or "drop", data.train_on or "assistant", split=task.name == "text/plain")
 
 
 def _train(rows: Sequence[Source], prepared: Prepared, how: Encoding) -> Dataset:

@@ -1,0 +1,66 @@
+"""Examples of a recipe's task as the model reads them, without loading the model's weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from peftlab.errors import PeftlabError
+from peftlab.models.pretrained import load_tokenizer
+from peftlab.recipe.schema import FinetuneRecipe, Recipe
+from peftlab.rows import resolve
+from peftlab.tasks.labelled.data import load_task_data
+from peftlab.tasks.language.examples import encode
+from peftlab.tasks.language.language_task import encoding
+from peftlab.tasks.table import find_task
+from peftlab.tasks.tokens import tokenise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an example: its text, special tokens included, and whether it is trained."""
+
+    text: str
+    trained: bool
+
+
+def show_examples(recipe: Recipe, count: int) -> list[list[Part]]:
+    """Return the first ``count`` training examples, in parts; a label is a trained part after the text.
+
+    Raises:
+        PeftlabError: data or tokenizer cannot be used, or the recipe is not of kind finetune.
+    """
+    if not isinstance(recipe, FinetuneRecipe):
+        raise PeftlabError(f"--show: a recipe of kind {recipe.kind} has no examples of a task; finetune recipes have")
+    tokenizer = load_tokenizer(recipe.model, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+    task = find_task(recipe.task)
+    if task.labelled:
+        return _labelled(recipe, tokenizer, count)
+    _, splits, _ = resolve(task.load)(task, recipe.data)
+    rows = next(iter(splits.values()))[:count]
+    how = encoding(task, recipe.data, recipe.train.max_length)
+    found = [tokens for row in rows for tokens in encode(row, tokenizer, how)]
+    return [
+        [
+            Part(str(tokenizer.decode([token for token, _ in group])), trained)
+            for trained, group in groupby(zip(tokens.input_ids, tokens.trained, strict=True), key=lambda pair: pair[1])
+        ]
+        for tokens in found[:count]
+    ]
+
+
+def _labelled(recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[Part]]:
+    data = load_task_data(recipe.task, recipe.data)
+    rows = next(iter(data.splits.values()))
+    rows = rows.select(range(min(count, len(rows))))
+    labels = rows["label"] if "label" in rows.column_names else [None] * len(rows)
+    names = data.task.labels
+    return [
+        [Part(str(tokenizer.decode(row["input_ids"])), False)]
+        + ([] if label is None else [Part(str(names[label] if names else label), True)])
+        for row, label in zip(tokenise(rows, tokenizer, recipe.train.max_length), labels, strict=True)
+    ]
