@@ -96,6 +96,11 @@ class TestAnswers:
         assert [[f.text[a:b] for a, b in f.spans] for f in found] == [[" First answer <s>"], ["Second"]]
         assert [f.ends for f in found] == [False, True], "the last one is ended by the end-of-sequence token"
 
+    def test_a_template_that_drops_the_text_is_refused(self) -> None:
+        parts = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+        with pytest.raises(PeftlabError, match="does not write the text of an answer"):
+            answers(TURNS, form(CHATML.replace("{{ m.content }}", parts)), MARKERS)
+
     def test_a_template_that_changes_earlier_turns_is_refused(self) -> None:
         changes = "{{ messages | length }}" + CHATML
         with pytest.raises(PeftlabError, match="in another way once the answer follows"):

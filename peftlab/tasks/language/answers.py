@@ -43,7 +43,8 @@ def answers(
         train_on: every answer, the last one, or all of the text.
 
     Raises:
-        PeftlabError: there is no answer; or the prompt for an answer contains text that the answer does not begin with.
+        PeftlabError: there is no answer; the template changes the turns before an answer once it follows; or it drops
+            an answer's text, as templates for images and text do with a content that is not a list of parts.
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
@@ -57,12 +58,20 @@ def answers(
         upto = form(messages[: i + 1], False)
         start = _start(messages[:i], form, upto)
         text = whole if whole.startswith(upto) else upto
+        _check_written(messages[i], text[start : len(upto)])
         end, ends = _end(text, start, len(upto), markers)
         if text is whole and not ends:
             shared.append((start, end))
         else:
             alone.append(Formatted(text[:end], ((start, end),), ends))
     return ([Formatted(whole, tuple(shared))] if shared else []) + alone
+
+
+def _check_written(message: Message, answer: str) -> None:
+    """Refuse a template that drops an answer's text. Reasoning within it may be written anew, its last line is not."""
+    last = message["content"].strip().rpartition("\n")[2].strip()
+    if last not in answer:
+        raise PeftlabError(f"the chat template does not write the text of an answer ({last[:40]!r})")
 
 
 def _start(before: Sequence[Message], form: Format, upto: str) -> int:
