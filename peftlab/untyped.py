@@ -21,6 +21,9 @@ Unwrapped: TypeAlias = Any
 AutogradContext: TypeAlias = Any
 """``ctx`` of a ``torch.autograd.Function``, whose attributes are what its forward pass stores there."""
 
+Parameters: TypeAlias = dict[str, Any]
+"""A module's ``_parameters`` for one call of its forward: tensors too, where torch's annotation wants parameters."""
+
 Attributes: TypeAlias = dict[str, Any]
 """A dataclass's or a function's arguments by name, for a call with ``**``: mypy knows one type for all of them."""
 

@@ -7,12 +7,16 @@ names of query projections to ``QUERIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from peftlab.untyped import Function
+
+if TYPE_CHECKING:
+    from transformers import BloomConfig, GPTNeoXConfig, Phi3Config
 
 
 @dataclass(frozen=True)
@@ -162,21 +166,22 @@ def _thirds(width: int) -> dict[str, Tensor]:
     return _stacked(q=width, k=width, v=width)
 
 
-def _by_head(config: Any) -> dict[str, Tensor]:
+def _by_head(config: BloomConfig | GPTNeoXConfig) -> dict[str, Tensor]:
     """Query, key and value of the first head, then of the second, and so on."""
     heads = config.num_attention_heads
     rows = torch.arange(3 * config.hidden_size).view(heads, 3, config.hidden_size // heads)
     return {part: rows[:, i].flatten() for i, part in enumerate("qkv")}
 
 
-def _phi3(config: Any) -> dict[str, Tensor]:
+def _phi3(config: Phi3Config) -> dict[str, Tensor]:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert config.num_key_value_heads is not None  # the number of heads, where none was given
     key_value = config.num_key_value_heads * width
     return _stacked(q=config.num_attention_heads * width, k=key_value, v=key_value)
 
 
 # model_type -> fused projection -> function from the configuration to the output rows of each part.
-FUSED: dict[str, dict[str, Callable[[Any], dict[str, Tensor]]]] = {
+FUSED: dict[str, dict[str, Function[dict[str, Tensor]]]] = {
     "gpt2": {"attn.c_attn": lambda c: _thirds(c.hidden_size)},
     "gpt_neox": {"query_key_value": _by_head},
     "bloom": {"query_key_value": _by_head},

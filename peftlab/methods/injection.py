@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -36,7 +36,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class PeftConfig(Protocol):
     """A configuration object of peft's, such as its ``LoraConfig``."""
 
-    peft_type: Any
+    @property
+    def peft_type(self) -> object: ...
 
 
 def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFAULT) -> ModelT:
@@ -138,7 +139,7 @@ def inject_lora(
     lora_alpha: float = 16,
     lora_dropout: float = 0.0,
     target_modules: list[str] | str | None = None,
-    **options: Any,
+    **options: object,
 ) -> ModelT:
     """Put LoRA (arXiv 2106.09685) into ``model`` in place and return it: h = W0·x + (α/r)·B·A·x.
 
@@ -166,7 +167,7 @@ def inject_lora(
     )
 
 
-def inject_houlsby(model: ModelT, bottleneck: int | None = None, **options: Any) -> ModelT:
+def inject_houlsby(model: ModelT, bottleneck: int | None = None, **options: object) -> ModelT:
     """Put bottleneck adapters (arXiv 1902.00751) into ``model`` in place and return it.
 
     y = h + W_up·f(W_down·h + b_down) + b_up after each attention and feed-forward sub-layer, before the
@@ -182,7 +183,7 @@ def inject_houlsby(model: ModelT, bottleneck: int | None = None, **options: Any)
     return inject(model, make_config("houlsby", bottleneck=bottleneck, **options))
 
 
-def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: Any) -> ModelT:
+def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: object) -> ModelT:
     """Train the biases of ``model`` (arXiv 2106.10199) and its task head, in place, and return it.
 
     Args:
@@ -196,7 +197,7 @@ def inject_bitfit(model: ModelT, biases: list[str] | str = "all", **options: Any
     return inject(model, make_config("bitfit", biases=biases, **options))
 
 
-def make_config(method: str, /, **fields: Any) -> MethodConfig:
+def make_config(method: str, /, **fields: object) -> MethodConfig:
     """Return the configuration of a method by name; a wrong field raises ``PeftlabError``."""
     kind = config_class(method)
     try:

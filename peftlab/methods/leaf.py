@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.untyped import Parameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+LeafT = TypeVar("LeafT", bound="AnyLeaf")
+
+if TYPE_CHECKING:
+    _Leaf = nn.Module  # what every adapted leaf is, by the base class that its own class has besides
+else:
+    _Leaf = object
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ Variant = tuple[nn.Module, tuple[int, ...]]
 """A leaf in a batch of several adapters: as one or more of them have it, and their numbers (``BatchRows``)."""
 
 
-class Adapted:
+class Adapted(_Leaf):
     """Base of all adapted leaves: each subclasses ``base_class`` too, computes what that does and adds to it.
 
     Parameters keep the names they had in the base leaf, so that state-dict keys, optimiser groups and weight tying
@@ -54,7 +61,7 @@ class Adapted:
     added: tuple[str, ...] = ()
     enabled: bool = True
 
-    def fold(self, how: Folding = FOLDING) -> dict[str, Any]:
+    def fold(self, how: Folding = FOLDING) -> dict[str, Tensor]:
         """Return the base leaf's parameters with the addition folded in, by name; see ``Folding`` and ``merge``.
 
         The names do not depend on values: the parameters may be on the meta device.
@@ -80,15 +87,15 @@ class AnyLeaf(Adapted):
     These classes are not attributes of a module, so pickle stores the pair they are made of instead.
     """
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         kind = next(c for c in type(self).__mro__ if issubclass(c, AnyLeaf) and c.__dict__.get("made") is None)
         return _blank, (kind, self.base_class), self.__getstate__()
 
 
-_CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], Any] = {}
+_CLASSES: dict[tuple[type[AnyLeaf], type[nn.Module]], type] = {}
 
 
-def adapted_class(kind: type[AnyLeaf], base: type[nn.Module]) -> Any:
+def adapted_class(kind: type[LeafT], base: type[nn.Module]) -> type[LeafT]:
     """Return the subclass of leaf class ``base`` that behaves as ``kind``; ``kind`` itself if it is one."""
     if kind.__dict__.get("base_class") is base:
         return kind
@@ -114,10 +121,11 @@ def recast(cls: type[ModuleT], module: nn.Module) -> ModuleT:
     return new
 
 
-def with_weight(leaf: Any, weight: Any) -> nn.Module:
+def with_weight(leaf: Adapted, weight: Tensor) -> nn.Module:
     """Return the base leaf of an adapted one with another weight, for one call of its forward."""
     plain = recast(leaf.base_class, leaf)
-    plain._parameters["weight"] = weight
+    parameters: Parameters = plain._parameters
+    parameters["weight"] = weight
     return plain
 
 
@@ -136,7 +144,7 @@ def base_leaf(module: nn.Module) -> nn.Module:
 
 def addition(leaf: Adapted) -> tuple[int, ...]:
     """Return what identifies the parameters that a leaf's fold reads: two leaves that share all of them fold alike."""
-    parameters: Any = vars(leaf)["_parameters"]
+    parameters = leaf._parameters
     return tuple(id(parameters[name]) for name in ("weight", *leaf.added) if parameters.get(name) is not None)
 
 

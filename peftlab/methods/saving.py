@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,7 +32,7 @@ class SavePretrained:
         save_directory: str | PathLike[str],
         is_main_process: bool = True,
         state_dict: Mapping[str, Tensor] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Write the adapter directory, as ``peftlab.save_adapter`` does.
 

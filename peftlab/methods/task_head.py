@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -89,16 +88,16 @@ def _pretrained(model: nn.Module, names: list[str]) -> set[str]:
 
 
 def _base_class(model: nn.Module) -> type[PreTrainedModel] | None:
-    config: Any = getattr(model, "config", None)
-    found: Any = MODEL_MAPPING.get(type(config), None)  # a tuple where a configuration has several
+    kind: type = type(getattr(model, "config", None))
+    found = MODEL_MAPPING.get(kind, None)  # a tuple where a configuration has several
     return found[0] if isinstance(found, tuple) else found
 
 
-def _parameters_of(base: type[PreTrainedModel], model: Any) -> set[str]:
+def _parameters_of(base: type[PreTrainedModel], model: nn.Module) -> set[str]:
     """Return the names of all parameters of the model's base class; none where it cannot be made."""
     try:
         with torch.device("meta"), no_init_weights():
-            plain = base(copy.deepcopy(model.config))
+            plain = base(copy.deepcopy(getattr(model, "config")))  # noqa: B009
     except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError):
         return set()
     return {name for name, _ in plain.named_parameters(remove_duplicate=False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
 from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.untyped import Attributes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -62,8 +66,8 @@ class Bottleneck(AnyLeaf):
     parallel: bool
     shared_input: SharedInput | None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        h: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        h: Tensor = super().forward(x, *args, **kwargs)
         if not self.enabled:
             return h
         if self.parallel:
@@ -82,10 +86,10 @@ class Recorder(AnyLeaf):
     added = ("shared_input",)
     shared_input: SharedInput
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if self.enabled:
             self.shared_input.value = x
-        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return super().forward(x, *args, **kwargs)
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
@@ -138,20 +142,20 @@ def _kept(ends: dict[str, str], skip: list[int] | int | None) -> dict[str, str]:
 
 
 def _width(model: nn.Module, name: str) -> int:
-    leaf: Any = model.get_submodule(name)
+    leaf = model.get_submodule(name)
     if isinstance(leaf, nn.Linear):
         return leaf.out_features
     if isinstance(leaf, Conv1D):
         return leaf.nf
-    config: Any = model.config
+    config: PretrainedConfig = getattr(model, "config")  # noqa: B009
     return int(config.get_text_config().hidden_size)
 
 
 def _adapt(
     leaf: nn.Module, *, d: int, like: Tensor, config: HoulsbyConfig, shared_input: SharedInput | None = None
 ) -> nn.Module:
-    new: Any = recast(adapted_class(Bottleneck, type(leaf)), leaf)
-    options: Any = {"device": like.device, "dtype": trainable_dtype(like)}
+    new = recast(adapted_class(Bottleneck, type(leaf)), leaf)
+    options: Attributes = {"device": like.device, "dtype": trainable_dtype(like)}
     m = config.width(d)
     new.adapter_down, new.adapter_up = nn.Linear(d, m, **options), nn.Linear(m, d, **options)
     # The paper draws W_up at random too. With zeros the model starts as exactly the base model, at any width and depth.
@@ -168,6 +172,6 @@ def _adapt(
 
 
 def _record(leaf: nn.Module, *, shared_input: SharedInput) -> nn.Module:
-    new: Any = recast(adapted_class(Recorder, type(leaf)), leaf)
+    new = recast(adapted_class(Recorder, type(leaf)), leaf)
     new.shared_input = shared_input
     return new

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from peftlab.methods.config import MethodConfig
 from peftlab.patterns import matching
+
+T = TypeVar("T")
 
 _A = re.compile(r"(.+?)[._]lora_(?:embedding_)?A")
 
@@ -116,7 +118,7 @@ class LoraConfig(MethodConfig):
         return ""
 
 
-def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(patterns: dict[str, T], module: str, default: T) -> T:
     for pattern, value in patterns.items():
         if matching(rf"(.*\.)?({pattern})", [module], what="rank_pattern/alpha_pattern"):
             return value

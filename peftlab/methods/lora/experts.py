@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from peftlab.methods.leaf import FOLDING, AnyLeaf, Folding, adapted_class, recast
 from peftlab.methods.lora.fold import expert_factors, fold_weight
+from peftlab.untyped import Parameters
 
 
 class LoraExperts(AnyLeaf):
@@ -29,12 +30,13 @@ class LoraExperts(AnyLeaf):
         """Return A and B of one adapted parameter."""
         return getattr(self, f"{parameter}_lora_A"), getattr(self, f"{parameter}_lora_B")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward  # type: ignore[misc]
+    def forward(self, *args: object, **kwargs: object) -> object:
+        forward = super().forward
         if not self.enabled:
             return forward(*args, **kwargs)
-        own: dict[str, Any] = self._parameters  # type: ignore[has-type]
-        self._parameters = {**own, **{name: self._effective(own[name], name) for name in self.adapted}}
+        own: Parameters = self._parameters
+        effective: Parameters = {name: self._effective(own[name], name) for name in self.adapted}
+        self._parameters = {**own, **effective}
         try:
             return forward(*args, **kwargs)
         finally:
@@ -57,14 +59,16 @@ class LoraExperts(AnyLeaf):
         }
 
 
-def stored_transposed(module: Any, weight: Tensor) -> bool:
+def stored_transposed(module: nn.Module, weight: Tensor) -> bool:
     """Whether an experts module stores a weight as (experts, in, out)."""
     return weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
 
 
-def adapt_experts(module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Any) -> nn.Module:
+def adapt_experts(
+    module: nn.Module, ranks: dict[str, int], scales: dict[str, float], init: Callable[[Tensor], None]
+) -> nn.Module:
     """Return ``module`` with a low-rank addition on the parameters named in ``ranks``."""
-    new: Any = recast(adapted_class(LoraExperts, type(module)), module)
+    new = recast(adapted_class(LoraExperts, type(module)), module)
     new.adapted = dict(scales)
     for name, rank in ranks.items():
         weight = getattr(module, name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from peftlab.untyped import AutogradContext
 
 
 class LowRankLinear(Function):
@@ -21,7 +21,7 @@ class LowRankLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -39,7 +39,7 @@ class LowRankLinear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, keep = ctx.saved_tensors
         dropped = _dropped(x, keep, ctx.p)
         grad_h = grad.mm(b).mul_(ctx.scale)  # (N, r)

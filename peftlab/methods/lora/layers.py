@@ -7,7 +7,6 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from peftlab.methods.lora.function import low_rank_linear
 from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.untyped import Function, Parameters
 
 
 class LowRank(AnyLeaf):
@@ -57,6 +57,8 @@ class LowRank(AnyLeaf):
     matrix = "weight"
     transposed = False
     weight: Tensor
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter | None
     lora_bias: nn.Parameter | None
     start: Start | None
@@ -79,7 +81,7 @@ class LowRank(AnyLeaf):
     def update_start(self) -> None:
         if self.start is None:
             return
-        rank, dtype = self.lora_A.shape[0], self.lora_A.dtype  # type: ignore[attr-defined]
+        rank, dtype = self.lora_A.shape[0], self.lora_A.dtype
         with one_thread():
             factors = leading_part(self.weight, rank, self.scale, self.start, transposed=self.transposed)
         self.frozen_A, self.frozen_B = (factor.to(dtype) for factor in factors)
@@ -90,7 +92,7 @@ class LowRank(AnyLeaf):
 
     def active_dropout(self) -> float:
         """Return the dropout that applies now."""
-        return self.lora_dropout if self.training else 0.0  # type: ignore[attr-defined]
+        return self.lora_dropout if self.training else 0.0
 
     def norms(self) -> Tensor:
         """Return the norms of the rows of W + scale·B·A (out), without a gradient (DoRA)."""
@@ -173,7 +175,7 @@ class LoraEmbedding(LowRank, nn.Embedding):
     names = ("lora_embedding_A", "lora_embedding_B")
     transposed = True
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:
         base = self.base_class.forward(self, input, *args, **kwargs)
         if not self.enabled:
             return base
@@ -194,7 +196,7 @@ class LowRankConv(LowRank):
     In a grouped convolution, as in peft, A connects all input channels, and B (out, r / groups, 1, 1) has the groups.
     """
 
-    convolve: Any
+    convolve: Function[Tensor]
     bias: Tensor | None
     stride: tuple[int, ...]
     padding: tuple[int, ...] | str
@@ -264,13 +266,13 @@ class LoraAttention(LowRank, nn.MultiheadAttention):
 
     base_class: type[nn.Module] = nn.MultiheadAttention
     matrix = "in_proj_weight"
-    in_proj_weight: Any
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own: Any = self._parameters
-        children: Any = self._modules
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        own: Parameters = self._parameters
+        children = self._modules
         if self.enabled:
-            out: Any = self.out_proj
+            out = self.out_proj
+            assert isinstance(out, LowRank)
             weights = {self.matrix: _effective(self, self.in_proj_weight)}
             self._parameters, self._modules = (
                 own | weights,

@@ -37,7 +37,7 @@ class MixedLinear(AnyLeaf):
     name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)  # type: ignore[misc]
+        y: Tensor = super().forward(x)
         if not self.enabled:
             return y
         length = self.rows.length(x, self.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,11 +25,11 @@ class OwnCopy(AnyLeaf):
         """Names of what the adapted form has beside the base's."""
         return (*(f"own_{name}" for name in self.shared), "shared")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward  # type: ignore[misc]
+    def forward(self, *args: object, **kwargs: object) -> object:
+        forward = super().forward
         if not self.enabled:
             return forward(*args, **kwargs)
-        all_of_it: dict[str, Any] = self._parameters  # type: ignore[has-type]
+        all_of_it = self._parameters
         self._parameters = {**all_of_it, **{name: all_of_it[f"own_{name}"] for name in self.shared}}
         try:
             return forward(*args, **kwargs)
@@ -66,7 +65,7 @@ def shared_outside(model: nn.Module, modules: Iterable[str]) -> dict[str, list[s
 
 def with_own_copy(leaf: nn.Module, shared: list[str]) -> nn.Module:
     """Return ``leaf`` with a copy of its own of the parameters named ``shared``."""
-    new: Any = recast(adapted_class(OwnCopy, type(leaf)), leaf)
+    new = recast(adapted_class(OwnCopy, type(leaf)), leaf)
     new.shared = tuple(shared)
     for name in shared:
         new.register_parameter(f"own_{name}", nn.Parameter(getattr(leaf, name).detach().clone()))

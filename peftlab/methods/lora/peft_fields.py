@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.config import LoraConfig
+
+if TYPE_CHECKING:
+    import peft
 
 # Fields of peft's that do not change what is computed, or that are not needed here.
 IGNORED = {
@@ -36,7 +39,7 @@ _HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # task types whose head peft 
 _STARTS = ("True", "gaussian", "pissa", "olora")
 
 
-def from_peft(theirs: Any) -> LoraConfig:
+def from_peft(theirs: peft.LoraConfig) -> LoraConfig:
     """Return the configuration that an instance of peft's ``LoraConfig`` describes.
 
     The task head trains if the task type says so: SEQ_CLS, TOKEN_CLS or QUESTION_ANS.
@@ -67,12 +70,12 @@ def from_peft(theirs: Any) -> LoraConfig:
         raise PeftlabError(f"peft.LoraConfig: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a set as a sorted list, and a member of an enumeration as its value."""
     if isinstance(value, (set, tuple)):
         return sorted(value)

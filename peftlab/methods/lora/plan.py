@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from peftlab.methods.targets import (
 )
 from peftlab.methods.task_head import parameters_under, trained_whole
 from peftlab.patterns import matching
+from peftlab.untyped import Attributes
 
 MOST_RANK = 1 << 16  # far above any side where a low rank makes sense: factors of more could fill the memory
 
@@ -95,7 +95,7 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
 
     def without(field: str, among: list[str]) -> LoraConfig:
         wanted = getattr(config, field)
-        found: Any = None
+        found: list[str] | str | None = None
         if isinstance(wanted, str):
             found = wanted if matching(wanted, among, what=field) else None
         else:
@@ -240,7 +240,7 @@ def _rank(config: LoraConfig, name: str) -> int:
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
     if isinstance(leaf, nn.MultiheadAttention) and (config.use_dora or config.lora_bias):
         raise PeftlabError(f"target_modules: {name} is a MultiheadAttention, which has neither use_dora nor lora_bias")
-    weight: Any = getattr(leaf, str(getattr(leaf_kind(leaf), "matrix", "weight")))
+    weight: Tensor = getattr(leaf, str(getattr(leaf_kind(leaf), "matrix", "weight")))
     limit = min(weight.shape[0], math.prod(weight.shape[1:]))
     if config.start and rank > limit:
         raise PeftlabError(
@@ -269,11 +269,12 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
         raise PeftlabError(f"use_dora: {name} holds a quantised weight, whose norms DoRA would need")
 
 
-def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
-    kind: Any = leaf_kind(leaf)
-    new: Any = recast(adapted_class(kind, type(leaf)), leaf)
+def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | None, config: LoraConfig) -> nn.Module:
+    kind = leaf_kind(leaf)
+    assert kind is not None
+    new = recast(adapted_class(kind, type(leaf)), leaf)
     weight = getattr(leaf, kind.matrix)
-    like: Any = {"device": weight.device, "dtype": trainable_dtype(weight)}
+    like: Attributes = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
     out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
     out_in = (out_in[0], out_in[1] * groups, *out_in[2:])
@@ -296,6 +297,7 @@ def _adapt(leaf: Any, *, rank: int, scale: float, rows: list[Tensor] | None, con
     new.start = config.start if isinstance(leaf, (nn.Linear, Conv1D)) else None
     if new.start is not None:
         new.update_start()
+        assert new.frozen_A is not None and new.frozen_B is not None
         new.lora_A.data, new.lora_B.data = new.frozen_A.clone(), new.frozen_B.clone()
     new.register_parameter("lora_magnitude_vector", None)
     new.register_parameter("lora_bias", nn.Parameter(torch.zeros(d_out, **like)) if config.lora_bias else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,8 @@ class TokenRows(AnyLeaf):
             return base
         if isinstance(self, nn.Embedding):
             place = self.places[input]
-            table: Any = with_weight(self, self.token_rows)
+            table = with_weight(self, self.token_rows)
+            assert isinstance(table, nn.Embedding)
             table.padding_idx = None  # a row of the whole weight
             rows = self.base_class.forward(table, place.clamp_min(0))
             return torch.where((place >= 0)[..., None], rows.to(base.dtype), base)
@@ -123,7 +123,7 @@ class _Rows:
 
 
 def _with_rows(leaf: nn.Module, *, rows: _Rows) -> nn.Module:
-    new: Any = recast(adapted_class(TokenRows, type(leaf)), leaf)
+    new = recast(adapted_class(TokenRows, type(leaf)), leaf)
     new.tokens = rows.tokens
     new.register_parameter("token_rows", rows.of(new.weight))
     places = torch.full((len(new.weight),), -1, device=new.weight.device)
@@ -132,8 +132,8 @@ def _with_rows(leaf: nn.Module, *, rows: _Rows) -> nn.Module:
     return new
 
 
-def _check(name: str, leaf: nn.Module, tokens: tuple[int, ...]) -> None:
-    weight: Any = leaf.weight
+def _check(name: str, leaf: nn.Embedding | nn.Linear, tokens: tuple[int, ...]) -> None:
+    weight = leaf.weight
     wrong = next((token for token in tokens if not 0 <= token < len(weight)), None)
     if wrong is not None:
         raise PeftlabError(f"trainable_token_indices: {name} has {len(weight)} tokens, none with the number {wrong}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,9 @@ class BatchRows:
         self.repeats = 1
         self.batch = len(names)
         self.lengths = {self.batch}
-        self._known: dict[tuple[int, tuple[int, ...], torch.device], Tensor | slice] = {}
+        self._known: dict[tuple[int, tuple[int, ...], torch.device], Tensor | slice[int, int, int]] = {}
 
-    def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def called(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Take the sizes of a call of the model: a forward pre-hook.
 
         Raises:
@@ -65,7 +64,7 @@ class BatchRows:
             f"{self.batch} rows of the batch; run the rows of each adapter by themselves (peftlab.set_adapter)"
         )
 
-    def index(self, length: int, numbers: tuple[int, ...], device: torch.device) -> Tensor | slice:
+    def index(self, length: int, numbers: tuple[int, ...], device: torch.device) -> Tensor | slice[int, int, int]:
         """Return the positions, of ``length``, of these adapters' rows: a slice, if they are one."""
         key = (length, numbers, device)
         if key not in self._known:

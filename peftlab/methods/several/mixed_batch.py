@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +18,9 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods.leaf import Adapted, AnyLeaf, Variant, adapted_class, exchange, like_adapted, recast
 from peftlab.methods.several.adapters import BASE, Stored, aside, loaded_adapters
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.untyped import Attributes, Function
+
+_GENERATE = "generate"
 
 
 class MixedLeaf(AnyLeaf):
@@ -35,9 +37,9 @@ class MixedLeaf(AnyLeaf):
     rows: BatchRows
     name: str
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         if not self.enabled:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if isinstance(self, nn.Embedding) and first.shape[0] == 1:  # the positions, which all rows share
             first = first.expand(self.rows.batch, *first.shape[1:])
@@ -60,7 +62,7 @@ class MixedLeaf(AnyLeaf):
         return result
 
 
-def _chosen(value: Any, index: Tensor | slice, length: int) -> Any:
+def _chosen(value: object, index: Tensor | slice[int, int, int], length: int) -> object:
     return value[index] if isinstance(value, Tensor) and value.ndim and value.shape[0] == length else value
 
 
@@ -101,30 +103,31 @@ def adapter_names(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _generating(model: Any, rows: BatchRows) -> Iterator[None]:
+def _generating(model: nn.Module, rows: BatchRows) -> Iterator[None]:
     """Within the block ``model.generate`` tells ``rows`` how often it repeats each row."""
-    if not hasattr(type(model), "generate"):
+    if not hasattr(type(model), _GENERATE):
         yield
         return
-    before = vars(model).get("generate")
-    generate: Callable[..., Any] = model.generate
+    before = vars(model).get(_GENERATE)
+    generate: Function[object] = getattr(model, _GENERATE)
 
-    def repeating(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or model.generation_config
-        counts = (kwargs.get(key, getattr(config, key, None)) for key in ("num_beams", "num_return_sequences"))
+    def repeating(*args: object, **kwargs: object) -> object:
+        options: Attributes = kwargs
+        config = options.get("generation_config") or model.generation_config
+        counts = (options.get(key, getattr(config, key, None)) for key in ("num_beams", "num_return_sequences"))
         rows.repeats = max(count or 1 for count in counts)
         try:
             return generate(*args, **kwargs)
         finally:
             rows.repeats = 1
 
-    model.generate = functools.wraps(generate)(repeating)
+    setattr(model, _GENERATE, functools.wraps(generate)(repeating))
     try:
         yield
     finally:
-        del model.generate
+        delattr(model, _GENERATE)
         if before is not None:
-            model.generate = before
+            setattr(model, _GENERATE, before)
 
 
 def _mixed(model: nn.Module, adapters: Mapping[str, Stored], rows: BatchRows) -> dict[str, nn.Module]:
@@ -158,7 +161,7 @@ def _together(leaf: nn.Module, name: str, variants: list[Variant], rows: BatchRo
     made = kind.at_once(leaf, name, variants, rows)
     if made is not None:
         return made
-    new: Any = recast(adapted_class(MixedLeaf, type(leaf)), leaf)
+    new = recast(adapted_class(MixedLeaf, type(leaf)), leaf)
     new.variants, new.rows, new.name = variants, rows, name
     return new
 
