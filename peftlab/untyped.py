@@ -27,8 +27,14 @@ Parameters: TypeAlias = dict[str, Any]
 Attributes: TypeAlias = dict[str, Any]
 """A dataclass's or a function's arguments by name, for a call with ``**``: mypy knows one type for all of them."""
 
+Unpickled: TypeAlias = Any
+"""What a pickle of tensors, numbers, texts and containers contains: who wrote it knows."""
+
 Converter: TypeAlias = Any
 """One of transformers' weight converters: its methods take tensors too, where their annotations want futures."""
+
+LoadedKeys: TypeAlias = Any
+"""The missing and unexpected keys that peft's loading returns: its annotation, ``namedtuple``, is not a type."""
 
 Schema: TypeAlias = dict[Any, Any] | Callable[..., Any]
 """The JSON schema of a tool, as transformers' chat templates take it."""

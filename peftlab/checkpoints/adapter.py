@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divide
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about
-from peftlab.files import parse_json, read_object, replacing, write_json
+from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
     carry,
@@ -74,7 +74,7 @@ class Adapter:
 
     config: MethodConfig
     tensors: dict[str, Tensor]
-    base: dict[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Json] = field(default_factory=dict)
     base_reference: str | None = None
     task_type: str | None = None
     notes: tuple[str, ...] = ()
@@ -174,29 +174,36 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
         config = _our_config(raw, path / CONFIG_FILE)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
         raise PeftlabError(f"{path / CONFIG_FILE} does not fit {weights.name}: {said}")
-    return Adapter(config, tensors, base, raw.get("base_model_name_or_path"), raw.get("task_type"), notes)
+    reference, task = (text_or_none(raw, key, path / CONFIG_FILE) for key in ("base_model_name_or_path", "task_type"))
+    return Adapter(config, tensors, base, reference, task, notes)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Json]:
     """Return an ``adapter_config.json``: an object whose base model and task type are strings."""
     raw = read_object(path)
     for key in ("base_model_name_or_path", "task_type"):
-        if not isinstance(raw.get(key), str | None):
-            raise PeftlabError(f"{path}: {key}: {raw[key]!r} is not a string")
+        text_or_none(raw, key, path)
     return raw
 
 
-def base_of(header: Mapping[str, str], path: Path) -> dict[str, Any]:
+def text_or_none(raw: Mapping[str, Json], key: str, path: Path) -> str | None:
+    """Return the value of a key of the file at ``path``, which is a string, null or absent."""
+    value = raw.get(key)
+    if not isinstance(value, str | None):
+        raise PeftlabError(f"{path}: {key}: {value!r} is not a string")
+    return value
+
+
+def base_of(header: Mapping[str, str], path: Path) -> dict[str, Json]:
     """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
     try:
         entry = parse_json(header.get("peftlab", "{}"))
     except ValueError as error:
         raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
-    base: Any = entry.get("base", {}) if isinstance(entry, dict) else None
-    described = isinstance(base, dict) and (
-        not base or (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
-    )
-    if not described:
+    base = entry.get("base", {}) if isinstance(entry, dict) else None
+    if not isinstance(base, dict) or (
+        base and not (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
+    ):
         raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
     return base
 
@@ -342,15 +349,15 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor], source: Path) -> None:
                 raise PeftlabError(f"{source}: {name} contains NaN or infinity")
 
 
-def _our_config(raw: dict[str, Any], path: Path) -> MethodConfig:
+def _our_config(raw: Mapping[str, Json], path: Path) -> MethodConfig:
     method = raw.get("method")
     if not isinstance(method, dict) or method.get("name") not in list(METHODS):
         raise PeftlabError(f"{path}: neither a peft adapter (no peft_type) nor one of peftlab (no known method)")
     with about(path):
-        return make_config(method["name"], **method)
+        return make_config(member(method, "name", str, "method"), **method)
 
 
-def _same_base(model: nn.Module, base: dict[str, Any], source: str | Path) -> None:
+def _same_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -> None:
     here = describe(model)
     differ = [key for key in ("architecture", "model_type", "vocab_size") if base.get(key) != here[key]]
     if differ:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ def _config(first: LoraConfig, pairs: dict[str, Items], rank: int) -> LoraConfig
     matches = [found for name in pairs if (found := _A.fullmatch(name))]
     modules = [found[1] for found in matches if found[2] == "."]
     experts = [found[1] for found in matches if found[2] == "_"]
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "r": rank,
         "lora_alpha": float(rank),
         "target_modules": modules or None,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -60,7 +60,7 @@ def hub_id(reference: str | None) -> str | None:
     return reference if named else None
 
 
-def front_matter(values: Mapping[str, Any]) -> str:
+def front_matter(values: Mapping[str, object]) -> str:
     """Return ``values`` as YAML that YAML 1.1 and 1.2 readers understand alike; nulls are left out."""
     from ruamel.yaml import YAML
 
@@ -72,7 +72,7 @@ def front_matter(values: Mapping[str, Any]) -> str:
     return buffer.getvalue()
 
 
-def _quoted(value: Any) -> Any:
+def _quoted(value: object) -> object:
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
     if isinstance(value, Mapping):

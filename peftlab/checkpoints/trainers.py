@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, reload_adapter
 from peftlab.methods.injection import is_injected
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 
 class AdapterCheckpoints:
@@ -17,15 +22,16 @@ class AdapterCheckpoints:
     ``load_best_model_at_end`` work too. Other models and checkpoints are loaded as by the Trainer itself.
     """
 
-    model: Any
-    state: Any
+    model: nn.Module
+    state: TrainerState
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._read_adapter(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        if not self._read_adapter(self.state.best_model_checkpoint):
+        best = self.state.best_model_checkpoint
+        if best is None or not self._read_adapter(best):
             super()._load_best_model()  # type: ignore[misc]
 
     def _read_adapter(self, checkpoint: str) -> bool:

@@ -69,7 +69,8 @@ def _load_adapted(recipe: FinetuneRecipe, place: Path) -> Prepared:
     An adapter of another library names none: then the labels must be class numbers.
     """
     adapter = read_adapter(place)
-    names = adapter.base.get("config", {}).get("id2label")
+    config = adapter.base.get("config")
+    names = config.get("id2label") if isinstance(config, dict) else None
     task = load_task(recipe, None if names is None else _classes(recipe, names, str(place)))
     own = not find_task(recipe.task).glue and task.task.labels
     if names is None and own and own != tuple(map(str, range(len(own)))):

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from peftlab.checkpoints.adapter import CONFIG_FILE, text_or_none
 from peftlab.checkpoints.consumers.contents import Contents, read_contents
 from peftlab.checkpoints.consumers.fit import Fit, fit
 from peftlab.checkpoints.consumers.table import CONSUMERS, Consumer, Verdict
@@ -19,8 +20,8 @@ _IDLE = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
     "revision",
 )  # fmt: skip
-_NOTHING: tuple[Any, ...] = (None, False, {}, [], 0.0)
-_OFF: dict[str, tuple[Any, ...]] = {"bias": (None, "none"), "init_lora_weights": (None, True)}
+_NOTHING: tuple[object, ...] = (None, False, {}, [], 0.0)
+_OFF: dict[str, tuple[object, ...]] = {"bias": (None, "none"), "init_lora_weights": (None, True)}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AdapterCheck:
     adapter: str
     base: str
     format: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     architecture: str
     matched: list[str]
     unmatched: list[str]
@@ -79,7 +80,7 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
         PeftlabError: there is no adapter or no base, a file is damaged, or the base is another model.
     """
     contents = read_contents(source)
-    reference = base or contents.raw.get("base_model_name_or_path")
+    reference = base or text_or_none(contents.raw, "base_model_name_or_path", contents.path / CONFIG_FILE)
     if not reference:
         raise PeftlabError(f"{source} names no base model; pass one (--base)")
     found = fit(contents, reference)
@@ -97,14 +98,13 @@ def check_adapter(source: str | Path, base: str | None = None) -> AdapterCheck:
     )
 
 
-def _settings(contents: Contents) -> dict[str, Any]:
+def _settings(contents: Contents) -> dict[str, object]:
     """Return what the configuration says, without what is off or of no use here."""
     if contents.format == "loralib":
         return {"r": contents.pairs[0].a[0]} if contents.pairs and contents.pairs[0].a else {}
     raw = contents.raw.get("method") if contents.format == "peftlab" else contents.raw.get("config", contents.raw)
-    return {
-        key: value for key, value in (raw or {}).items() if key not in _IDLE and value not in _OFF.get(key, _NOTHING)
-    }
+    items = raw.items() if isinstance(raw, Mapping) else ()
+    return {key: value for key, value in items if key not in _IDLE and value not in _OFF.get(key, _NOTHING)}
 
 
 def _notes(found: Fit) -> list[str]:

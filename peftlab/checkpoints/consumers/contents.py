@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, base_of, read_config
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
@@ -17,6 +16,7 @@ from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_header
 from peftlab.errors import PeftlabError
+from peftlab.files import Json
 from peftlab.methods.targets import has_suffix
 from peftlab.patterns import matching
 
@@ -88,10 +88,10 @@ class Contents:
 
     path: Path
     format: str
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Json]
     files: frozenset[str]
     pieces: tuple[Piece, ...]
-    base: Mapping[str, Any]
+    base: Mapping[str, Json]
 
     @cached_property
     def pairs(self) -> list[Pair]:
@@ -110,13 +110,38 @@ class Contents:
         """Return the tensors of these kinds."""
         return [piece for piece in self.pieces if piece.kind in kinds]
 
+    @property
+    def r(self) -> int:
+        """The rank of the modules that no pattern names; 8, as in peft, where the configuration has none."""
+        return int(_number(self.raw.get("r", 8)))
+
+    @property
+    def lora_alpha(self) -> float:
+        """The alpha of the modules that no pattern names; 8, as in peft, where the configuration has none."""
+        return _number(self.raw.get("lora_alpha", 8))
+
+    def patterns(self, key: str) -> dict[str, float]:
+        """Return ``rank_pattern`` or ``alpha_pattern``."""
+        value = self.raw.get(key)
+        return {name: _number(each) for name, each in value.items()} if isinstance(value, dict) else {}
+
+    def names(self, key: str) -> list[str]:
+        """Return the names in a list of the configuration; none where it has no such list."""
+        value = self.raw.get(key)
+        return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+    def targets(self, key: str) -> list[str] | str:
+        """Return the names or the regular expression at a key of the configuration; empty where it has neither."""
+        value = self.raw.get(key)
+        return value if isinstance(value, str) else self.names(key)
+
     def parameter_of(self, pair: Pair) -> str:
         """Return the parameter that factors of a module with several belong to; empty for other modules.
 
         peft wraps a module's parameters in the order they have in it, and in every experts module the one called
         "down" comes last, so that its factors are outermost.
         """
-        named = [name.rpartition(".") for name in self.raw.get("target_parameters") or []]
+        named = [name.rpartition(".") for name in self.names("target_parameters")]
         mine = sorted(
             {last for parent, _, last in named if not parent or has_suffix(pair.module, parent)},
             key=lambda last: "down" in last,
@@ -125,17 +150,17 @@ class Contents:
 
     def rank(self, pair: Pair) -> int:
         """Return the rank that peft's configuration gives to a module."""
-        return int(self._by_pattern("rank_pattern", pair, self.raw.get("r", 8)))
+        return int(self._by_pattern("rank_pattern", pair, self.r))
 
     def scale(self, pair: Pair) -> float:
         """Return the factor of B·A that peft applies at a module."""
-        rank, alpha = self.rank(pair), float(self._by_pattern("alpha_pattern", pair, self.raw.get("lora_alpha", 8)))
+        rank, alpha = self.rank(pair), float(self._by_pattern("alpha_pattern", pair, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.raw.get("use_rslora") else rank)
 
-    def _by_pattern(self, key: str, pair: Pair, default: Any) -> Any:
+    def _by_pattern(self, key: str, pair: Pair, default: float) -> float:
         parameter = self.parameter_of(pair)
         name = f"{pair.module}.{parameter}" if parameter else pair.module
-        for pattern, value in (self.raw.get(key) or {}).items():
+        for pattern, value in self.patterns(key).items():
             if matching(rf"(.*\.)?({pattern})", [name], what=f"{self.path / CONFIG_FILE}: {key}"):
                 return value
         return default
@@ -172,7 +197,7 @@ def read_contents(source: str | Path) -> Contents:
     return Contents(path, kind, raw, files, _pieces(shapes), base_of(metadata, path / WEIGHTS_FILE))
 
 
-def _check_types(raw: Mapping[str, Any], path: Path) -> None:
+def _check_types(raw: Mapping[str, Json], path: Path) -> None:
     """Refuse values that no reader of peft's format expects."""
     numbers, names = (int, float), (list, str, NoneType)
     kinds = {
@@ -188,8 +213,14 @@ def _check_types(raw: Mapping[str, Any], path: Path) -> None:
         of = int if key == "rank_pattern" else numbers
         if isinstance(value, dict) and not all(isinstance(each, of) and each > 0 for each in value.values()):
             raise PeftlabError(f"{path}: {key}: {value!r} must have numbers above 0")
-    if "peft_type" in raw and raw.get("r", 1) < 1:
-        raise PeftlabError(f"{path}: r: {raw['r']} is below 1")
+    r = raw.get("r")
+    if "peft_type" in raw and isinstance(r, int) and r < 1:
+        raise PeftlabError(f"{path}: r: {r} is below 1")
+
+
+def _number(value: Json) -> float:
+    assert isinstance(value, int | float)  # by _check_types
+    return value
 
 
 def _shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,7 +214,7 @@ def _write(directory: Path, factors: Factors, rank: int, adapter: Adapter, found
         padded = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         for side, factor in zip(names, padded, strict=True):
             tensors[f"{PREFIX}{module}.{side}"] = factor.contiguous()
-    raw: dict[str, Any] = {
+    raw: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": adapter.task_type,
         "base_model_name_or_path": adapter.base_reference,

@@ -64,11 +64,11 @@ def other_scale(fit: Fit, engine: str, applied: dict[int, float] | None = None) 
     Args:
         applied: the engine's scaling by the module's rank; default: ``lora_alpha / r`` for all.
     """
-    raw = fit.contents.raw
-    for pair in fit.contents.pairs:
-        rank = fit.contents.rank(pair)
-        one = raw.get("lora_alpha", 8) / raw.get("r", 8) if applied is None else applied[rank]
-        own = fit.contents.scale(pair)
+    contents = fit.contents
+    for pair in contents.pairs:
+        rank = contents.rank(pair)
+        one = contents.lora_alpha / contents.r if applied is None else applied[rank]
+        own = contents.scale(pair)
         if not math.isclose(one, own, rel_tol=1e-6):
             return Verdict(False, f"{engine} would scale {pair.module} by {one:g}, it was trained with {own:g}")
     return None

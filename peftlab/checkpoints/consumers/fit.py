@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.adapter import CONFIG_FILE, Adapter, text_or_none
 from peftlab.checkpoints.consumers.contents import Contents, Pair, Piece
 from peftlab.checkpoints.consumers.single_experts import OneExpert, one_expert
 from peftlab.checkpoints.merge.base import base_directory
@@ -88,16 +87,15 @@ class Fit:
     @cached_property
     def missing(self) -> list[str]:
         """The base's modules that the configuration targets and the file has no factors for."""
-        raw = self.contents.raw
-        targets, whole = raw.get("target_modules"), raw.get("modules_to_save") or []
+        targets, whole = self.contents.targets("target_modules"), self.contents.names("modules_to_save")
         if not targets or targets == ALL_LINEAR or self.contents.format != "peft":
             return []
         leaves = [name for name, module in self.modules.items() if leaf_kind(module) is not None]
         leaves = [name for name in leaves if not any(part in whole for part in name.split("."))]
         chosen = self._chosen(leaves, targets, "target_modules")
-        if excluded := raw.get("exclude_modules"):
+        if excluded := self.contents.targets("exclude_modules"):
             chosen = [name for name in chosen if name not in self._chosen(chosen, excluded, "exclude_modules")]
-        layers = raw.get("layers_to_transform")
+        layers = self.contents.raw.get("layers_to_transform")
         if isinstance(layers, list | int):
             chosen = [name for name in chosen if layer_index(name) in ([layers] if isinstance(layers, int) else layers)]
         adapted = {pair.module for pair in self.contents.pairs}
@@ -107,12 +105,10 @@ class Fit:
     @cached_property
     def idle_targets(self) -> list[str]:
         """The names in ``target_modules`` that match no module of the base."""
-        targets = self.contents.raw.get("target_modules")
-        if not isinstance(targets, list) or self.contents.format != "peft":
-            return []
+        targets = self.contents.names("target_modules") if self.contents.format == "peft" else []
         return [target for target in targets if not any(has_suffix(name, target) for name in self.modules)]
 
-    def _chosen(self, names: Iterable[str], targets: Any, what: str) -> list[str]:
+    def _chosen(self, names: Iterable[str], targets: list[str] | str, what: str) -> list[str]:
         if isinstance(targets, str):
             return matching(targets, names, what=what)
         return [name for name in names if any(has_suffix(name, target) for target in targets)]
@@ -200,6 +196,6 @@ def fit(contents: Contents, base: str) -> Fit:
     """
     place = base_directory(base)
     names = {piece.target: torch.empty(piece.shape, device="meta") for piece in contents.pieces}
-    task = contents.raw.get("task_type") if contents.format == "peft" else None
-    like = Adapter(LoraConfig(), names, dict(contents.base), task_type=task)
+    task = text_or_none(contents.raw, "task_type", contents.path / CONFIG_FILE) if contents.format == "peft" else None
+    like = Adapter(LoraConfig(), names, contents.base, task_type=task)
     return Fit(contents, closest_model(like, place, source=str(contents.path))[0], place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from pathlib import Path
-from typing import Any
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
 from peftlab.checkpoints.consumers.features import shortened
@@ -17,6 +16,7 @@ from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.methods.table import METHODS
+from peftlab.untyped import LoadedKeys
 
 
 def peftlab_rule(fit: Fit) -> Verdict:
@@ -76,6 +76,6 @@ def _loaded(fit: Fit, path: Path) -> tuple[list[str], list[str]]:
         config.init_lora_weights = True
     model = peft.get_peft_model(fit.fresh_model(), config, low_cpu_mem_usage=True)
     weights = peft.utils.load_peft_weights(str(path), device="cpu")
-    found: Any = peft.set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
+    found: LoadedKeys = peft.set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
     missing = [key for key in found.missing_keys if "lora_" in key or ".modules_to_save." in key]
     return missing, list(found.unexpected_keys)

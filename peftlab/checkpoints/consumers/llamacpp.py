@@ -73,8 +73,7 @@ def _modules(fit: Fit) -> Verdict:
         if pair.last == "lm_head" and tied_names(fit.model):
             return Verdict(False, "llama.cpp has no output layer of its own where it is tied to the embeddings")
     # alpha / rank, with each tensor's own rank; patterns and rsLoRA are not looked at.
-    alpha = contents.raw.get("lora_alpha", 8)
-    applied = {contents.rank(pair): alpha / contents.rank(pair) for pair in contents.pairs}
+    applied = {contents.rank(pair): contents.lora_alpha / contents.rank(pair) for pair in contents.pairs}
     if verdict := other_scale(fit, "llama.cpp", applied):
         return verdict
     return Verdict(True, "scaling lora_alpha / rank of each module")

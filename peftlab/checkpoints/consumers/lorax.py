@@ -41,12 +41,11 @@ def rule(fit: Fit) -> Verdict:
         return Verdict(False, f"LoRAX needs one rank in all layers' {uneven[0]}; there are {sorted(ranks[uneven[0]])}")
     if gaps := absent_layers(fit.modules, {pair.module for pair in contents.pairs}):
         return Verdict(False, f"LoRAX leaves all {gaps[0].rpartition('.')[2]} out where one layer lacks it: {gaps[0]}")
-    rank = contents.raw["r"]
+    rank = contents.r
     if len(ranks) > 1 and padded_rank(rank) != rank:
         # Padding changes the rank that the next kinds of layer are scaled by.
         return Verdict(False, f"LoRAX pads rank {rank} to {padded_rank(rank)} and then scales by the padded rank")
-    alpha = contents.raw.get("lora_alpha", 8)
-    scaling = alpha / (math.sqrt(rank) if contents.raw.get("use_rslora") else rank)
+    scaling = contents.lora_alpha / (math.sqrt(rank) if contents.raw.get("use_rslora") else rank)
     if verdict := other_scale(fit, "LoRAX", {contents.rank(pair): scaling for pair in contents.pairs}):
         return verdict
     return Verdict(True, f"scaling {scaling:g} everywhere")

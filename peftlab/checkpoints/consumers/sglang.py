@@ -66,8 +66,8 @@ def _modules(fit: Fit) -> Verdict:
     for pair in contents.pairs:
         if pair.last not in known:
             return Verdict(False, f"SGLang's {fit.architecture} takes no LoRA on {pair.module}")
-        if pair.a[0] != contents.raw["r"]:
-            return Verdict(False, f"SGLang needs rank r={contents.raw['r']} everywhere; {pair.module} has {pair.a[0]}")
+        if pair.a[0] != contents.r:
+            return Verdict(False, f"SGLang needs rank r={contents.r} everywhere; {pair.module} has {pair.a[0]}")
     if verdict := other_scale(fit, "SGLang"):
         return verdict
     if lone := lone_projections([pair.module for pair in contents.pairs]):

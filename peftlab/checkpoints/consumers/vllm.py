@@ -56,7 +56,7 @@ def rule(fit: Fit) -> Verdict:
     for key in _REFUSED:
         if raw.get(key):
             return Verdict(False, f"vLLM refuses {key}")
-    if other := [name for name in raw.get("modules_to_save") or [] if name not in _HEADS]:
+    if other := [name for name in fit.contents.names("modules_to_save") if name not in _HEADS]:
         return Verdict(False, f"vLLM refuses modules_to_save={other}")
     if raw.get("bias", "none") != "none":
         return Verdict(False, f"vLLM refuses bias={raw['bias']}")
@@ -100,7 +100,7 @@ def _modules(fit: Fit) -> Verdict:
         if verdict.loads is not True:
             return verdict
         flags += [verdict.reason] if verdict.reason else []
-    highest = max([fit.contents.raw["r"], *(fit.contents.raw.get("rank_pattern") or {}).values()])
+    highest = max([fit.contents.r, *fit.contents.patterns("rank_pattern").values()])
     if highest > _RANKS[-1]:
         return Verdict(False, f"vLLM's highest rank is {_RANKS[-1]}, this adapter's {highest}")
     if highest > _DEFAULT_RANK:

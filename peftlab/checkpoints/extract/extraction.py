@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.kinds import leaf_kind
+from peftlab.methods.lora.layers import LowRank
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
@@ -330,7 +331,7 @@ def _factor(module: nn.Module, found: _Findings, delta: Tensor, norm: float, goa
     )
 
 
-def _matrix(module: Any, delta: Tensor, experts: bool) -> Tensor:
+def _matrix(module: nn.Module, delta: Tensor, experts: bool) -> Tensor:
     """Return a difference as a matrix (out, in)."""
     kind = leaf_kind(module)
     transposed = experts and getattr(module, "is_transposed", False)
@@ -366,7 +367,8 @@ def _values(model: PreTrainedModel, found: _Findings, tuned: NamedWeights) -> di
     """Return the adapter's parameters: factors, and the finetuned model's tensors that are stored whole."""
     values: dict[str, Tensor] = {}
     for name in found.leaves:
-        leaf: Any = model.get_submodule(name)
+        leaf = model.get_submodule(name)
+        assert isinstance(leaf, LowRank)
         values |= {f"{name}.{side}": factor for side, factor in zip(leaf.names, found.factors[name], strict=True)}
     for name in found.experts:
         values |= {f"{name}_lora_{side}": factor for side, factor in zip("AB", found.factors[name], strict=True)}

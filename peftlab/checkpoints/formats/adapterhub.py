@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import read_tensors
 from peftlab.errors import PeftlabError, about, did_you_mean
-from peftlab.files import member
+from peftlab.files import Json, member
 from peftlab.methods.architectures import SITES
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import make_config
@@ -31,15 +30,15 @@ _LORA_SETTINGS = {
     "selfattn_lora": True, "intermediate_lora": False, "output_lora": False, "use_gating": False,
     "composition_mode": "add", "use_dora": False, "leave_out": [], "vera_d": None, "vera_b": None,
 }  # fmt: skip
-_ATTENTION = {"q": "query", "k": "key", "v": "value"}
+_ATTENTION: dict[object, str] = {"q": "query", "k": "key", "v": "value"}
 
 
-def is_adapterhub(raw: dict[str, Any]) -> bool:
+def is_adapterhub(raw: Mapping[str, Json]) -> bool:
     """Return whether an ``adapter_config.json`` was written by AdapterHub's library (peft's has a ``peft_type``)."""
     return "peft_type" not in raw and isinstance(raw.get("config"), dict) and "model_type" in raw
 
 
-def read_adapterhub(directory: Path, raw: dict[str, Any]) -> tuple[MethodConfig, dict[str, Tensor]]:
+def read_adapterhub(directory: Path, raw: Mapping[str, Json]) -> tuple[MethodConfig, dict[str, Tensor]]:
     """Return method and tensors, by our names, of an AdapterHub bottleneck or LoRA adapter.
 
     Args:
@@ -53,7 +52,7 @@ def read_adapterhub(directory: Path, raw: dict[str, Any]) -> tuple[MethodConfig,
     head = next((directory / name for name in HEAD_FILES if (directory / name).exists()), None)
     if head is not None:
         tensors |= _state_dict(directory, head.name)
-    settings = raw["config"]
+    settings = member(raw, "config", dict, path)
     with about(path):
         if settings.get("architecture") == "lora":
             return _lora(settings), {re.sub(r"\.loras\.[^.]+\.", ".", key): tensor for key, tensor in tensors.items()}
@@ -62,7 +61,7 @@ def read_adapterhub(directory: Path, raw: dict[str, Any]) -> tuple[MethodConfig,
         return config, {_bottleneck_name(key, model_type): tensor for key, tensor in tensors.items()}
 
 
-def _lora(settings: dict[str, Any]) -> MethodConfig:
+def _lora(settings: Mapping[str, Json]) -> MethodConfig:
     _require(settings, _LORA_SETTINGS)
     matrices = settings.get("attn_matrices", ["q", "v"])
     if not isinstance(matrices, list) or not all(matrix in list(_ATTENTION) for matrix in matrices):
@@ -76,7 +75,7 @@ def _lora(settings: dict[str, Any]) -> MethodConfig:
     )
 
 
-def _bottleneck(settings: dict[str, Any], tensors: Mapping[str, Tensor], train_head: bool) -> MethodConfig:
+def _bottleneck(settings: Mapping[str, Json], tensors: Mapping[str, Tensor], train_head: bool) -> MethodConfig:
     _require(settings, _BOTTLENECK_SETTINGS)
     downs = [t for key, t in tensors.items() if key.endswith("adapter_down.0.weight") and t.ndim == 2]
     if not downs:
@@ -92,7 +91,7 @@ def _bottleneck(settings: dict[str, Any], tensors: Mapping[str, Tensor], train_h
     )
 
 
-def _require(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _require(settings: Mapping[str, Json], wanted: Mapping[str, object]) -> None:
     for key, value in wanted.items():
         if settings.get(key, value) != value:
             raise PeftlabError(f"{key}={settings[key]!r} is not supported; {value!r} is")

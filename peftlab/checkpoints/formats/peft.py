@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import Tensor, nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
@@ -57,7 +57,7 @@ def to_peft_key(name: str, model: nn.Module) -> str:
     return PREFIX + name
 
 
-def to_peft_config(model: nn.Module, injection: Injection, reference: str | None) -> dict[str, Any]:
+def to_peft_config(model: nn.Module, injection: Injection, reference: str | None) -> dict[str, object]:
     """Return ``adapter_config.json`` for an injected LoRA; defaults are left out where peft allows it.
 
     In some mixtures of experts peft treats every ``gate_proj`` and the like as expert weights; those that are linear
@@ -77,7 +77,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
     conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
-    raw: dict[str, Any] = {
+    raw: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if _classifier_trains(model, whole) else None,
         "base_model_name_or_path": reference,
@@ -157,7 +157,7 @@ def _effective(
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name in leaves:
-        leaf: Any = model.get_submodule(name)
+        leaf = model.get_submodule(name)
         key = f"{name}.weight" if name in matrices else name
         rank, alpha = config.rank(name), config.alpha(name)
         if _rank_grew(leaf):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -51,7 +50,7 @@ class PeftAdapter:
     notes: tuple[str, ...] = ()
 
 
-def read_peft(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, weights: Path) -> PeftAdapter:
+def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Path, weights: Path) -> PeftAdapter:
     """Return a peft adapter as ours.
 
     Args:
@@ -98,7 +97,7 @@ def _transposed(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, ...]]:
+def _config(raw: Mapping[str, object], path: Path) -> tuple[LoraConfig, tuple[str, ...]]:
     """Return the configuration as it is written, and notes."""
     if raw["peft_type"] != "LORA":
         raise PeftlabError(f"{path}: peft_type {raw['peft_type']!r} is not supported; LORA is")
@@ -133,14 +132,14 @@ def _config(raw: Mapping[str, Any], path: Path) -> tuple[LoraConfig, tuple[str, 
         raise PeftlabError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _start(value: Any, path: Path) -> tuple[Any, tuple[str, ...]]:
+def _start(value: object, path: Path) -> tuple[bool | str, tuple[str, ...]]:
     """Return our value of ``init_lora_weights``, which names the part of the base to subtract, if any, and notes."""
     name = value.lower() if isinstance(value, str) else value
     if name == "mica":
         return True, (f"{path}: init_lora_weights=mica: peft trains A alone; here B trains too",)
     if isinstance(name, str | bool | None) and name in _PLAIN_STARTS:
         return True, ()
-    if name in ("olora", "pissa"):
+    if isinstance(name, str) and name in ("olora", "pissa"):
         return name, ()
     if isinstance(name, str) and re.fullmatch(r"pissa_niter_[0-9]{1,9}", name):
         note = (
@@ -220,7 +219,7 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     modules -= {f"{module}.out_proj" for module in modules}
     experts = {name.rpartition("_lora_")[0] for name in tensors if re.search(r"_lora_[AB]$", name)}
     adapted = [*modules, *(e for e in experts if e), *(f"{module}.weight" for module in matrices)]
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "rank_pattern": _matched(config.rank_pattern, adapted),
         "alpha_pattern": _matched(config.alpha_pattern, adapted),
     }
@@ -241,7 +240,7 @@ def _fitted(config: LoraConfig, tensors: Mapping[str, Tensor], matrices: set[str
     return config.model_copy(update=changes)
 
 
-def _matched(patterns: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _matched(patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     names = list(names)
     return {
         pattern: value
@@ -250,6 +249,6 @@ def _matched(patterns: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

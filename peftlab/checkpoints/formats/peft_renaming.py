@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -47,7 +46,7 @@ def with_new_names(
     """
     renamed = new_names(model, tensors)
     factors = [name for name in tensors if name.rpartition(".")[2] in FACTORS]
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if renamed.keys() & factors:
         names = {renamed.get(name, name).rpartition(".")[0]: name.rpartition(".")[0] for name in factors}
         changes = {

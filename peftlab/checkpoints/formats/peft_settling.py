@@ -7,7 +7,6 @@ saved beside the adapter replace the base's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +72,9 @@ def _by_full_names(model: nn.Module, config: LoraConfig, tensors: Mapping[str, T
         return kept + outermost
 
     whole, tokens = config.modules_to_save, config.trainable_token_indices
-    changes: dict[str, Any] = {"modules_to_save": whole and list(dict.fromkeys(n for end in whole for n in full(end)))}
+    changes: dict[str, object] = {
+        "modules_to_save": whole and list(dict.fromkeys(n for end in whole for n in full(end)))
+    }
     if isinstance(tokens, dict):
         changes["trainable_token_indices"] = {name: rows for end, rows in tokens.items() for name in full(end)}
     return config.model_copy(update=changes)
@@ -100,7 +101,7 @@ def _matrices(model: nn.Module, config: LoraConfig, tensors: dict[str, Tensor]) 
     if not routers:
         return config, tensors
     renamed = {f"{name}.lora_{side}": f"{name}.weight_lora_{side}" for name in routers for side in "AB"}
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "target_modules": [name for name in targets if name not in routers] or None,
         "target_parameters": [*(config.target_parameters or []), *(f"{name}.weight" for name in routers)],
     }

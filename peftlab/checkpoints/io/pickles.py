@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import open_regular, reason
+from peftlab.untyped import Unpickled
 
 # The part of torch's message that names the fault in the file; the rest advises to load it without protection.
 _FAULT = re.compile(r"unsupported (?:global|class|operand)\W+(?:GLOBAL )?[\w.]+", re.IGNORECASE)
@@ -26,13 +27,12 @@ def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
         PeftlabError: not a regular file, a damaged one, or one that contains anything but tensors by name.
     """
     loaded = unpickle(path, mapped=mapped)
-    named = isinstance(loaded, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in loaded.items())
-    if not named:
+    if not _named(loaded):
         raise PeftlabError(f"{path}: contains something other than tensors by name")
     return loaded
 
 
-def unpickle(path: Path, *, mapped: bool = False) -> Any:
+def unpickle(path: Path, *, mapped: bool = False) -> Unpickled:
     """Return the tensors, numbers, texts and containers of a pickle, on the CPU.
 
     Args:
@@ -52,6 +52,10 @@ def unpickle(path: Path, *, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise PeftlabError(f"{path}: cannot be read as tensors alone ({_fault(error)})") from None
+
+
+def _named(value: object) -> TypeGuard[dict[str, Tensor]]:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in value.items())
 
 
 def _fault(error: Exception) -> str:

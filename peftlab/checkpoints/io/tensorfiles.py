@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
@@ -76,14 +76,14 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise PeftlabError(f"{path}: {reason(error)}") from None
     raw = _parse(path, text)
     metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not _texts(metadata):
         raise PeftlabError(f"{path}: __metadata__ is not a map of strings")
     return _entries(path, raw, 8 + length, size), metadata
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+def _parse(path: Path, text: bytes) -> dict[str, Json]:
+    def unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        found: dict[str, Json] = {}
         for key, value in pairs:
             if key in found:
                 raise PeftlabError(f"{path}: duplicate key {key!r} in the header")
@@ -100,7 +100,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return raw
 
 
-def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+def _entries(path: Path, raw: Mapping[str, Json], data: int, size: int) -> dict[str, Entry]:
     spans: list[tuple[int, int, str, Entry]] = []
     for key, value in raw.items():
         where = f"{path}: {key!r}"
@@ -132,7 +132,11 @@ def _entries(path: Path, raw: dict[str, Any], data: int, size: int) -> dict[str,
     return {key: entry for _, _, key, entry in spans}
 
 
-def _naturals(value: Any) -> bool:
+def _texts(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
@@ -149,17 +153,18 @@ def layout(
     make equal files.
     """
     order = sorted(tensors, key=lambda key: (-_ORDER.index(tensors[key][0]), key.encode()))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    begins: dict[str, int] = {}
     position = 0
     for key in order:
         dtype, shape = tensors[key]
         end = position + Entry(dtype, shape, 0).nbytes
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
+        begins[key], position = position, end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return head, {key: Entry(*tensors[key], len(head) + header[key]["data_offsets"][0]) for key in order}
+    return head, {key: Entry(*tensors[key], len(head) + begin) for key, begin in begins.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

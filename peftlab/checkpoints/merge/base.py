@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from peftlab.hub import snapshot
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.outputs import contains, scratch_directory
 from peftlab.references import locate
+from peftlab.untyped import Attributes
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def refuse_overlap(out: Path, base: Path) -> None:
         raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
 
 
-def quantisation(config: Any) -> str:
+def quantisation(config: object) -> str:
     """Return how a model's weights are quantised, by its configuration; an empty text if they are not."""
     found = getattr(config, "quantization_config", None)
     if not found:
@@ -85,8 +85,8 @@ def quantisation(config: Any) -> str:
 
 
 def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
-    architecture = adapter.base.get("architecture") or "AutoModelForCausalLM"
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
+    options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
     model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised:

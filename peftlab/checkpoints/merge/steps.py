@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, Target
 from peftlab.checkpoints.merge.report import Figures, Tally, out_of_range, replaced
 from peftlab.errors import PeftlabError
-from peftlab.methods.leaf import Folding, recast
+from peftlab.methods.leaf import Adapted, Folding, recast
 from peftlab.models.skeleton import converted
 
 
@@ -116,7 +115,8 @@ class Steps:
         """Fold by the leaf's own function, on a copy of the empty leaf with weight and adapter put in."""
         leaf_name = self.plan.folded[name]
         empty = self.plan.model.get_submodule(leaf_name)
-        leaf: Any = recast(type(empty), empty)
+        leaf = recast(type(empty), empty)
+        assert isinstance(leaf, Adapted)
         own = name.removeprefix(f"{leaf_name}.")
         values, tensors = {own: weight}, self.plan.adapter.tensors
         for key in leaf._parameters:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.formats.peft_renaming import new_names
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import member, reason
+from peftlab.files import Json, member, reason
 from peftlab.models.bounds import check_sizes
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
@@ -57,10 +56,10 @@ def closest_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model that lacks fewest of the adapter's modules, and what it lacks; else as ``task_model``."""
     config = load_config(str(base), trust_remote_code=trust_remote_code)
-    trained = adapter.base.get("config") or {}
-    if trained.get("model_type", config.model_type) != config.model_type:
-        raise PeftlabError(f"{source} was trained on {trained['model_type']!r}, {base} is {config.model_type!r}")
-    if trained:
+    trained = adapter.base.get("config")
+    if isinstance(trained, dict) and trained:
+        if trained.get("model_type", config.model_type) != config.model_type:
+            raise PeftlabError(f"{source} was trained on {trained['model_type']!r}, {base} is {config.model_type!r}")
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
         return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
@@ -93,7 +92,7 @@ def _names(model: PreTrainedModel) -> set[str]:
     return {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
 
 
-def _config_of(values: Mapping[str, Any], like: PretrainedConfig, source: str) -> PretrainedConfig:
+def _config_of(values: Mapping[str, Json], like: PretrainedConfig, source: str) -> PretrainedConfig:
     check_sizes(values, f"{source}: the base model's configuration")
     try:
         return type(like).from_dict(dict(values))

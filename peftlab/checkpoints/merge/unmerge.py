@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.merge.base import base_directory, refuse_overlap
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object
+from peftlab.files import Json, member, read_object
 from peftlab.outputs import MARK, staged_directory
 
 
@@ -43,10 +42,11 @@ def unmerge_checkpoint(
     return out
 
 
-def _objects(rows: list[Any], path: Path) -> list[dict[str, Any]]:
-    if not all(isinstance(row, dict) for row in rows):
+def _objects(rows: list[Json], path: Path) -> list[dict[str, Json]]:
+    objects = [row for row in rows if isinstance(row, dict)]
+    if len(objects) < len(rows):
         raise PeftlabError(f"{path}: tensors must be a list of objects")
-    return rows
+    return objects
 
 
 def _same_base(merged: Path, base: Path, changed: set[str]) -> None:

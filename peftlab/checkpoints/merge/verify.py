@@ -7,13 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter
 from peftlab.models.pretrained import load_base, load_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ROUNDS = 5  # timed passes over the inputs, for each model
 
@@ -76,7 +79,7 @@ def verify_merge(
     )
 
 
-def _of_base(config: Any, base: str) -> Any:
+def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
     """Return the merged model's configuration, or a GGUF base's own, which says how its weights are stored."""
     if not base.endswith(".gguf"):
         return config
