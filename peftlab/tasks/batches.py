@@ -23,6 +23,11 @@ def seeded_order(n: int, *key: int) -> list[int]:
     return _order(n, *key).tolist()
 
 
+def seeded_subset(n: int, size: int | None, seed: int) -> list[int] | None:
+    """Return ``size`` of ``range(n)``, drawn with ``seed``, in order; None where all are wanted."""
+    return None if size is None or size >= n else sorted(seeded_order(n, seed, 2)[:size])
+
+
 def _order(n: int, *key: int) -> NDArray[np.int64]:
     seed = np.random.SeedSequence([part % 2**64 for part in key])
     draws = np.random.Generator(np.random.PCG64(seed)).random(n)

@@ -9,8 +9,12 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.errors import PeftlabError
+from peftlab.models.positions import position_limit
+from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
+from peftlab.untyped import Attributes
 
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
@@ -22,6 +26,27 @@ class ModelSource:
     reference: str
     revision: str | None = None
     trust_remote_code: bool = False
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the model's tokenizer."""
+        return load_tokenizer(self.reference, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def model(
+        self, auto_class: str, max_length: int, options: Attributes | None = None
+    ) -> tuple[PreTrainedModel, list[str]]:
+        """Load the model and the names of its fresh parameters; ``options`` are passed to ``from_pretrained``.
+
+        Raises:
+            PeftlabError: it cannot be loaded, or has positions for fewer than ``max_length`` tokens.
+        """
+        trust = self.trust_remote_code
+        model, fresh = load_base(
+            self.reference, auto_class, revision=self.revision, trust_remote_code=trust, **(options or {})
+        )
+        limit = position_limit(model)
+        if limit is not None and max_length > limit:
+            raise PeftlabError(f"train.max_length is {max_length}; {self.reference} has positions for {limit} tokens")
+        return model, fresh
 
 
 @dataclass

@@ -29,6 +29,7 @@ from peftlab.tasks.table import Task
 
 MISSING = "text or label missing"  # reasons for leaving rows out
 OUTSIDE = "outside every bin"
+BEYOND = "beyond data.max_train_examples"
 _ABSENT = "is missing"
 _SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peftlab.rows import resolve
-from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import fingerprint
 from peftlab.tasks.table import Task, find_task
+from peftlab.tasks.text import BEYOND
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,10 +64,9 @@ def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = 
     """
     task = find_task(name)
     task, splits, left_out = resolve(task.load)(task, data, classes)
-    limit = data.max_train_examples
-    if limit is not None and "train" in splits and limit < len(splits["train"]):
-        n = len(splits["train"])
-        splits["train"] = splits["train"].take(sorted(seeded_order(n, data.split_seed, 2)[:limit]))
-        left_out = {**left_out, "beyond data.max_train_examples": n - limit}
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is not None:
+        left_out = {**left_out, BEYOND: len(splits["train"]) - len(chosen)}
+        splits["train"] = splits["train"].take(chosen)
     datasets = {split: examples.dataset(task.regression) for split, examples in splits.items()}
     return TaskData(task, datasets, fingerprint(task, splits), left_out)

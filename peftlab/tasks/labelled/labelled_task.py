@@ -9,8 +9,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.models.positions import position_limit
-from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.labelled.metrics import majority_baseline
@@ -78,22 +76,15 @@ def _load_model(
     task: Task, source: ModelSource, max_length: int
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
     """Return the tokenizer, the model with a head for the task's labels, and its freshly initialised parameters."""
-    options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
-    tokenizer = load_tokenizer(source.reference, **options)
-    names: Attributes = {
-        "id2label": dict(enumerate(task.labels)),
-        "label2id": {name: i for i, name in enumerate(task.labels)},
+    tokenizer = source.tokenizer()
+    options: Attributes = {
+        "num_labels": len(task.labels) or 1,
+        "problem_type": "regression" if task.regression else "single_label_classification",
     }
-    model, fresh = load_base(
-        source.reference,
-        num_labels=len(task.labels) or 1,
-        problem_type="regression" if task.regression else "single_label_classification",
-        **(names if task.labels else {}),
-        **options,
-    )
-    limit = position_limit(model)
-    if limit is not None and max_length > limit:
-        raise PeftlabError(f"train.max_length is {max_length}; {source.reference} has positions for {limit} tokens")
+    if task.labels:
+        options["id2label"] = dict(enumerate(task.labels))
+        options["label2id"] = {name: i for i, name in enumerate(task.labels)}
+    model, fresh = source.model("AutoModelForSequenceClassification", max_length, options)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return tokenizer, model, fresh

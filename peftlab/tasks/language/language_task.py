@@ -14,10 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
-from peftlab.models.positions import position_limit
-from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.rows import resolve
-from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.batches import seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labels import bin_classes, is_missing, numbers
 from peftlab.tasks.language.conversations import (
@@ -33,8 +31,8 @@ from peftlab.tasks.reading.bad_rows import Fault, refuse
 from peftlab.tasks.reading.content import read_text
 from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.table import Task
-from peftlab.tasks.text import MISSING, OUTSIDE, split_files, split_tables
-from peftlab.untyped import Attributes, Unwrapped
+from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE, split_files, split_tables
+from peftlab.untyped import Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
@@ -47,8 +45,8 @@ def load_language(
 ) -> tuple[Task, dict[str, list[Source]], dict[str, int]]:
     """Read ``text/chat``, ``text/completion`` or ``text/plain`` from the user's files.
 
-    ``data.path`` is a file or a directory as for ``text/classification``; for plain text also a ``.txt`` file, which is
-    one document. ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
+    ``data.path`` is a file or a directory as for ``text/classification``; for plain text also a ``.txt`` file, whose
+    paragraphs are rows. ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
 
     Returns:
         The task, the rows of each split, and the rows left out by reason.
@@ -82,13 +80,12 @@ def prepare(
 ) -> Prepared:
     """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
     task, splits, left_out = resolve(task.load)(task, data)
-    if "train" in splits and data.max_train_examples is not None and data.max_train_examples < len(splits["train"]):
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is not None:
         rows = splits["train"]
-        chosen = sorted(seeded_order(len(rows), data.split_seed, 2)[: data.max_train_examples])
-        left_out = {**left_out, "beyond data.max_train_examples": len(rows) - len(chosen)}
+        left_out = {**left_out, BEYOND: len(rows) - len(chosen)}
         splits = {**splits, "train": [rows[i] for i in chosen]}
-    options: Attributes = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
-    tokenizer = load_tokenizer(source.reference, **options)
+    tokenizer = source.tokenizer()
     how = encoding(task, data, max_length)
     held = {name: splits[name] for name in ("validation", "test") if name in splits}
     if not held:
@@ -97,10 +94,7 @@ def prepare(
     for name, rows in held.items():
         held_out[name], long = encode_rows(rows, tokenizer, how)
         left_out = {why: left_out.get(why, 0) + long.get(why, 0) for why in left_out | long}
-    model, fresh = load_base(source.reference, "AutoModelForCausalLM", **options)
-    limit = position_limit(model)
-    if limit is not None and max_length > limit:
-        raise PeftlabError(f"train.max_length is {max_length}; {source.reference} has positions for {limit} tokens")
+    model, fresh = source.model("AutoModelForCausalLM", max_length)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     together = partial(collate, pad=pad or 0)
     prepared = Prepared(

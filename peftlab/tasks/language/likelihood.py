@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import PartialState
@@ -22,6 +23,7 @@ from peftlab.tasks.tokens import Row
 from peftlab.untyped import AutogradContext, Unwrapped
 
 _CHUNK = 256  # tokens whose logits live at a time
+_READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -59,10 +61,9 @@ def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def reads_head(model: Unwrapped) -> bool:
     """Whether ``head_logits`` of the last states is what the model computes; tried once per model, then remembered."""
-    known = getattr(model, "_peftlab_reads_head", None)
-    if known is None:
-        known = model._peftlab_reads_head = _tried(model)
-    return known
+    if model not in _READS_HEAD:
+        _READS_HEAD[model] = _tried(model)
+    return _READS_HEAD[model]
 
 
 def _tried(model: PreTrainedModel) -> bool:
