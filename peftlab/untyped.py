@@ -38,3 +38,6 @@ LoadedKeys: TypeAlias = Any
 
 Schema: TypeAlias = dict[Any, Any] | Callable[..., Any]
 """The JSON schema of a tool, as transformers' chat templates take it."""
+
+KnownModel: TypeAlias = Any
+"""A model or module whose class was chosen by its name: to mypy, each of its attributes is a tensor or a module."""

@@ -11,21 +11,37 @@ from transformers import (
     BartForConditionalGeneration,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.llama import growth
+from peftlab.decoding.engines.products import growth
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
 from peftlab.decoding.verification.tree import best_tree, tree_shape
 from peftlab.errors import PeftlabError
@@ -42,6 +58,8 @@ SMALL = {
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 64
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "llama, biases, scaled rope": lambda: LlamaForCausalLM(
@@ -54,14 +72,43 @@ MODELS = {
     "gemma2, windows and caps": lambda: Gemma2ForCausalLM(
         Gemma2Config(**SMALL, head_dim=8, sliding_window=6, query_pre_attn_scalar=8)
     ),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, head_dim=8)),
+    "gemma3, windows and two kinds of angles": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, sliding_window_pattern=2)
+    ),
+    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
+    "olmo2, norms after": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL)),
+    "phi3, some numbers rotated": lambda: Phi3ForCausalLM(
+        Phi3Config(**SMALL, pad_token_id=0, rope_parameters={**DEFAULT, "partial_rotary_factor": 0.5})
+    ),
+    "smollm3, some layers rotated": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(**SMALL, pad_token_id=0, no_rope_layers=[1, 0, 1])
+    ),
+    "gpt_neox, parallel": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**NEOX, rope_parameters={**DEFAULT, "partial_rotary_factor": 0.5})
+    ),
+    "gpt_neox, in turn": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX, use_parallel_residual=False)),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=96,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+            max_position_embeddings=128,
+            init_std=0.3,
+        )
+    ),
     "gpt2, learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
     ),
 }
-for known in ("llama, biases, scaled rope", "qwen2, some windows"):
+SIXTEEN = ("llama, biases, scaled rope", "qwen2, some windows", "gemma2, windows and caps", "olmo2, norms after")
+for known in (*SIXTEEN, "gpt2, learned positions", "gpt_neox, parallel"):
     MODELS[f"{known}, 16 bits"] = MODELS[known]
 WAYS = {"packed": {}, "flat": {"pack": False}, "transformers": {"flat": False}}
-CASES = [(m, w) for m in MODELS for w in WAYS if w == "transformers" or not m.startswith(("gemma", "gpt2"))]
+CASES = [(m, w) for m in MODELS for w in WAYS if w == "transformers" or m != "opt"]
 CASES += [("llama", "split"), ("gemma2, windows and caps", "split")]
 
 
@@ -71,6 +118,8 @@ def build(name):
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # biases start at zero, where leaving one out is not seen
             torch.nn.init.normal_(parameter)
+        elif "norm" in parameter_name or "ln_" in parameter_name:  # and these at one
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
         if name.endswith("16 bits"):
             parameter.data = parameter.data.bfloat16().float()
     return model

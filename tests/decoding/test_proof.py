@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.llama import LlamaEngine
+from peftlab.decoding.engines.flat import FlatEngine
 from peftlab.decoding.engines.proof import Trial, difference
+from peftlab.decoding.engines.structure import structure_of
 from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
 
@@ -79,12 +80,16 @@ class BySlot(TransformersEngine):
         return super()._logits(cache, tokens, block.slots(self.device), block, keep)
 
 
+def flat(model):
+    return FlatEngine(model, structure_of(model))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("engine", "right"),
     [
         (TransformersEngine, (True, True, True)),
-        (LlamaEngine, (True, True, True)),
+        (flat, (True, True, True)),
         (Wider, (False, False, False)),
         (Longest, (True, False, False)),
         (Chained, (True, True, False)),

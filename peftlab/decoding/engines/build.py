@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.llama import LlamaEngine, flattens
+from peftlab.decoding.engines.flat import FlatEngine
 from peftlab.decoding.engines.proof import Trial
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
+from peftlab.decoding.engines.structure import structure_of
 from peftlab.decoding.engines.transformers import TransformersEngine
 from peftlab.errors import PeftlabError
 
@@ -20,9 +21,9 @@ def build_engine(
 ) -> Engine:
     """Return the fastest engine that gives ``model``'s own logits.
 
-    For Llama-like models that is a flattened step (``llama.py``), else the forward of ``transformers`` with peftlab's
-    masks, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a tree
-    (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
+    For the families of ``structure.py`` that is a flattened step (``flat.py``), else the forward of ``transformers``
+    with peftlab's masks, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a
+    tree (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
     (``split.py``). ``Engine.kind`` says which it is.
 
     Args:
@@ -30,7 +31,7 @@ def build_engine(
         vocabulary: return logits for this many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
         pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
-            ``llama.py``). Sums are then rounded in another order than in ``transformers``.
+            ``products.py``). Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
 
     Raises:
@@ -44,8 +45,10 @@ def build_engine(
         raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
     if not trial.causal:
         raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
-    if flat and flattens(model) and (engine := _exact(LlamaEngine(model, vocabulary, pack=pack), trial, [])):
-        return engine
+    if flat and (structure := structure_of(model)) is not None:
+        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack), trial, [])
+        if engine is not None:
+            return engine
     failures: list[str] = []
     for engine in (library, TransformersEngine(model, vocabulary, masks=False)):
         if exact := _exact(engine, trial, failures):
