@@ -29,6 +29,7 @@ from peftlab.methods.several.adapters import (
 )
 from peftlab.methods.several.adapters import is_injected as is_injected  # asked for beside ``inject``
 from peftlab.methods.table import config_class, own_config
+from peftlab.models.quantised import elements, keep_layout
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -54,7 +55,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
 
     Raises:
         PeftlabError: the model has an adapter of that name, a pattern matches nothing, nothing would train, or
-            the model's weights are quantised by bitsandbytes.
+            what would train in place is stored in 4 or 8 bits.
     """
     with beside(model, name):
         _inject(model, own_config(config), name)
@@ -62,12 +63,13 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
 
 
 def _inject(model: nn.Module, config: MethodConfig, adapter: str) -> None:
-    _refuse_bitsandbytes(model)
+    keep_layout(model)
     plan = table.plan(model, config)
     if not plan.replace and not plan.train:
         raise PeftlabError(f"method {config.name} would train no parameter of {type(model).__name__}")
     refuse_patched({name: model.get_submodule(name) for name in plan.replace})
     parameters = dict(model.named_parameters())
+    _refuse_codes(config, {name: parameters[name] for name in plan.train})
     adapted = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
     originals = {name: on_cpu(parameters[name]) for name in plan.train}
     was_trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -217,8 +219,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return (trainable, all) parameter counts; shared parameters count once."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    """Return (trainable, all) parameter counts; shared parameters count once, 4-bit ones by their weights."""
+    sizes = [(elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
@@ -268,10 +270,10 @@ def _same_parameters(
         )
 
 
-def _refuse_bitsandbytes(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(module).__mro__):
+def _refuse_codes(config: MethodConfig, trained: dict[str, nn.Parameter]) -> None:
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
             raise PeftlabError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, whose 4- and 8-bit weights are not supported; "
-                "load the model without quantization_config, or quantise it with torchao (int8)"
+                f"method {config.name} would train {name} in place, which is stored in 4 or 8 bits: codes have no "
+                "gradient. Load the base, or this module (llm_int8_skip_modules), in 16 or 32 bits, or choose lora"
             )

@@ -56,9 +56,11 @@ def merge(model: ModelT, *, keep: bool = False) -> ModelT:
         )
     for name in injection.replaced:
         for key, weight in model.get_submodule(name).named_parameters(recurse=False):
-            if type(weight.data) is not Tensor:
+            if type(weight.data) is not Tensor or not weight.is_floating_point():
+                kind = type(weight.data if type(weight.data) is not Tensor else weight).__name__
                 raise PeftlabError(
-                    f"{name}.{key} is quantised ({type(weight.data).__name__}): dequantise the base first"
+                    f"{name}.{key} is quantised ({kind}): a sum would be rounded to its few levels. Save the adapter; "
+                    "`peftlab merge ADAPTER --base REF` folds it into full weights on disk"
                 )
     leaves = {name: module for name in injection.replaced if isinstance(module := model.get_submodule(name), Adapted)}
     refuse_unfoldable(leaves)

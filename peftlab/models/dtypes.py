@@ -10,6 +10,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LONG_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of activations at a ``train.precision``: TF32 is a way to multiply fp32."""
+    return DTYPES.get(precision, torch.float32)
+
+
 def torch_dtype(name: str, option: str = "dtype") -> torch.dtype:
     """Return the dtype that ``fp32``, ``bf16`` or ``fp16`` names.
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
+from peftlab.methods.task_head import task_head
 from peftlab.models.bounds import Bounded, check_directory, check_ids
+from peftlab.models.config import BaseConfig
+from peftlab.models.dtypes import DTYPES, compute_dtype
+from peftlab.models.quantised import keep_layout, quantise, quantised_linears
+from peftlab.models.skeleton import empty_model
 from peftlab.references import locate, similar_path
-from peftlab.untyped import Function
+from peftlab.untyped import Attributes, Function, Unwrapped
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 T = TypeVar("T")
 
@@ -25,6 +35,7 @@ def load_base(
     auto_class: str = "AutoModelForSequenceClassification",
     *,
     dtype: torch.dtype = torch.float32,
+    quantised: BaseConfig | None = None,
     revision: str | None = None,
     **options: object,
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -33,6 +44,9 @@ def load_base(
     Args:
         reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
         auto_class: name of the transformers auto class.
+        dtype: of the weights; of those that are not quantised, and of the products, with ``quantised``.
+        quantised: store the linear maps but for the LM head in 8 or 4 bits. The codes are those of the checkpoint's
+            own values, whatever ``dtype`` is.
         revision: git revision of a hub model.
         options: passed to ``from_pretrained``: ``num_labels``, ``trust_remote_code``, ...
 
@@ -42,14 +56,84 @@ def load_base(
     Raises:
         PeftlabError: the model cannot be loaded; the library's reason is given.
     """
+    told: Attributes = {"revision": revision, **options}
+    if quantised is not None:
+        model, fresh = _load_quantised(reference, auto_class, quantised, dtype, told)
+    else:
+        model, fresh = _load_weights(reference, auto_class, dtype=dtype, **told)
+    model.config._name_or_path = reference
+    return model.eval(), sorted(fresh)
+
+
+def storage(base: BaseConfig, precision: str) -> Attributes:
+    """Return what ``load_base`` takes for a recipe's ``base`` and ``train.precision``."""
+    if base.quantised:
+        return {"dtype": compute_dtype(precision), "quantised": base}
+    return {"dtype": DTYPES[base.dtype]}
+
+
+def _load_weights(reference: str, auto_class: str, **options: object) -> tuple[PreTrainedModel, list[str]]:
     loader = getattr(transformers, auto_class).from_pretrained
-    model, info = _load(reference, loader, dtype=dtype, output_loading_info=True, revision=revision, **options)
+    model, info = _load(reference, loader, output_loading_info=True, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
         model.hf_quantizer = None
-    model.config._name_or_path = reference
-    return model.eval(), sorted(info["missing_keys"])
+    return model, list(info["missing_keys"])
+
+
+def _load_quantised(
+    reference: str, auto_class: str, base: BaseConfig, dtype: torch.dtype, options: Attributes
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a model with its linear maps in 8 or 4 bits, but for LM head, task head and what has no weights yet."""
+    told = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    trust = bool(options.get("trust_remote_code"))
+    skeleton = empty_model(auto_class, load_config(reference, **told), trust_remote_code=trust)
+    kept = [*get_keys_to_not_convert(skeleton), *task_head(skeleton)]
+    while True:
+        how = _bitsandbytes(base, dtype, kept)
+        # From fp32: a weight that was rounded before would get other codes.
+        if _gguf(reference):  # transformers quantises no such file
+            model, fresh = _load_weights(reference, auto_class, dtype=torch.float32, **options)
+            quantise(model, how)
+        else:
+            model, fresh = _load_weights(reference, auto_class, dtype=torch.float32, quantization_config=how, **options)
+        owners = {name.rpartition(".")[0] for name in fresh}
+        untrained = [name for name, _ in quantised_linears(model) if name in owners]
+        if not untrained:
+            _settle(model, dtype)
+            return model, fresh
+        kept += untrained
+
+
+def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> BitsAndBytesConfig:
+    if find_spec("bitsandbytes") is None:
+        raise PeftlabError(
+            f"base.dtype: {base.dtype} needs bitsandbytes, which is not installed; pip install 'peftlab[quantised]'"
+        )
+    if base.dtype == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=base.double_quant,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+
+
+def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give what is not quantised the dtype of the products; embeddings and norms are not kept in fp32 for it."""
+    keep_layout(model)
+    for _, module in quantised_linears(model):
+        weight: Unwrapped = module.weight
+        if getattr(weight, "quant_state", None) is not None:
+            weight.quant_state.dtype = dtype
+    wide = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in wide):
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def load_config(reference: str, *, revision: str | None = None, **options: object) -> transformers.PretrainedConfig:

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
+from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
 from peftlab.pipelines.finetune import load_task
 from peftlab.recipe.loading import load_recipe
@@ -44,12 +45,19 @@ def evaluate(
     if place is None and not (directory / "config.json").exists():
         raise PeftlabError(f"{directory}: neither a run, an adapter nor a model directory")
     if place is None:
-        task = _load_whole(recipe.model_copy(update={"model": str(directory), "revision": None}))
+        task = _load_whole(
+            recipe.model_copy(update={"model": str(directory), "revision": None, "base": _plain(recipe)})
+        )
     else:
         task = _load_adapted(recipe, place)
     model = Accelerator().prepare(task.model)
     with eval_mode(model):
         return task.score(model)
+
+
+def _plain(recipe: FinetuneRecipe) -> BaseConfig:
+    """Return how a directory of plain weights is loaded: not quantised again, which would change the model."""
+    return BaseConfig() if recipe.base.quantised else recipe.base
 
 
 def _load_whole(recipe: FinetuneRecipe) -> Prepared:

@@ -162,7 +162,7 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> P
     prepared: Prepared = resolve(task.prepare)(
         task,
         recipe.data,
-        ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code),
+        ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision),
         max_length=recipe.train.max_length,
         batch_size=recipe.train.eval_batch_size,
         classes=classes,
@@ -191,7 +191,7 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
 
 def _scored(spec: TrainingSpec, accelerator: Accelerator) -> Scores:
     """Return the scores of the model as it is, on the device that trains it."""
-    spec.model.to(accelerator.device)
+    nn.Module.to(spec.model, accelerator.device)  # transformers' own refuses weights in 8 bits
     return spec.evaluate(spec.model)
 
 

@@ -14,6 +14,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
+from peftlab.models.config import Base, BaseConfig
 from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig
@@ -35,6 +36,7 @@ class FinetuneRecipe(Section):
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
+    base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
     task: str = Field(
         description="glue/NAME; on your own files text/classification, text/regression, text/chat, text/completion, "
         "text/plain."
@@ -71,7 +73,10 @@ class FinetuneRecipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
         task = find_task(self.task)
-        problems = resolve(task.check)(task, self.data)
+        problems: list[tuple[tuple[str, ...], str]] = resolve(task.check)(task, self.data)
+        if self.base.quantised and self.method.name == "full":
+            reason = f"{self.base.dtype} is for training something beside the weights, and method full trains them"
+            problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]
         if problems:
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
@@ -102,6 +107,7 @@ class DraftRecipe(Section):
     )
     revision: str | None = Field(default=None, description="Git revision of a hub target.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that a model repository ships.")
+    base: Base = Field(default=BaseConfig(), description="How the target's weights are stored; null: fp32.")
     method: AnyMethod | None = Field(
         default_factory=_usual_method,
         discriminator="name",
@@ -164,6 +170,7 @@ class TableRecipe(Section):
     model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
+    base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
     tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,

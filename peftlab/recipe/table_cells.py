@@ -14,7 +14,7 @@ from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.source import Keys, Place, Source
 from peftlab.tasks.table import TASKS
 
-SHARED = ("model", "revision", "trust_remote_code", "data", "train", "merge")
+SHARED = ("model", "revision", "trust_remote_code", "base", "data", "train", "merge")
 """The keys that a table and its cells have in common."""
 _OF_THE_TABLE = ("kind", "task", "output_dir")
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
+from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
-from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.models.pretrained import load_base, load_tokenizer, storage
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Attributes
@@ -21,11 +22,13 @@ Scores = dict[str, dict[str, float]]  # split to metric to value
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a task's model comes from, as a recipe names it."""
+    """Where a task's model comes from, as a recipe names it, how it is stored, and the recipe's ``train.precision``."""
 
     reference: str
     revision: str | None = None
     trust_remote_code: bool = False
+    base: BaseConfig = field(default_factory=BaseConfig)
+    precision: str = "fp32"
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the model's tokenizer."""
@@ -39,10 +42,9 @@ class ModelSource:
         Raises:
             PeftlabError: it cannot be loaded, or has positions for fewer than ``max_length`` tokens.
         """
-        trust = self.trust_remote_code
-        model, fresh = load_base(
-            self.reference, auto_class, revision=self.revision, trust_remote_code=trust, **(options or {})
-        )
+        told = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        told |= storage(self.base, self.precision)
+        model, fresh = load_base(self.reference, auto_class, **told, **(options or {}))
         limit = position_limit(model)
         if limit is not None and max_length > limit:
             raise PeftlabError(f"train.max_length is {max_length}; {self.reference} has positions for {limit} tokens")

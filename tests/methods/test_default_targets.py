@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -13,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.injection import injection_of, is_injected
-from peftlab.methods.table import config_class
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,
@@ -73,17 +71,3 @@ def test_a_table_row_of_other_leaves_is_named() -> None:
 def test_no_linear_map_at_all() -> None:
     with pytest.raises(PeftlabError, match=r"has no nn\.Linear or Conv1D outside"):
         peftlab.inject_lora(nn.Sequential(nn.Conv1d(2, 2, 1)), r=1)
-
-
-@pytest.mark.parametrize("method", ["lora", "houlsby", "bitfit", "full", "head"])
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_bitsandbytes_is_refused_by_name(bits: str, method: str, tmp_path: Any) -> None:
-    pytest.importorskip("bitsandbytes")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
-    how = transformers.BitsAndBytesConfig(**{bits: True})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map="cpu")
-    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
-    with pytest.raises(PeftlabError, match=r"self_attn.q_proj is a Linear(4bit|8bitLt) of bitsandbytes.*not supported"):
-        peftlab.inject(model, config_class(method)())
-    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
-    assert model(torch.arange(8)[None]).logits.isfinite().all()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from peftlab.methods.leaf import recast
 from peftlab.methods.lora.layers import LEAVES, LowRank, own_forward
 from peftlab.methods.targets import inside
+from peftlab.models.quantised import is_quantised
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,6 +61,8 @@ def why_not(module: nn.Module) -> str:
         return ""
     if weight is None:
         return "its weight is computed of other parameters"
+    if is_quantised(module):
+        return ""
     if weight.dtype not in _SUMMABLE:
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
     if own and isinstance(module, CONVOLUTIONS):

@@ -7,6 +7,7 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ from peftlab.methods.leaf import (
 )
 from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
-from peftlab.methods.lora.function import low_rank_linear
+from peftlab.methods.lora.function import Weight, frozen_linear, low_rank_linear
 from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.models.quantised import dequantised, is_quantised, weight_shape
 from peftlab.untyped import Function, Parameters
 
 
@@ -88,7 +90,7 @@ class LowRank(AnyLeaf):
 
     def width(self) -> int:
         """Return the number of output features."""
-        return self.weight.shape[1 if self.transposed else 0]
+        return weight_shape(self)[1 if self.transposed else 0]
 
     def active_dropout(self) -> float:
         """Return the dropout that applies now."""
@@ -97,7 +99,8 @@ class LowRank(AnyLeaf):
     def norms(self) -> Tensor:
         """Return the norms of the rows of W + scale·B·A (out), without a gradient (DoRA)."""
         a, b = (factor.flatten(1) for factor in self.factors())
-        return row_norms(self.weight.t() if self.transposed else self.weight.flatten(1), a, b, self.scale)
+        weight = dequantised(self, b.dtype) if is_quantised(self) else self.weight
+        return row_norms(weight.t() if self.transposed else weight.flatten(1), a, b, self.scale)
 
     def total_bias(self) -> Tensor | None:
         """Return the base's bias with the scaled ``lora_bias`` added to it."""
@@ -144,16 +147,19 @@ class LoraLinear(LowRank, nn.Linear):
     base_class: type[nn.Module] = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
+        weight: Weight = self.weight.t() if self.transposed else self.weight
         p = self.active_dropout()
+        quantised = is_quantised(self)
+        if quantised:  # bitsandbytes' own product in 8 bits differs between training and evaluation
+            weight = partial(dequantised, self)
         if not self.enabled:
-            return self.base_class.forward(self, x)
+            return frozen_linear(x, weight, self.bias, self.width()) if quantised else self.base_class.forward(self, x)
         a, b = self.factors()
         if self.lora_magnitude_vector is not None:
             gain = (self.lora_magnitude_vector / self.norms()).to(x.dtype)
             return _dora(x, weight, self.bias, a, b, self.scale, p, gain)
-        if type(weight.data) is not Tensor or own_forward(self.base_class):
-            # Quantised, or a subclass: the base leaf computes as it is made to, and only the addition is ours.
+        if not quantised and (type(self.weight.data) is not Tensor or own_forward(self.base_class)):
+            # Quantised by torchao, or a subclass: the base leaf computes as it is made to; only the addition is ours.
             low = F.linear(F.linear(F.dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
             low = low if self.lora_bias is None else low + self.lora_bias.to(x.dtype)
             return self.base_class.forward(self, x) + low * self.scale
@@ -319,13 +325,13 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _dora(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, p: float, gain: Tensor
+    x: Tensor, weight: Weight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, p: float, gain: Tensor
 ) -> Tensor:
     """Return gain ⊙ (W + s·B·A)·x + bias; dropout acts on what is added to the base's W·x."""
     if p == 0:
         y = low_rank_linear(x, weight, None, a, b, scale) * gain
     else:
         dropped = F.dropout(x, p)
-        base = F.linear(x, weight)
-        y = base + low_rank_linear(dropped, weight, None, a, b, scale) * gain - F.linear(dropped, weight)
+        base, kept = (frozen_linear(each, weight, None, len(b)) for each in (x, dropped))
+        y = base + low_rank_linear(dropped, weight, None, a, b, scale) * gain - kept
     return y if bias is None else y + bias

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftlab.methods.leaf import AnyLeaf
+from peftlab.methods.lora.function import frozen_linear
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.models.quantised import dequantised, is_quantised
 
 
 class LowRankAddition(Protocol):
@@ -37,7 +40,10 @@ class MixedLinear(AnyLeaf):
     name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
+        if isinstance(self, nn.Linear) and is_quantised(self):
+            y = frozen_linear(x, partial(dequantised, self), self.bias, self.out_features)
+        else:
+            y = super().forward(x)
         if not self.enabled:
             return y
         length = self.rows.length(x, self.name)

@@ -28,6 +28,7 @@ from peftlab.methods.targets import (
     match,
 )
 from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes
 
@@ -240,8 +241,13 @@ def _rank(config: LoraConfig, name: str) -> int:
 def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, config: LoraConfig) -> None:
     if isinstance(leaf, nn.MultiheadAttention) and (config.use_dora or config.lora_bias):
         raise PeftlabError(f"target_modules: {name} is a MultiheadAttention, which has neither use_dora nor lora_bias")
-    weight: Tensor = getattr(leaf, str(getattr(leaf_kind(leaf), "matrix", "weight")))
-    limit = min(weight.shape[0], math.prod(weight.shape[1:]))
+    matrix = str(getattr(leaf_kind(leaf), "matrix", "weight"))
+    weight, shape = getattr(leaf, matrix), weight_shape(leaf, matrix)
+    limit = min(shape[0], math.prod(shape[1:]))
+    if config.start and is_quantised(leaf):
+        raise PeftlabError(
+            f"init_lora_weights={config.start}: {name} is stored in 4 or 8 bits, and the start needs the full weight"
+        )
     if config.start and rank > limit:
         raise PeftlabError(
             f"init_lora_weights={config.start}: r={rank} is larger than the smaller side ({limit}) of {name}"
@@ -276,7 +282,8 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
     weight = getattr(leaf, kind.matrix)
     like: Attributes = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
-    out_in = (weight.shape[1], weight.shape[0]) if kind.transposed else tuple(weight.shape)
+    shape = weight_shape(leaf, kind.matrix)
+    out_in = (shape[1], shape[0]) if kind.transposed else tuple(shape)
     out_in = (out_in[0], out_in[1] * groups, *out_in[2:])
     a = torch.empty(rank * parts, *out_in[1:], **like)
     d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]

@@ -1,0 +1,111 @@
+"""Linear maps whose weights bitsandbytes stores in 4 or 8 bits: their shapes, their values, and making them.
+
+bitsandbytes packs two 4-bit codes into a byte, so that a weight's own shape says nothing; a map's shape is that of
+the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from peftlab.untyped import Attributes, Unwrapped
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear map whose weight is stored in 4 or 8 bits by bitsandbytes."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) and weight is not None and _coded(weight)
+
+
+def quantised_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear maps that are stored in 4 or 8 bits, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_quantised(module):
+            yield name, module
+
+
+def _coded(weight: Tensor) -> bool:
+    kind = type(weight).__name__  # told by name: a model without such weights needs no bitsandbytes
+    return kind == "Params4bit" or (kind == "Int8Params" and weight.dtype == torch.int8)
+
+
+def weight_shape(module: nn.Module, name: str = "weight") -> torch.Size:
+    """Return the shape of a module's weight: (out, in) of a linear map in 4 or 8 bits, however it is packed."""
+    if isinstance(module, nn.Linear) and is_quantised(module):
+        return torch.Size((module.out_features, module.in_features))
+    shape: torch.Size = getattr(module, name).shape
+    return shape
+
+
+def elements(parameter: Tensor) -> int:
+    """Return how many weights a parameter holds; of 4-bit weights, not how many bytes they are packed into."""
+    state = getattr(parameter, "quant_state", None)
+    return int(state.shape.numel()) if state is not None else parameter.numel()
+
+
+@torch.no_grad()
+def dequantised(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return the values of a weight in 4 or 8 bits, (out, in), rounded once to ``dtype``."""
+    weight: Unwrapped = module._parameters["weight"]
+    if type(weight).__name__ == "Int8Params":
+        own: Unwrapped = module
+        scales = weight.SCB if weight.SCB is not None else own.state.SCB  # where the first forward pass puts them
+        return weight.data.to(dtype).mul_(scales[:, None] / 127)
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy(weight.quant_state)
+    state.dtype = dtype
+    return dequantize_4bit(weight.data, state)
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Let the 4-bit weights of ``model`` keep the layout they are saved in.
+
+    On CPUs with bf16 products bitsandbytes packs them anew at the first forward pass without a gradient, rounds their
+    scales to bf16, and then computes no gradient any more: an evaluation would end the training.
+    """
+    for _, module in quantised_linears(model):
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        weight: Unwrapped = module.weight
+        if getattr(weight.quant_state, "packing_format_for_cpu", False):
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+            weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
+
+
+def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
+    """Store the linear maps of a plain model in 4 or 8 bits, in place: those that transformers would choose.
+
+    transformers quantises while it reads a checkpoint, but not a GGUF file.
+    """
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    quantizer: Unwrapped = AutoHfQuantizer.from_config(how, pre_quantized=False)
+    plain = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)}
+    quantizer.preprocess_model(model=model, device_map={"": model.device})
+    for name, linear in plain.items():
+        new = model.get_submodule(name)
+        if not isinstance(new, Linear4bit | Linear8bitLt):
+            continue
+        options: Attributes = {key: value for key, value in vars(new.weight).items() if key not in ("CB", "SCB")}
+        make = Params4bit if isinstance(new, Linear4bit) else Int8Params
+        values = linear.weight.data.t() if isinstance(linear, Conv1D) else linear.weight.data
+        new._parameters["weight"] = make(values, **{**options, "requires_grad": False}).to(model.device)
+        if linear.bias is not None:
+            new._parameters["bias"] = linear.bias
+        new.train(linear.training)
+        del linear.weight
+    quantizer.postprocess_model(model)
