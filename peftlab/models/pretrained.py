@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -72,9 +73,11 @@ def storage(base: BaseConfig, precision: str) -> Attributes:
     return {"dtype": DTYPES[base.dtype]}
 
 
-def _load_weights(reference: str, auto_class: str, **options: object) -> tuple[PreTrainedModel, list[str]]:
+def _load_weights(
+    reference: str, auto_class: str, *, revision: str | None, **options: object
+) -> tuple[PreTrainedModel, list[str]]:
     loader = getattr(transformers, auto_class).from_pretrained
-    model, info = _load(reference, loader, output_loading_info=True, **options)
+    model, info = _load(reference, loader, output_loading_info=True, revision=revision, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
@@ -111,6 +114,8 @@ def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> Bits
         raise PeftlabError(
             f"base.dtype: {base.dtype} needs bitsandbytes, which is not installed; pip install 'peftlab[quantised]'"
         )
+    # It advises installing kernels for a product that is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if base.dtype == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     return transformers.BitsAndBytesConfig(

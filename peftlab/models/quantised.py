@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.untyped import Attributes, Unwrapped
+from peftlab.untyped import Attributes, Function, Unwrapped
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -77,7 +77,7 @@ def keep_layout(model: nn.Module) -> None:
     for _, module in quantised_linears(model):
         if not hasattr(module, "support_avx512bf16_for_cpu"):
             continue
-        module.support_avx512bf16_for_cpu = False
+        vars(module)["support_avx512bf16_for_cpu"] = False
         weight: Unwrapped = module.weight
         if getattr(weight.quant_state, "packing_format_for_cpu", False):
             from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
@@ -101,7 +101,7 @@ def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
         if not isinstance(new, Linear4bit | Linear8bitLt):
             continue
         options: Attributes = {key: value for key, value in vars(new.weight).items() if key not in ("CB", "SCB")}
-        make = Params4bit if isinstance(new, Linear4bit) else Int8Params
+        make: Function[Unwrapped] = Params4bit if isinstance(new, Linear4bit) else Int8Params
         values = linear.weight.data.t() if isinstance(linear, Conv1D) else linear.weight.data
         new._parameters["weight"] = make(values, **{**options, "requires_grad": False}).to(model.device)
         if linear.bias is not None:

@@ -25,7 +25,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
-from peftlab.models.pretrained import load_base
+from peftlab.models.pretrained import load_base, storage
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
@@ -91,7 +91,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     if accelerator.is_main_process:
         tokens = _save(recipe, kind, job, draft, sets)
         write_results(run_dir, results.to_dict())
-        saved = _read_back(job, tokens)
+        saved = _read_back(job, draft, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
         after_speed = decoding_speed(recipe, served, sets.prompts, draft.eos, repeats=2)
@@ -115,7 +115,8 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path) -> Accelerator:
 
 def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
     """Load target and draft, check that they fit each other and the method, and put them on the device."""
-    target = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe))[0]
+    stored = storage(recipe.base, recipe.train.precision)
+    target = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
     check_head(target, "target")
     torch.nn.Module.to(target, job.device).requires_grad_(False)
     draft: Draft = resolve(kind.load)(job, target)
@@ -233,10 +234,10 @@ def _save(
     return tokens
 
 
-def _read_back(job: DraftJob[DraftConfig], tokens: torch.Tensor | None) -> Saved:
+def _read_back(job: DraftJob[DraftConfig], draft: Draft, tokens: torch.Tensor | None) -> Saved:
     merged: PreTrainedModel | None = None
     if job.folds:
-        merged = load_base(str(job.directory / "merged"), "AutoModelForCausalLM")[0]
+        merged = load_base(str(job.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
         torch.nn.Module.to(merged, job.device)
     return Saved(job.directory, merged, tokens)
 

@@ -45,9 +45,8 @@ def evaluate(
     if place is None and not (directory / "config.json").exists():
         raise PeftlabError(f"{directory}: neither a run, an adapter nor a model directory")
     if place is None:
-        task = _load_whole(
-            recipe.model_copy(update={"model": str(directory), "revision": None, "base": _plain(recipe)})
-        )
+        whole = {"model": str(directory), "revision": None, "base": _plain(recipe)}
+        task = _load_whole(recipe.model_copy(update=whole))
     else:
         task = _load_adapted(recipe, place)
     model = Accelerator().prepare(task.model)

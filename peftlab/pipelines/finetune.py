@@ -41,6 +41,7 @@ from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
+from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
@@ -129,6 +130,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
+    if accelerator.mixed_precision in ("bf16", "fp16"):
+        widen(model)
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))

@@ -42,8 +42,8 @@ class ModelSource:
         Raises:
             PeftlabError: it cannot be loaded, or has positions for fewer than ``max_length`` tokens.
         """
-        told = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        told |= storage(self.base, self.precision)
+        told = storage(self.base, self.precision)
+        told |= {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         model, fresh = load_base(self.reference, auto_class, **told, **(options or {}))
         limit = position_limit(model)
         if limit is not None and max_length > limit:

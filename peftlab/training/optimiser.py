@@ -32,6 +32,19 @@ def make_optimiser(
     return torch.optim.AdamW(listed, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
+def widen(model: nn.Module) -> None:
+    """Give fp32 values to the parameters that train in place beside a frozen base in 16 bits.
+
+    A 16-bit parameter loses small steps in rounding. The products then need autocast. Where nothing is frozen, the
+    parameters are the base, and stay as they are stored.
+    """
+    parameters = list(model.parameters())
+    if any(not p.requires_grad and p.is_floating_point() for p in parameters):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
 def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
     """Return the factor of the peak learning rate at optimiser step ``step`` (from 0) of ``total``.
 

@@ -36,6 +36,7 @@ class DraftJob(Generic[ConfigT]):
         folds: whether the run writes ``merged/``.
         longest: tokens of the longest example.
         directory: of the run. device: where it trains.
+        revision, trust_remote_code: of the target.
     """
 
     config: ConfigT
@@ -48,6 +49,7 @@ class DraftJob(Generic[ConfigT]):
     longest: int
     directory: Path
     device: torch.device
+    revision: str | None = None
     trust_remote_code: bool = False
 
 

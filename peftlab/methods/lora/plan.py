@@ -282,8 +282,8 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
     weight = getattr(leaf, kind.matrix)
     like: Attributes = {"device": weight.device, "dtype": trainable_dtype(weight)}
     parts, groups = len(rows) if rows is not None else 1, getattr(leaf, "groups", 1)
-    shape = weight_shape(leaf, kind.matrix)
-    out_in = (shape[1], shape[0]) if kind.transposed else tuple(shape)
+    shape = tuple(weight_shape(leaf, kind.matrix))
+    out_in = shape[1::-1] if kind.transposed else shape
     out_in = (out_in[0], out_in[1] * groups, *out_in[2:])
     a = torch.empty(rank * parts, *out_in[1:], **like)
     d_out = sum(len(part) for part in rows) if rows is not None else out_in[0]

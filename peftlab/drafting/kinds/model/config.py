@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from peftlab.drafting.config import DraftConfig, OtherKeys
+from peftlab.models.config import PlainDtype
 from peftlab.section import Section
 
 
@@ -30,6 +31,9 @@ class ModelDraft(DraftConfig):
         default=None,
         description="{layers: [...]}: start from these of the target's layers (from 0, rising), with its embeddings, "
         "final norm and LM head.",
+    )
+    dtype: PlainDtype = Field(
+        default="fp32", description="Of its weights in memory; what trains beside them is in fp32."
     )
     vocabulary: int | None = Field(
         default=None,

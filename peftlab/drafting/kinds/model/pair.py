@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +33,10 @@ from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.truncation import truncate
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
+from peftlab.models.dtypes import DTYPES
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.models.quantised import quantised_linears
+from peftlab.untyped import Attributes
 
 
 @dataclass
@@ -61,17 +65,19 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
 def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
     """Return the draft, cut from the target or loaded, and AdaSPEC's reference; both are checked against the target."""
     config, base_model = job.config, None
+    dtype = DTYPES[config.dtype]
     if config.truncate is not None:
         layers, base = config.truncate.layers, str(job.directory / "base")
-        model = truncate(target, layers)
-        base_model = partial(truncate, target, layers, share=True)
+        source = _plain(job, target, dtype)
+        model = truncate(source, layers)
+        base_model = partial(truncate, source, layers, share=True)
     else:
         assert config.from_ is not None
         base = config.from_
-        model, _ = load_base(base, "AutoModelForCausalLM", trust_remote_code=job.trust_remote_code)
+        model, _ = load_base(base, "AutoModelForCausalLM", dtype=dtype, trust_remote_code=job.trust_remote_code)
     reference: PreTrainedModel | None = None
     if job.objective.reference is not None:
-        reference, _ = load_base(job.objective.reference, "AutoModelForCausalLM")
+        reference, _ = load_base(job.objective.reference, "AutoModelForCausalLM", dtype=dtype)
     for other in [model] if reference is None else [model, reference]:
         check_head(other, "draft")
         check_models(target, other, job.longest)
@@ -79,6 +85,14 @@ def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
         module.to(job.device)
     model.requires_grad_(True)
     return PairDraft(model, model, target, base, end_ids(target, job.tokenizer), reference, base_model=base_model)
+
+
+def _plain(job: DraftJob[ModelDraft], target: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the target with plain weights in ``dtype``: itself if it has them, else loaded once more."""
+    if target.dtype == dtype and not any(quantised_linears(target)):
+        return target
+    options: Attributes = {"revision": job.revision, "trust_remote_code": job.trust_remote_code}
+    return load_base(job.target, "AutoModelForCausalLM", dtype=dtype, **options)[0]
 
 
 def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Loss:
