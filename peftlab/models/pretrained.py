@@ -88,25 +88,33 @@ def _load_weights(
 def _load_quantised(
     reference: str, auto_class: str, base: BaseConfig, dtype: torch.dtype, options: Attributes
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model with its linear maps in 8 or 4 bits, but for LM head, task head and what has no weights yet."""
-    told = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    trust = bool(options.get("trust_remote_code"))
-    skeleton = empty_model(auto_class, load_config(reference, **told), trust_remote_code=trust)
-    kept = [*get_keys_to_not_convert(skeleton), *task_head(skeleton)]
-    while True:
+    """Load a model with its linear maps in 8 or 4 bits, but for LM head, task head and what has no weights yet.
+
+    Weights are quantised from fp32: rounded before, they would get other codes.
+    """
+    options = {**options, "dtype": torch.float32}
+    if _gguf(reference):  # transformers quantises no such file
+        model, fresh = _load_weights(reference, auto_class, **options)
+        quantise(model, _bitsandbytes(base, dtype, [*_kept(model), *_owners(fresh)]))
+    else:
+        told = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        trust = bool(options.get("trust_remote_code"))
+        kept = _kept(empty_model(auto_class, load_config(reference, **told), trust_remote_code=trust))
         how = _bitsandbytes(base, dtype, kept)
-        # From fp32: a weight that was rounded before would get other codes.
-        if _gguf(reference):  # transformers quantises no such file
-            model, fresh = _load_weights(reference, auto_class, dtype=torch.float32, **options)
-            quantise(model, how)
-        else:
-            model, fresh = _load_weights(reference, auto_class, dtype=torch.float32, quantization_config=how, **options)
-        owners = {name.rpartition(".")[0] for name in fresh}
-        untrained = [name for name, _ in quantised_linears(model) if name in owners]
-        if not untrained:
-            _settle(model, dtype)
-            return model, fresh
-        kept += untrained
+        model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
+        if untrained := [name for name, _ in quantised_linears(model) if name in _owners(fresh)]:
+            how = _bitsandbytes(base, dtype, [*kept, *untrained])
+            model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
+    _settle(model, dtype)
+    return model, fresh
+
+
+def _kept(model: PreTrainedModel) -> list[str]:
+    return [*get_keys_to_not_convert(model), *task_head(model)]
+
+
+def _owners(parameters: list[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in parameters}
 
 
 def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> BitsAndBytesConfig:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 import peftlab
@@ -206,3 +210,53 @@ def test_what_needs_full_weights_is_refused(llama: Path, how: str) -> None:
         with pytest.raises(peftlab.PeftlabError, match=r"_proj.weight is quantised \(.*\): .*`peftlab merge ADAPTER"):
             peftlab.merge(model, keep=keep)
     assert is_injected(model) and all(is_quantised(linear) for _, linear in quantised_linears(model))
+
+
+def test_copies_and_pickles_compute_the_same(llama: Path, tmp_path: Path) -> None:
+    model = peftlab.inject(load(llama, "nf4-double"), VARIANTS["lora"]).eval()
+    shake(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other(IDS).logits, model(IDS).logits)
+
+
+def test_rows_of_one_batch_use_different_adapters(llama: Path) -> None:
+    model = load(llama, "int8").eval()
+    alone = []
+    for number, name in enumerate("ab"):
+        peftlab.inject(model, peftlab.LoraConfig(r=4, target_modules="all-linear"), name=name)
+        with torch.no_grad():
+            for parameter in peftlab.trainable_parameters(model).values():
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+            alone.append(model(IDS[number : number + 1]).logits)
+    with torch.no_grad(), peftlab.adapter_names(model, ["a", "b"]):
+        torch.testing.assert_close(model(IDS).logits, torch.cat(alone), atol=1e-5, rtol=1e-4)
+
+
+def _worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = _shaken(Path(folder) / "llama")
+    wrapped = DistributedDataParallel(model)
+    wrapped(IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
+    torch.save({name: p.grad for name, p in peftlab.trainable_parameters(model).items()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _shaken(place: Path) -> Any:
+    torch.manual_seed(2)
+    model = peftlab.inject(load(place, "nf4"), VARIANTS["lora"])
+    shake(model)
+    return model.train()
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "llama").symlink_to(llama)
+    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    model = _shaken(llama)
+    model(IDS, labels=IDS).loss.backward()
+    for rank in range(2):
+        part = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, parameter in peftlab.trainable_parameters(model).items():
+            torch.testing.assert_close(part[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

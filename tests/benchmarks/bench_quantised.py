@@ -1,0 +1,86 @@
+"""A base in 4 bits beside the same in 16 and 32: bytes of its linear maps, and the time of a training step.
+
+SmolLM2-135M, LoRA r=16 on all linear maps, one row of 512 tokens; the steps are taken in turn. Run alone on the
+machine: ``python -m tests.benchmarks quantised``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import peftlab
+from peftlab.models.config import BaseConfig
+from peftlab.models.pretrained import load_base, storage
+from peftlab.models.quantised import quantised_linears
+from tests.benchmarks.bench_lora import interleaved
+from tests.packages import SMOLLM2
+
+TOKENS, REPEATS = 512, 5
+NF4, DOUBLE, INT8 = (BaseConfig(dtype="nf4"), BaseConfig(dtype="nf4", double_quant=True), BaseConfig(dtype="int8"))
+BASES = {"plain": None, "nf4": NF4, "nf4, double_quant": DOUBLE, "int8": INT8}
+
+
+def model_of(base: BaseConfig | None, precision: str) -> Any:
+    """Return SmolLM2 with LoRA beside a base stored so, in training mode."""
+    chosen = base or BaseConfig.model_validate({"dtype": precision})
+    model, _ = load_base(SMOLLM2, "AutoModelForCausalLM", **storage(chosen, precision))
+    torch.manual_seed(0)
+    return peftlab.inject_lora(model, r=16, lora_alpha=32, target_modules="all-linear").train()
+
+
+def linear_bytes(model: nn.Module) -> int:
+    """Return the bytes that the frozen linear maps but for the LM head are stored in, scales included."""
+    found = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and not name.endswith("lm_head"):
+            found += module.weight.nbytes
+    for _, linear in quantised_linears(model):
+        weight: Any = linear.weight
+        state = getattr(weight, "quant_state", None)
+        parts = [getattr(linear, "state").SCB if weight.__dict__.get("SCB") is None else weight.SCB] if state is None else [  # noqa: B009
+            state.absmax, *([state.state2.absmax] if state.nested else [])
+        ]  # fmt: skip
+        found += sum(part.nbytes for part in parts)
+    return found
+
+
+def step(model: Any, precision: str, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a function that takes the gradients of one batch."""
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden.float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"SmolLM2-135M, LoRA r=16 all-linear, {TOKENS} tokens, without the LM head's loss\n")
+    print(
+        "| train.precision | base | bytes of the linear maps, MB | share of bf16's | step, ms | times the plain step |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    ids = torch.randint(100, 40000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    for precision in ("fp32", "bf16"):
+        models = {name: model_of(base, precision) for name, base in BASES.items()}
+        half = linear_bytes(models["plain"]) / (2 if precision == "fp32" else 1)
+        seconds = interleaved({name: step(model, precision, ids) for name, model in models.items()}, REPEATS)
+        for name, model in models.items():
+            size = linear_bytes(model)
+            print(
+                f"| {precision} | {name if name != 'plain' else precision} | {size / 1e6:.0f} | {size / half:.3f} | "
+                f"{1e3 * seconds[name]:.0f} | {seconds[name] / seconds['plain']:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
