@@ -29,6 +29,7 @@ from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.provenance import provenance
+from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting.card import CardInfo, adapter_card, training
@@ -128,6 +129,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
+    spec = share_rows(spec, task.sharing, settings, accelerator)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
     if accelerator.is_main_process:
         directory.begin()

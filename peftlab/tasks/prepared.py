@@ -49,6 +49,19 @@ class ModelSource:
         return model, fresh
 
 
+@dataclass(frozen=True)
+class RowSharing:
+    """How a task's examples share rows (``train.packing``).
+
+    Attributes:
+        collate: examples, and the tokens of a row, to one batch: neighbours share a row while they fit.
+        fault: why a model computes something else for examples in one row than for each alone; None if it does not.
+    """
+
+    collate: Callable[[Sequence[Row], int], dict[str, Tensor]]
+    fault: Callable[[PreTrainedModel, Sequence[Row]], str | None]
+
+
 @dataclass
 class Prepared:
     """What the ``prepare`` function of a task's row returns; nothing is injected yet.
@@ -68,6 +81,7 @@ class Prepared:
         left_out: reason to the number of rows that are in no split.
         fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
+        sharing: how examples share rows; None where each needs its own.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
     """
 
@@ -89,4 +103,5 @@ class Prepared:
     left_out: dict[str, int] = field(default_factory=dict)
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"
+    sharing: RowSharing | None = None
     sample: Callable[[nn.Module], str] | None = None

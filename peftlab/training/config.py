@@ -26,6 +26,11 @@ class TrainConfig(Section):
         ge=2,
         description="Padded tokens per optimiser step, instead of batch_size: as many examples as fit.",
     )
+    packing: bool | None = Field(
+        default=None,
+        description="text/chat, text/completion, text/plain: examples share rows of max_length tokens, and a step "
+        "takes batch_size of them on average; null: on GPUs.",
+    )
     eval_batch_size: int = Field(default=64, ge=1, description="Examples per evaluation batch and process.")
     gradient_accumulation_steps: int = Field(
         default=1,

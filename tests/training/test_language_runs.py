@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.language.packed import pack, packing_fault
+from peftlab.tasks.prepared import RowSharing
+from peftlab.training.distributed import make_accelerator
+from peftlab.training.spec import TrainingSpec
+from peftlab.training.trackers import flat
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="no shared data beside the checkout")
@@ -73,6 +82,73 @@ def test_accumulation_changes_nothing(recipe: Path, finished: Path, tmp_path: Pa
     assert scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
+class TestPacking:
+    PACKED = ("train.packing=true", "merge=false")
+
+    @pytest.fixture(scope="class")
+    def packed(self, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        place = tmp_path_factory.mktemp("packed") / "run"
+        run(recipe, [*self.PACKED, "train.save_every=3", f"output_dir={place}"])
+        return place
+
+    def test_it_trains_with_less_padding(self, packed: Path, finished: Path) -> None:
+        found, padded = (json.loads((place / "results.json").read_text()) for place in (packed, finished))
+        assert found["score"] < 0.7 * found["baseline_score"]
+        assert found["steps"] == padded["steps"] and 0 <= found["padding_share"] < 0.3
+
+    def test_a_stopped_run_resumes_bit_for_bit(self, packed: Path, tmp_path: Path) -> None:
+        stopped = tmp_path / "run"
+        shutil.copytree(packed, stopped)
+        for file in sorted((stopped / "checkpoints").glob("*.pt"))[-3:]:
+            file.unlink()
+        (stopped / "results.json").unlink()
+        resume(stopped)
+        tiny.assert_same_run(packed, stopped)
+
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_every_loss_is_the_padded_one(self, recipe: Path, tmp_path: Path, parts: int) -> None:
+        """The same batches, packed and padded: only how examples are arranged in rows differs."""
+        values = load_recipe(str(recipe), [*self.PACKED, f"train.gradient_accumulation_steps={parts}"]).model_dump()
+        accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path)
+
+        def share(spec: TrainingSpec) -> None:
+            sharing = RowSharing(partial(pack, pad=0), packing_fault)
+            found = share_rows(spec, sharing, FinetuneRecipe.model_validate(values).train, accelerator)
+            spec.collate, spec.row_tokens = found.collate, found.row_tokens
+            assert spec.row_tokens == 64
+
+        def pad(spec: TrainingSpec) -> None:
+            collate = spec.collate
+            share(spec)
+            spec.collate = collate
+
+        losses = []
+        for name, change in (("packed", share), ("padded", pad)):
+            tiny.fit(values, tmp_path / name, change)
+            lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            losses.append([flat(line) for line in lines])
+        assert len(losses[0]) == len(losses[1])
+        for one, other in zip(*losses, strict=True):
+            assert one == pytest.approx(other, rel=2e-4)
+
+    def test_a_model_that_mixes_examples_is_padded(
+        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = OPTConfig(vocab_size=512, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+                           word_embed_proj_dim=16, max_position_embeddings=128)  # fmt: skip
+        OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+        AutoTokenizer.from_pretrained(STORIES).save_pretrained(tmp_path / "opt")
+        options = [f"model={tmp_path / 'opt'}", "train.max_steps=3", "merge=false"]
+        for packing in ("true", "false"):
+            run(recipe, [*options, f"train.packing={packing}", f"output_dir={tmp_path / packing}"])
+            said = capsys.readouterr().out
+            assert ("train.packing: OPTForCausalLM does not keep the examples of a row apart" in said) == (
+                packing == "true"
+            )
+        lines = [(tmp_path / packing / "metrics.jsonl").read_text() for packing in ("true", "false")]
+        assert lines[0] == lines[1]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -81,6 +157,10 @@ def test_accumulation_changes_nothing(recipe: Path, finished: Path, tmp_path: Pa
         (["data.completion=compleation"], r"no column 'compleation' \(data.completion\) \(did you mean 'completion'"),
         (["train.max_length=3"], "every example is longer than train.max_length, 3 tokens"),
         (["task=text/chat"], "no chat template"),
+        (
+            ["task=text/classification", "data={path: x, text: [a], label: b}", "train.packing=true"],
+            "train.packing: task text/classification does not take it",
+        ),
     ],
 )
 def test_mistakes(recipe: Path, tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -31,16 +31,17 @@ def nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         model: a causal language model, wrapped by accelerate or not.
-        inputs: ``input_ids``, ``attention_mask`` and ``trained``, [b, n], padded on the right.
+        inputs: ``input_ids``, ``attention_mask`` or ``position_ids``, and ``trained``, [b, n], padded on the right.
     """
+    given = {key: value for key, value in inputs.items() if key != "trained"}
     ids, kept = inputs["input_ids"], inputs["trained"][:, 1:]
     targets = ids[:, 1:][kept]  # [T]
     bare: Unwrapped = getattr(model, "module", model)
     if not reads_head(bare):
-        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"], use_cache=False).logits
+        logits = model(**given, use_cache=False).logits
         return F.cross_entropy(logits[:, :-1][kept].float(), targets, reduction="sum")
     with _last_states(bare) as states:
-        model(input_ids=ids, attention_mask=inputs["attention_mask"], use_cache=False, logits_to_keep=1)
+        model(**given, use_cache=False, logits_to_keep=1)
     parameters = [p for p in bare.get_output_embeddings().parameters() if p.requires_grad]
     hidden = states[0][:, :-1][kept]  # [T, H]
     return _ChunkedNLL.apply(hidden, targets, bare, torch.is_grad_enabled(), *parameters)
