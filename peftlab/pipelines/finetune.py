@@ -177,12 +177,12 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
     if task.train is None:
         whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
         raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
-    train = task.train()
+    train, smoothing = task.train(), recipe.train.label_smoothing
     return TrainingSpec(
         model=task.model,
         train=train,
         collate=task.collate,
-        loss=task.loss,
+        loss=task.smoothed(smoothing) if smoothing and task.smoothed is not None else task.loss,
         denominator=task.denominator(train),
         score=task.score,
         deciding=task.deciding,

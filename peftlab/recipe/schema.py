@@ -82,7 +82,7 @@ class FinetuneRecipe(Section):
 
 def _token_settings(train: TrainConfig, what: str) -> list[tuple[tuple[str, ...], str]]:
     """Return the settings that only a loss over an example's own tokens takes, and that ``what`` does not take."""
-    given = {"packing": train.packing}
+    given = {"packing": train.packing, "label_smoothing": train.label_smoothing}
     return [(("train", name), f"train.{name}: {what} does not take it") for name, value in given.items() if value]
 
 

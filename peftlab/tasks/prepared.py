@@ -49,6 +49,10 @@ class ModelSource:
         return model, fresh
 
 
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+"""Model and batch to the sum of the batch's losses."""
+
+
 @dataclass(frozen=True)
 class RowSharing:
     """How a task's examples share rows (``train.packing``).
@@ -72,7 +76,7 @@ class Prepared:
         train: tokenises the training split; None where there is none.
         held_out: tokenised splits to evaluate on, the deciding one first.
         collate: rows to one batch of tensors.
-        loss: (model, a batch) to the sum of the batch's losses.
+        loss: what is trained. smoothed: it with ``train.label_smoothing``; None where it has no labels to smooth.
         denominator: (training set) to the function of a global batch's indices that the sum is divided by.
         score: model to metrics by split; every process calls it.
         deciding: the metric that decides which checkpoint is best. higher_is_better: in which direction.
@@ -92,7 +96,7 @@ class Prepared:
     train: Callable[[], Dataset] | None
     held_out: dict[str, Dataset]
     collate: Callable[[Sequence[Row]], dict[str, Tensor]]
-    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    loss: Loss
     denominator: Callable[[Dataset], Callable[[list[int]], float]]
     score: Callable[[nn.Module], Scores]
     deciding: str
@@ -104,4 +108,5 @@ class Prepared:
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"
     sharing: RowSharing | None = None
+    smoothed: Callable[[float], Loss] | None = None
     sample: Callable[[nn.Module], str] | None = None

@@ -26,7 +26,7 @@ class Task:
         folder: directory name in GLUE's TSV distribution; empty elsewhere.
         regression: whether the label is a number.
         labelled: whether a row has a class or a number; else it is text that a language model learns.
-        token_loss: whether its loss is a sum over tokens, as ``train.packing`` needs.
+        token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
         prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
             ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.

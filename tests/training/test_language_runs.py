@@ -82,6 +82,18 @@ def test_accumulation_changes_nothing(recipe: Path, finished: Path, tmp_path: Pa
     assert scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
+def test_label_smoothing_is_trained_and_not_scored(recipe: Path, tmp_path: Path) -> None:
+    """Step 1's loss for a share s of smoothing is linear in s; the model before training is scored as ever."""
+    firsts, before = [], []
+    for share in (0.0, 0.2, 0.4):
+        out = tmp_path / str(share)
+        run(recipe, [f"train.label_smoothing={share}", "train.max_steps=1", "merge=false", f"output_dir={out}"])
+        firsts.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+        before.append(json.loads((out / "results.json").read_text())["baseline_score"])
+    assert firsts[0] < firsts[1] < firsts[2] and before[0] == before[1] == before[2]
+    assert firsts[2] - firsts[1] == pytest.approx(firsts[1] - firsts[0], rel=1e-3)
+
+
 class TestPacking:
     PACKED = ("train.packing=true", "merge=false")
 
@@ -160,6 +172,10 @@ class TestPacking:
         (
             ["task=text/classification", "data={path: x, text: [a], label: b}", "train.packing=true"],
             "train.packing: task text/classification does not take it",
+        ),
+        (
+            ["task=text/classification", "data={path: x, text: [a], label: b}", "train.label_smoothing=0.1"],
+            "train.label_smoothing: task text/classification does not take it",
         ),
     ],
 )
