@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from launching import LAUNCHED, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
@@ -188,3 +189,39 @@ def test_mistakes(recipe: Path, tmp_path: Path, overrides: list[str], message: s
 def test_shipped_chat_recipe_is_valid() -> None:
     checked = load_recipe("chat/quickstart")
     assert checked.kind == "finetune" and checked.task == "text/chat"
+
+
+@pytest.mark.slow
+def test_sixteen_at_once_in_four_parts_and_in_two_processes(recipe: Path, tmp_path: Path) -> None:
+    """Of uneven lengths, padded and packed, with LoRA on the head: the same losses and the same adapter."""
+    layouts = {
+        name: [
+            "train.batch_size=16", "train.max_steps=6", "train.eps=1e-4", "merge=false", f"train.packing={packing}",
+            "method.target_modules=[q_proj, v_proj, down_proj, lm_head]",
+        ]
+        for name, packing in (("padded", "false"), ("packed", "true"))
+    }  # fmt: skip
+    files = []
+    for name, options in layouts.items():
+        for parts in (1, 4):
+            out = [f"train.gradient_accumulation_steps={parts}", f"output_dir={tmp_path / f'{name}-{parts}'}"]
+            run(recipe, [*options, *out])
+        two = load_recipe(
+            str(recipe), [*options, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path / f'{name}-two'}"]
+        )
+        files.append(tiny.write_recipe(two.model_dump(mode="json"), tmp_path / f"{name}.json"))
+    launch(LAUNCHED, *files)
+    assert json.loads((tmp_path / "packed-two" / "provenance.json").read_text())["processes"] == 2
+    for name in layouts:
+        one, *others = (tmp_path / f"{name}-{how}" for how in ("1", "4", "two"))
+        for other in others:
+            lines = [
+                [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (one, other)
+            ]
+            assert len(lines[0]) == len(lines[1]) > 6
+            for left, right in zip(*lines, strict=True):
+                assert flat(left) == pytest.approx(flat(right), rel=1e-4, abs=1e-5)
+            tensors = [load_file(d / "adapter" / "adapter_model.safetensors") for d in (one, other)]
+            assert tensors[0].keys() == tensors[1].keys() and any("lm_head" in key for key in tensors[0])
+            for key, tensor in tensors[0].items():
+                torch.testing.assert_close(tensors[1][key], tensor, rtol=0, atol=2e-5, msg=f"{other.name}: {key}")
