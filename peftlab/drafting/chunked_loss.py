@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from peftlab.drafting.objectives import OBJECTIVES, TopK
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.untyped import AutogradContext
-
-Losses = Callable[[Tensor, Tensor], Tensor]  # row indices [t] and their draft logits [t, V] -> losses [t]
+from peftlab.models.chunked_sum import chunked_sum
 
 
 def chunked_loss(
@@ -29,10 +26,8 @@ def chunked_loss(
 ) -> Tensor:
     """Return ``weighted_mean(OBJECTIVES[objective](target, hidden @ head_weightᵀ), weights)`` in chunks.
 
-    Logits of ``chunk`` tokens live at a time, the target's among them. The gradient of each chunk is taken as
-    soon as its loss is known and multiplied by the incoming gradient in the backward pass, so nothing is
-    computed twice. It flows to ``hidden`` and ``head_weight`` (once: there is no second derivative); the
-    target receives none.
+    Logits of ``chunk`` tokens exist at a time, the target's among them (see ``chunked_sum``). The gradient flows to
+    ``hidden`` and ``head_weight``; the target receives none.
 
     Args:
         hidden: [T, H], the draft's last hidden states, after its final norm.
@@ -59,66 +54,21 @@ def chunked_loss(
         )
     divergence = OBJECTIVES[objective]
 
-    def losses(rows: Tensor, draft_logits: Tensor) -> Tensor:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if weights is None:
+        kept = torch.arange(len(hidden), device=hidden.device)
+        shares = torch.full((len(hidden),), 1 / max(1, len(hidden)), dtype=wide, device=hidden.device)
+    else:
+        kept, shares = weights.nonzero().squeeze(-1), weights.to(wide)
+        shares = shares / shares.sum()
+
+    def loss(rows: Tensor, states: Tensor) -> Tensor:
+        logits = F.linear(states, head_weight)
         if isinstance(target, TopK):
-            return divergence(TopK(*(part[rows] for part in target)), draft_logits, **settings)
-        picked = target[rows] if target_head is None else F.linear(target[rows], target_head)
-        return divergence(picked, draft_logits, **settings)
-
-    # Inside an autograd function the gradient mode is always off, so what the caller wants is read here.
-    return _ChunkedMean.apply(hidden, head_weight, weights, losses, chunk, torch.is_grad_enabled())
-
-
-class _ChunkedMean(torch.autograd.Function):
-    """Weighted mean of ``losses``; the forward pass takes the gradients that the backward pass returns."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        hidden: Tensor,
-        head_weight: Tensor,
-        weights: Tensor | None,
-        losses: Losses,
-        chunk: int,
-        with_gradient: bool,
-    ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        if weights is None:
-            kept = torch.arange(len(hidden), device=hidden.device)
-            shares = torch.full_like(kept, 1 / max(1, len(kept)), dtype=wide)
+            losses = divergence(TopK(*(part[rows] for part in target)), logits, **settings)
         else:
-            kept = weights.nonzero().squeeze(-1)
-            shares = weights[kept].to(wide)
-            shares = shares / shares.sum()
-        for_hidden, for_head = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
-        d_hidden = torch.zeros_like(hidden) if for_hidden else None
-        # A half-precision sum over many chunks would lose the small ones.
-        d_head = torch.zeros_like(head_weight, dtype=wide) if for_head else None
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        for rows, share in zip(kept.split(chunk), shares.split(chunk), strict=True):
-            h = hidden[rows]  # [t, H]
-            loss, d_logits = _value_and_gradient(F.linear(h, head_weight), rows, share, losses, for_hidden or for_head)
-            total += loss
-            if d_hidden is not None:
-                d_hidden[rows] = (d_logits @ head_weight).to(hidden.dtype)
-            if d_head is not None:
-                d_head.addmm_(d_logits.T.to(wide), h.to(wide))
-        ctx.save_for_backward(d_hidden, None if d_head is None else d_head.to(head_weight.dtype))
-        return total
+            picked = target[rows] if target_head is None else F.linear(target[rows], target_head)
+            losses = divergence(picked.detach(), logits, **settings)
+        return (shares[rows] * losses).sum()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: AutogradContext, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_head = (None if d is None else d * d_total.to(d.dtype) for d in ctx.saved_tensors)
-        return d_hidden, d_head, None, None, None, None
-
-
-def _value_and_gradient(
-    logits: Tensor, rows: Tensor, share: Tensor, losses: Losses, with_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Return Σ share·loss over one chunk, and its gradient to the logits [t, V] if it is wanted."""
-    with torch.set_grad_enabled(with_gradient):
-        logits.requires_grad_(with_gradient)
-        loss = (share * losses(rows, logits)).sum()
-    gradient = torch.autograd.grad(loss, logits)[0] if with_gradient else logits
-    return loss.detach(), gradient
+    return chunked_sum(loss, hidden, kept, chunk, [head_weight])

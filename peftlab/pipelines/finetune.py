@@ -29,6 +29,7 @@ from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.provenance import provenance
+from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting.card import CardInfo, adapter_card, training
@@ -129,6 +130,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
+    spec = share_rows(spec, task.sharing, settings, accelerator)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
     if accelerator.mixed_precision in ("bf16", "fp16"):
         widen(model)
@@ -178,12 +180,12 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
     if task.train is None:
         whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
         raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
-    train = task.train()
+    train, smoothing = task.train(), recipe.train.label_smoothing
     return TrainingSpec(
         model=task.model,
         train=train,
         collate=task.collate,
-        loss=task.loss,
+        loss=task.smoothed(smoothing) if smoothing and task.smoothed is not None else task.loss,
         denominator=task.denominator(train),
         score=task.score,
         deciding=task.deciding,

@@ -77,10 +77,18 @@ class FinetuneRecipe(Section):
         if self.base.quantised and self.method.name == "full":
             reason = f"{self.base.dtype} is for training something beside the weights, and method full trains them"
             problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]
+        if not task.token_loss:
+            problems = [*problems, *_token_settings(self.train, f"task {task.name}")]
         if problems:
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})
         return self
+
+
+def _token_settings(train: TrainConfig, what: str) -> list[tuple[tuple[str, ...], str]]:
+    """Return the settings that only a loss over an example's own tokens takes, and that ``what`` does not take."""
+    given = {"packing": train.packing, "label_smoothing": train.label_smoothing}
+    return [(("train", name), f"train.{name}: {what} does not take it") for name, value in given.items() if value]
 
 
 def _usual_method(recipe: dict[str, object]) -> MethodConfig | None:
@@ -151,6 +159,7 @@ class DraftRecipe(Section):
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))
+        found += [(".".join(keys), text.partition(": ")[2]) for keys, text in _token_settings(self.train, "a draft")]
         found += self.draft.problems(OtherKeys(self.method, objective, data, self.merge, self.acceptance_head))
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]

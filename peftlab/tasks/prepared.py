@@ -51,6 +51,23 @@ class ModelSource:
         return model, fresh
 
 
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+"""Model and batch to the sum of the batch's losses."""
+
+
+@dataclass(frozen=True)
+class RowSharing:
+    """How a task's examples share rows (``train.packing``).
+
+    Attributes:
+        collate: examples, and the tokens of a row, to one batch: neighbours share a row while they fit.
+        fault: why a model computes something else for examples in one row than for each alone; None if it does not.
+    """
+
+    collate: Callable[[Sequence[Row], int], dict[str, Tensor]]
+    fault: Callable[[PreTrainedModel, Sequence[Row]], str | None]
+
+
 @dataclass
 class Prepared:
     """What the ``prepare`` function of a task's row returns; nothing is injected yet.
@@ -61,7 +78,7 @@ class Prepared:
         train: tokenises the training split; None where there is none.
         held_out: tokenised splits to evaluate on, the deciding one first.
         collate: rows to one batch of tensors.
-        loss: (model, a batch) to the sum of the batch's losses.
+        loss: what is trained. smoothed: it with ``train.label_smoothing``; None where it has no labels to smooth.
         denominator: (training set) to the function of a global batch's indices that the sum is divided by.
         score: model to metrics by split; every process calls it.
         deciding: the metric that decides which checkpoint is best. higher_is_better: in which direction.
@@ -70,6 +87,7 @@ class Prepared:
         left_out: reason to the number of rows that are in no split.
         fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
+        sharing: how examples share rows; None where each needs its own.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
     """
 
@@ -80,7 +98,7 @@ class Prepared:
     train: Callable[[], Dataset] | None
     held_out: dict[str, Dataset]
     collate: Callable[[Sequence[Row]], dict[str, Tensor]]
-    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    loss: Loss
     denominator: Callable[[Dataset], Callable[[list[int]], float]]
     score: Callable[[nn.Module], Scores]
     deciding: str
@@ -91,4 +109,6 @@ class Prepared:
     left_out: dict[str, int] = field(default_factory=dict)
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"
+    sharing: RowSharing | None = None
+    smoothed: Callable[[float], Loss] | None = None
     sample: Callable[[nn.Module], str] | None = None

@@ -26,6 +26,7 @@ class Task:
         folder: directory name in GLUE's TSV distribution; empty elsewhere.
         regression: whether the label is a number.
         labelled: whether a row has a class or a number; else it is text that a language model learns.
+        token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
         prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
             ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
@@ -44,6 +45,7 @@ class Task:
     regression: bool = False
     trainable: bool = True
     labelled: bool = True
+    token_loss: bool = False
     prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
     load: str = field(kw_only=True)
     check: str = field(kw_only=True)
@@ -93,9 +95,9 @@ _BUILT_IN = (
     _glue("glue/ax", _NLI, ("premise", "hypothesis"), evaluation=(), folder="AX", trainable=False),
     _own("text/classification", metrics=("accuracy", "f1")),
     _own("text/regression", metrics=("pearson", "spearman"), regression=True),
-    _language("text/chat"),
-    _language("text/completion"),
-    _language("text/plain"),
+    _language("text/chat", token_loss=True),
+    _language("text/completion", token_loss=True),
+    _language("text/plain", token_loss=True),
 )
 TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
 

@@ -26,6 +26,11 @@ class TrainConfig(Section):
         ge=2,
         description="Padded tokens per optimiser step, instead of batch_size: as many examples as fit.",
     )
+    packing: bool | None = Field(
+        default=None,
+        description="text/chat, text/completion, text/plain: examples share rows of max_length tokens, and a step "
+        "takes batch_size of them on average; null: on GPUs.",
+    )
     eval_batch_size: int = Field(default=64, ge=1, description="Examples per evaluation batch and process.")
     gradient_accumulation_steps: int = Field(
         default=1,
@@ -40,6 +45,13 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="text/chat, text/completion, text/plain: share of each token's training loss that is the mean "
+        "over the vocabulary.",
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         default="fp32",

@@ -57,7 +57,7 @@ def train(
             no space on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    order = make_order(spec.train["length"], settings)
+    order = make_order(spec.train["length"], settings, min(spec.row_tokens, settings.max_length))
     checkpoints = run_dir / "checkpoints"
     final = adapter_template(spec.model) if accelerator.is_fsdp2 else spec.model
     trainer = _prepare(spec, settings, accelerator, checkpoints, resume)
@@ -130,11 +130,11 @@ class _Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for weight, inputs in batch.parts:
-            examples, longest = inputs["input_ids"].shape
+            rows, longest = inputs["input_ids"].shape
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
-            where = f"at step {progress.step + 1}, with {examples} examples of {longest} tokens at once"
+            where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
             with (
-                memory_advice(where, training_changes(self.settings, examples, longest)),
+                memory_advice(where, training_changes(self.settings, rows, longest)),
                 accelerator.accumulate(self.model),
             ):
                 loss = self.spec.loss(self.model, inputs) * weight

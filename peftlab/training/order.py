@@ -10,6 +10,7 @@ from itertools import count
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.batches import epoch_batches, token_batches
+from peftlab.tasks.packing import packed_batches
 from peftlab.training.config import TrainConfig
 
 
@@ -42,7 +43,7 @@ class Order:
             begin = end
 
 
-def make_order(lengths: Sequence[int], settings: TrainConfig) -> Order:
+def make_order(lengths: Sequence[int], settings: TrainConfig, capacity: int = 0) -> Order:
     """Return the order of a run over examples of ``lengths`` tokens.
 
     Each epoch contains every example once, in batches of ``settings.batch_size`` examples, or of as many examples as
@@ -50,20 +51,27 @@ def make_order(lengths: Sequence[int], settings: TrainConfig) -> Order:
     after ``settings.max_steps``, or else after ``settings.epochs`` (a last fraction of an epoch takes that share of
     its steps, rounded up).
 
+    Args:
+        capacity: tokens of the rows that examples share (see ``packed_batches``); 0: a row per example.
+
     Raises:
         PeftlabError: there are no examples.
     """
     if not len(lengths):
         raise PeftlabError("the training split is empty")
 
+    size, budget, seed = settings.batch_size, settings.max_tokens, settings.seed
+
     def plan(epoch: int) -> list[list[int]]:
-        if settings.max_tokens:
-            return token_batches(lengths, settings.max_tokens, seed=settings.seed, epoch=epoch)
-        return epoch_batches(lengths, settings.batch_size, seed=settings.seed, epoch=epoch)
+        if capacity:
+            return packed_batches(lengths, capacity, size, budget, seed=seed, epoch=epoch)
+        if budget:
+            return token_batches(lengths, budget, seed=seed, epoch=epoch)
+        return epoch_batches(lengths, size, seed=seed, epoch=epoch)
 
     ends = [0]
     for epoch in count():
-        steps = len(plan(epoch)) if settings.max_tokens else math.ceil(len(lengths) / settings.batch_size)
+        steps = len(plan(epoch)) if capacity or budget else math.ceil(len(lengths) / size)
         ends.append(ends[-1] + steps)
         if settings.max_steps and ends[-1] >= settings.max_steps:
             return Order(plan, ends[1:], settings.max_steps)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 from torch import Tensor
 
-from peftlab.tasks.batches import split_batch
+from peftlab.tasks.packing import padded_tokens, split_rows
 from peftlab.training.spec import TrainingSpec
 
 T = TypeVar("T")
@@ -48,14 +48,14 @@ def load_batches(
         return {key: value.pin_memory() for key, value in inputs.items()} if pinned else inputs
 
     def load(indices: list[int]) -> GlobalBatch:
-        split = split_batch(indices, parts)
+        split = split_rows(indices, parts, lengths, spec.row_tokens)
         mine = split[accelerator.process_index :: accelerator.num_processes]
         # Every process makes the same number of backward passes: an empty part repeats an example with weight 0.
         return GlobalBatch(
             indices,
             [(int(bool(part)), collated(part or indices[:1])) for part in mine],
             sum(lengths[i] for i in indices),
-            sum(len(part) * max(lengths[i] for i in part) for part in split if part),
+            sum(padded_tokens([lengths[i] for i in part], spec.row_tokens) for part in split),
         )
 
     loaded = map(load, batches)

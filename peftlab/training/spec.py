@@ -21,12 +21,13 @@ class TrainingSpec:
     Attributes:
         model: the injected model; training puts the model with the best adapter in its place.
         train: tokenised examples with a column ``length`` (tokens).
-        collate: rows of ``train`` to one batch of tensors, ``input_ids`` of shape [examples, longest] among them.
+        collate: rows of ``train`` to one batch of tensors, ``input_ids`` of shape [rows, longest] among them.
         loss: (model, a batch) to the sum of the batch's losses, a scalar.
         denominator: indices of a global batch to what the sum of its losses is divided by: examples, or tokens.
         score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
         deciding: the metric on the first split by which the best checkpoint is chosen. higher_is_better: how.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        row_tokens: tokens up to which ``collate`` puts neighbouring examples into one row; 0: each has its own.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class TrainingSpec:
     deciding: str
     lr_ratio: Mapping[str, float]
     higher_is_better: bool = True
+    row_tokens: int = 0
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

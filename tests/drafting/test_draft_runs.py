@@ -282,6 +282,7 @@ class TestRefused:
             (["objective.name=ce", "data.on_policy=0.5"], "needs the target's logits"),
             (["data.max_new_tokens=600"], "the target's context"),
             (["train.max_length=16"], "train.max_length; raise it"),
+            (["train.packing=true"], "train.packing: a draft does not take it"),
             (["data.held_out=10"], "leaves none of 10 prompts"),
             (["data.prompts=[]"], "no prompt in it"),
             (["method={name: medusa}"], "write draft: {kind: medusa, heads: ...}"),

@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -239,6 +241,7 @@ MODELS = {
     "gemma2, capped": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0)),
     "cohere, scaled": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.3)),
     "granite, divided": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0)),
+    "phi, biased": lambda: PhiForCausalLM(PhiConfig(**SMALL)),
     "opt, projected": lambda: OPTForCausalLM(OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16)),
 }  # fmt: skip
@@ -256,28 +259,33 @@ def batch(n: int = 5) -> dict[str, torch.Tensor]:
     return collate(rows, pad=0)
 
 
-def plain(model, inputs) -> torch.Tensor:
+def plain(model, inputs, *, label_smoothing: float = 0.0) -> torch.Tensor:
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1].float()
     labels = inputs["input_ids"][:, 1:].masked_fill(~inputs["trained"][:, 1:], -100)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], ["lm_head"]])
-def test_the_chunked_loss_is_the_plain_one(name: str, targets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_chunked_loss_is_the_plain_one(
+    name: str, targets: list[str], smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Value and gradients, with soft caps and scales, a tied head, LoRA on the head, and several chunks."""
     monkeypatch.setattr("peftlab.tasks.language.likelihood._CHUNK", 7)
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     names = [t for t in targets if any(n.endswith(t) for n, _ in model.named_modules())]
-    peftlab.inject_lora(model, r=2, target_modules=names)
+    peftlab.inject_lora(model, r=2, target_modules=names, bias="lora_only")
     for parameter in trainable_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.2)
     assert reads_head(model)
     inputs, gradients, values = batch(), [], []
     for loss in (plain, nll):
         model.zero_grad()
-        value = loss(model, inputs) / 3
+        value = loss(model, inputs, label_smoothing=smoothing) / 3
         value.backward()
         values.append(value.item())
         gradients.append({n: p.grad.clone() for n, p in trainable_parameters(model).items()})
@@ -299,7 +307,9 @@ def test_a_head_that_is_more_than_a_product_takes_plain_logits() -> None:
 
     model, inputs = Shifted(LlamaConfig(**SMALL)).eval(), batch()
     assert not reads_head(model)
-    torch.testing.assert_close(nll(model, inputs), plain(model, inputs))
+    for smoothing in (0.0, 0.1):
+        found, wanted = (loss(model, inputs, label_smoothing=smoothing) for loss in (nll, plain))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_scores_do_not_depend_on_the_batches(tokenizer) -> None:

@@ -75,16 +75,16 @@ def exhaust(spec):
     [
         (
             {"batch_size": 8, "gradient_accumulation_steps": 2},
-            r"with 4 examples of \d+ tokens at once; set train.gradient_accumulation_steps=4 \(.*\), or "
+            r"with 4 rows of \d+ tokens at once; set train.gradient_accumulation_steps=4 \(.*\), or "
             r"train.gradient_checkpointing=true \(.*\), or train.batch_size=4, or train.max_length=\d+$",
         ),
         (
             {"batch_size": 1, "gradient_checkpointing": True},
-            r"with 1 examples of \d+ tokens at once; set train.max_length=\d+$",
+            r"with 1 rows of \d+ tokens at once; set train.max_length=\d+$",
         ),
         (
             {"max_tokens": 48, "gradient_checkpointing": True},
-            r"with 4 examples of \d+ tokens at once; set train.gradient_accumulation_steps=2 \(.*\), or "
+            r"with 4 rows of \d+ tokens at once; set train.gradient_accumulation_steps=2 \(.*\), or "
             r"train.max_tokens=24 with train.max_length=\d+ or less$",
         ),
     ],

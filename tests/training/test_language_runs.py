@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+from launching import LAUNCHED, launch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
 from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.language.packed import pack, packing_fault
+from peftlab.tasks.prepared import RowSharing
+from peftlab.training.distributed import make_accelerator
+from peftlab.training.spec import TrainingSpec
+from peftlab.training.trackers import flat
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="no shared data beside the checkout")
@@ -73,6 +83,85 @@ def test_accumulation_changes_nothing(recipe: Path, finished: Path, tmp_path: Pa
     assert scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
+def test_label_smoothing_is_trained_and_not_scored(recipe: Path, tmp_path: Path) -> None:
+    """Step 1's loss for a share s of smoothing is linear in s; the model before training is scored as ever."""
+    firsts, before = [], []
+    for share in (0.0, 0.2, 0.4):
+        out = tmp_path / str(share)
+        run(recipe, [f"train.label_smoothing={share}", "train.max_steps=1", "merge=false", f"output_dir={out}"])
+        firsts.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+        before.append(json.loads((out / "results.json").read_text())["baseline_score"])
+    assert firsts[0] < firsts[1] < firsts[2] and before[0] == before[1] == before[2]
+    assert firsts[2] - firsts[1] == pytest.approx(firsts[1] - firsts[0], rel=1e-3)
+
+
+class TestPacking:
+    PACKED = ("train.packing=true", "merge=false")
+
+    @pytest.fixture(scope="class")
+    def packed(self, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        place = tmp_path_factory.mktemp("packed") / "run"
+        run(recipe, [*self.PACKED, "train.save_every=3", f"output_dir={place}"])
+        return place
+
+    def test_it_trains_with_less_padding(self, packed: Path, finished: Path) -> None:
+        found, padded = (json.loads((place / "results.json").read_text()) for place in (packed, finished))
+        assert found["score"] < 0.7 * found["baseline_score"]
+        assert found["steps"] == padded["steps"] and 0 <= found["padding_share"] < 0.3
+
+    def test_a_stopped_run_resumes_bit_for_bit(self, packed: Path, tmp_path: Path) -> None:
+        stopped = tmp_path / "run"
+        shutil.copytree(packed, stopped)
+        for file in sorted((stopped / "checkpoints").glob("*.pt"))[-3:]:
+            file.unlink()
+        (stopped / "results.json").unlink()
+        resume(stopped)
+        tiny.assert_same_run(packed, stopped)
+
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_every_loss_is_the_padded_one(self, recipe: Path, tmp_path: Path, parts: int) -> None:
+        """The same batches, packed and padded: only how examples are arranged in rows differs."""
+        values = load_recipe(str(recipe), [*self.PACKED, f"train.gradient_accumulation_steps={parts}"]).model_dump()
+        accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path)
+
+        def share(spec: TrainingSpec) -> None:
+            sharing = RowSharing(partial(pack, pad=0), packing_fault)
+            found = share_rows(spec, sharing, FinetuneRecipe.model_validate(values).train, accelerator)
+            spec.collate, spec.row_tokens = found.collate, found.row_tokens
+            assert spec.row_tokens == 64
+
+        def pad(spec: TrainingSpec) -> None:
+            collate = spec.collate
+            share(spec)
+            spec.collate = collate
+
+        losses = []
+        for name, change in (("packed", share), ("padded", pad)):
+            tiny.fit(values, tmp_path / name, change)
+            lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            losses.append([flat(line) for line in lines])
+        assert len(losses[0]) == len(losses[1])
+        for one, other in zip(*losses, strict=True):
+            assert one == pytest.approx(other, rel=2e-4)
+
+    def test_a_model_that_mixes_examples_is_padded(
+        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = OPTConfig(vocab_size=512, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+                           word_embed_proj_dim=16, max_position_embeddings=128)  # fmt: skip
+        OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+        AutoTokenizer.from_pretrained(STORIES).save_pretrained(tmp_path / "opt")
+        options = [f"model={tmp_path / 'opt'}", "train.max_steps=3", "merge=false"]
+        for packing in ("true", "false"):
+            run(recipe, [*options, f"train.packing={packing}", f"output_dir={tmp_path / packing}"])
+            said = capsys.readouterr().out
+            assert ("train.packing: OPTForCausalLM does not keep the examples of a row apart" in said) == (
+                packing == "true"
+            )
+        lines = [(tmp_path / packing / "metrics.jsonl").read_text() for packing in ("true", "false")]
+        assert lines[0] == lines[1]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -81,6 +170,14 @@ def test_accumulation_changes_nothing(recipe: Path, finished: Path, tmp_path: Pa
         (["data.completion=compleation"], r"no column 'compleation' \(data.completion\) \(did you mean 'completion'"),
         (["train.max_length=3"], "every example is longer than train.max_length, 3 tokens"),
         (["task=text/chat"], "no chat template"),
+        (
+            ["task=text/classification", "data={path: x, text: [a], label: b}", "train.packing=true"],
+            "train.packing: task text/classification does not take it",
+        ),
+        (
+            ["task=text/classification", "data={path: x, text: [a], label: b}", "train.label_smoothing=0.1"],
+            "train.label_smoothing: task text/classification does not take it",
+        ),
     ],
 )
 def test_mistakes(recipe: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -92,3 +189,39 @@ def test_mistakes(recipe: Path, tmp_path: Path, overrides: list[str], message: s
 def test_shipped_chat_recipe_is_valid() -> None:
     checked = load_recipe("chat/quickstart")
     assert checked.kind == "finetune" and checked.task == "text/chat"
+
+
+@pytest.mark.slow
+def test_sixteen_at_once_in_four_parts_and_in_two_processes(recipe: Path, tmp_path: Path) -> None:
+    """Of uneven lengths, padded and packed, with LoRA on the head: the same losses and the same adapter."""
+    layouts = {
+        name: [
+            "train.batch_size=16", "train.max_steps=6", "train.eps=1e-4", "merge=false", f"train.packing={packing}",
+            "method.target_modules=[q_proj, v_proj, down_proj, lm_head]",
+        ]
+        for name, packing in (("padded", "false"), ("packed", "true"))
+    }  # fmt: skip
+    files = []
+    for name, options in layouts.items():
+        for parts in (1, 4):
+            out = [f"train.gradient_accumulation_steps={parts}", f"output_dir={tmp_path / f'{name}-{parts}'}"]
+            run(recipe, [*options, *out])
+        two = load_recipe(
+            str(recipe), [*options, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path / f'{name}-two'}"]
+        )
+        files.append(tiny.write_recipe(two.model_dump(mode="json"), tmp_path / f"{name}.json"))
+    launch(LAUNCHED, *files)
+    assert json.loads((tmp_path / "packed-two" / "provenance.json").read_text())["processes"] == 2
+    for name in layouts:
+        one, *others = (tmp_path / f"{name}-{how}" for how in ("1", "4", "two"))
+        for other in others:
+            lines = [
+                [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (one, other)
+            ]
+            assert len(lines[0]) == len(lines[1]) > 6
+            for left, right in zip(*lines, strict=True):
+                assert flat(left) == pytest.approx(flat(right), rel=1e-4, abs=1e-5)
+            tensors = [load_file(d / "adapter" / "adapter_model.safetensors") for d in (one, other)]
+            assert tensors[0].keys() == tensors[1].keys() and any("lm_head" in key for key in tensors[0])
+            for key, tensor in tensors[0].items():
+                torch.testing.assert_close(tensors[1][key], tensor, rtol=0, atol=2e-5, msg=f"{other.name}: {key}")

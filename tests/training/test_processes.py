@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from launching import LAUNCHED, ended, free_port, launch, start
 from safetensors.torch import load_file
 
 from peftlab.training.trackers import flat
 
-LAUNCHED = Path(__file__).with_name("launched.py")
 # 31 examples in batches of 6: the last one has one example, and three of its four parts have none. Nine
 # examples in evaluation batches of 4: the second process has one batch less.
 UNEVEN = {
@@ -32,8 +29,6 @@ SHARDED = {
 }
 
 
-# --multi_gpu makes accelerate start processes itself; with --cpu it leaves that to mpirun.
-TWO = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "guide" / "training.md"
 
 
@@ -47,37 +42,6 @@ def documented(kind, tmp_path, **changes):
     file = tmp_path / f"{kind}.yaml"
     file.write_text(text)
     return "--config_file", str(file)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(*arguments, options=TWO, port=None, **environment):
-    launcher = ["-m", "accelerate.commands.launch", *options, "--dynamo_backend", "no"]
-    return subprocess.Popen(
-        [sys.executable, *launcher, "--main_process_port", str(port or free_port()), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**tiny.environment(), **environment},
-    )
-
-
-def ended(process):
-    with process:
-        try:
-            said, complained = process.communicate(timeout=180)
-        finally:
-            process.terminate()
-    assert process.returncode == 0, said[-2000:] + complained[-6000:]
-    return said
-
-
-def launch(*arguments, **options):
-    return ended(start(*arguments, **options))
 
 
 def recipes(still, rows, tmp_path, methods, monkeypatch):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftlab.tasks.batches import eval_batches
+from peftlab.tasks.evaluation_turns import over_processes
 from peftlab.tasks.labelled.evaluation import load_metric
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
@@ -65,24 +63,15 @@ class Evaluation:
         return scores
 
     def predict(self, model: nn.Module, data: Dataset) -> NDArray[numpy.float32]:
-        """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression.
+        """Return the logits of ``data`` in its own order: (n, classes), or (n,) for regression."""
 
-        Each process takes every n-th batch; no example is counted twice however unevenly they divide. Where some
-        processes have a batch less, they repeat the first one: the processes of a wrapped model forward together.
-        """
-        state = PartialState()
+        def logits(inputs: dict[str, Tensor]) -> NDArray[numpy.float32]:
+            found = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits.float()
+            return (found.squeeze(-1) if self.task.regression else found).cpu().numpy()
+
         batches = eval_batches(data["length"], self.batch_size)
-        turns = math.ceil(len(batches) / state.num_processes) * state.num_processes
-        found: list[tuple[list[int], NDArray[numpy.float32]]] = []
-        with torch.no_grad():
-            for turn in range(state.process_index, turns, state.num_processes):
-                batch = batches[turn] if turn < len(batches) else batches[0]
-                inputs = self.collate(data.__getitems__(batch))
-                inputs = {k: v.to(state.device) for k, v in inputs.items() if k != "labels"}
-                logits = model(**inputs).logits.float()
-                found.append((batch, (logits.squeeze(-1) if self.task.regression else logits).cpu().numpy()))
-        everything = gather_object(found)
-        result = numpy.empty((len(data), *everything[0][1].shape[1:]), dtype=numpy.float32)
-        for batch, logits in everything:
-            result[batch] = logits
+        found = over_processes(data, batches, self.collate, logits)
+        result = numpy.empty((len(data), *found[0].shape[1:]), dtype=numpy.float32)
+        for batch, part in zip(batches, found, strict=True):
+            result[batch] = part
         return result

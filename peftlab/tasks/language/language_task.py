@@ -26,7 +26,8 @@ from peftlab.tasks.language.conversations import (
 )
 from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint
 from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
-from peftlab.tasks.prepared import ModelSource, Prepared
+from peftlab.tasks.language.packed import pack, packing_fault
+from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
 from peftlab.tasks.reading.bad_rows import Fault, refuse
 from peftlab.tasks.reading.content import read_text
 from peftlab.tasks.reading.readers import Table
@@ -115,6 +116,8 @@ def prepare(
         fingerprint=fingerprint(task.name, sorted(splits.items())),
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
+        smoothed=_smoothed,
+        sharing=RowSharing(partial(pack, pad=pad or 0), packing_fault),
         sample=partial(_sample, tokenizer, next(iter(held.values()))[0]),
     )
     if "train" in splits:
@@ -132,6 +135,10 @@ def _train(rows: Sequence[Source], prepared: Prepared, how: Encoding) -> Dataset
     for why, count in long.items():
         prepared.left_out[why] = prepared.left_out.get(why, 0) + count
     return data
+
+
+def _smoothed(share: float) -> Loss:
+    return partial(nll, label_smoothing=share)
 
 
 def _trained_tokens(data: Dataset) -> Callable[[list[int]], float]:

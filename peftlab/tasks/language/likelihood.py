@@ -6,44 +6,52 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from peftlab.methods.modes import eval_mode
+from peftlab.models.chunked_sum import chunked_sum
 from peftlab.tasks.batches import eval_batches
+from peftlab.tasks.evaluation_turns import over_processes
 from peftlab.tasks.tokens import Row
-from peftlab.untyped import AutogradContext, Unwrapped
+from peftlab.untyped import Unwrapped
 
 _CHUNK = 256  # tokens whose logits live at a time
 _READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def nll(model: nn.Module, inputs: Mapping[str, Tensor], *, label_smoothing: float = 0.0) -> Tensor:
     """Return Σ -log p(token | tokens before it) over the trained tokens of a batch, in fp32.
 
     Args:
         model: a causal language model, wrapped by accelerate or not.
-        inputs: ``input_ids``, ``attention_mask`` and ``trained``, [b, n], padded on the right.
+        inputs: ``input_ids``, ``attention_mask`` or ``position_ids``, and ``trained``, [b, n], padded on the right.
+        label_smoothing: share s of each token's loss that is the mean over the vocabulary instead: p(token) becomes
+            the geometric mean p(token)^(1-s) · Π p(any)^(s/V).
     """
+    given = {key: value for key, value in inputs.items() if key != "trained"}
     ids, kept = inputs["input_ids"], inputs["trained"][:, 1:]
     targets = ids[:, 1:][kept]  # [T]
+    loss = partial(F.cross_entropy, reduction="sum", label_smoothing=label_smoothing)
     bare: Unwrapped = getattr(model, "module", model)
     if not reads_head(bare):
-        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"], use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1][kept].float(), targets, reduction="sum")
+        logits = model(**given, use_cache=False).logits
+        return loss(logits[:, :-1][kept].float(), targets)
     with _last_states(bare) as states:
-        model(input_ids=ids, attention_mask=inputs["attention_mask"], use_cache=False, logits_to_keep=1)
-    parameters = [p for p in bare.get_output_embeddings().parameters() if p.requires_grad]
+        model(**given, use_cache=False, logits_to_keep=1)
     hidden = states[0][:, :-1][kept]  # [T, H]
-    return _ChunkedNLL.apply(hidden, targets, bare, torch.is_grad_enabled(), *parameters)
+
+    def chunk_loss(rows: Tensor, part: Tensor) -> Tensor:
+        return loss(head_logits(bare, part), targets[rows])
+
+    rows = torch.arange(len(hidden), device=hidden.device)
+    return chunked_sum(chunk_loss, hidden, rows, _CHUNK, list(bare.get_output_embeddings().parameters()))
 
 
 def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
@@ -99,45 +107,6 @@ def _last_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-class _ChunkedNLL(torch.autograd.Function):
-    """Sum of the NLL; the forward pass takes the gradients that the backward pass returns."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        hidden: Tensor,
-        targets: Tensor,
-        model: nn.Module,
-        with_gradient: bool,
-        *parameters: Tensor,
-    ) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if with_gradient and hidden.requires_grad else None
-        # A half-precision sum over many chunks would lose the small ones.
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters] if with_gradient else []
-        for rows in torch.arange(len(hidden), device=hidden.device).split(_CHUNK):
-            with torch.set_grad_enabled(with_gradient):
-                part = hidden[rows].detach().requires_grad_(d_hidden is not None)
-                loss = F.cross_entropy(head_logits(model, part), targets[rows], reduction="sum")
-            total += loss.detach()
-            wanted = [*([part] if d_hidden is not None else []), *(parameters if sums else ())]
-            if not wanted:
-                continue
-            gradients = list(torch.autograd.grad(loss, wanted))
-            if d_hidden is not None:
-                d_hidden[rows] = gradients.pop(0)
-            for own, gradient in zip(sums, gradients, strict=True):
-                own += gradient
-        ctx.save_for_backward(d_hidden, *(own.to(p.dtype) for own, p in zip(sums, parameters, strict=False)))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: AutogradContext, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, *others = (None if d is None else d * d_total.to(d.dtype) for d in ctx.saved_tensors)
-        return d_hidden, None, None, None, *others
-
-
 @dataclass(frozen=True)
 class LanguageEvaluation:
     """Held-out splits and how a language model is scored on them.
@@ -168,16 +137,7 @@ class LanguageEvaluation:
             }
         return scores
 
-    @torch.no_grad()
     def totals(self, model: nn.Module, data: Dataset) -> list[float]:
-        """Return the summed NLL of each batch; the processes take turns, see ``scoring.Evaluation.predict``."""
-        state = PartialState()
+        """Return the summed NLL of each batch, in the order of ``eval_batches``."""
         batches = eval_batches(data["length"], self.batch_size)
-        found: list[float] = []
-        for turn in range(-(-len(batches) // state.num_processes)):
-            place = turn * state.num_processes + state.process_index
-            mine = place < len(batches)
-            inputs = self.collate(data.__getitems__(batches[place if mine else 0]))
-            value = float(nll(model, {key: tensor.to(state.device) for key, tensor in inputs.items()}))
-            found += [value] if mine else []
-        return gather_object(found)
+        return over_processes(data, batches, self.collate, lambda inputs: float(nll(model, inputs)))
