@@ -49,9 +49,9 @@ from peftlab.methods.several.adapters import (
     set_adapter,
 )
 from peftlab.methods.table import METHODS
+from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
 from peftlab.models.pretrained import describe
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -131,17 +131,17 @@ def recipes_copy(
 
 @app.command("eval")
 def eval_(
-    directory: Annotated[Path, typer.Argument(help="A run, an adapter or a model directory.")],
+    reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
     overrides: Overrides = None,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", help="Recipe that contains task and data; default: the run's own."),
     ] = None,
 ) -> None:
-    """Score a run, an adapter or a model directory on its recipe's task."""
+    """Score a run, an adapter or a model on its recipe's task."""
     from peftlab.pipelines.evaluate import evaluate
 
-    for split, metrics in evaluate(directory, recipe, overrides or []).items():
+    for split, metrics in evaluate(reference, recipe, overrides or []).items():
         print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
 

@@ -22,6 +22,7 @@ import torch
 from peftlab.drafting.checks import check_tokenizers
 from peftlab.drafting.load import find_draft
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.models.finetuned import plain_directory
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
 from peftlab.outputs import MARK, staged_directory
 from peftlab.references import locate, similar_path
@@ -50,6 +51,7 @@ def export_draft(
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
     kind, place = find_draft(str(source))
+    target = plain_directory(target)
     plain: Path = resolve(kind.export)(place, consumer)
     command = CONSUMERS[consumer](target, out, gamma)
     config, goal = load_config(str(plain)), load_config(target)

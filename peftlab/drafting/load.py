@@ -48,7 +48,7 @@ def find_draft(reference: str) -> tuple[DraftKind, str]:
     """Return the kind of the draft that a reference names, and the reference of the draft itself.
 
     Args:
-        reference: as ``models.pretrained.load_base`` takes it; a run directory of a draft recipe; a directory of
+        reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
             heads; or ``exit:K``, the target's first K layers.
     """
     for kind in reversed([*DRAFTS.values()]):  # the first row takes any reference
@@ -69,7 +69,7 @@ def load_pair(
     """Load a target and, if named, its draft.
 
     Args:
-        target: reference as ``models.pretrained.load_base`` takes it.
+        target: reference as ``models.finetuned.find_model`` takes it.
         draft: reference as ``find_draft`` takes it.
         dtype: of the target.
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,

@@ -56,7 +56,8 @@ def check_directory(directory: Path) -> None:
         with suppress(OSError):  # a dangling link counts as no file
             if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
                 raise PeftlabError(f"{path}: not a regular file")
-    check_sizes(read_object(directory / "config.json"), directory / "config.json")
+    if (directory / "config.json").exists():  # an adapter, whose tokenizer is read, has none
+        check_sizes(read_object(directory / "config.json"), directory / "config.json")
 
 
 def check_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> None:

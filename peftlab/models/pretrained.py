@@ -20,6 +20,7 @@ from peftlab.methods.task_head import task_head
 from peftlab.models.bounds import Bounded, check_directory, check_ids
 from peftlab.models.config import BaseConfig
 from peftlab.models.dtypes import DTYPES, compute_dtype
+from peftlab.models.finetuned import find_model
 from peftlab.models.quantised import keep_layout, quantise, quantised_linears
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate, similar_path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 T = TypeVar("T")
+_CONFIG = "config.json"
 
 
 def load_base(
@@ -77,7 +79,7 @@ def _load_weights(
     reference: str, auto_class: str, *, revision: str | None, **options: object
 ) -> tuple[PreTrainedModel, list[str]]:
     loader = getattr(transformers, auto_class).from_pretrained
-    model, info = _load(reference, loader, output_loading_info=True, revision=revision, **options)
+    model, info = _load(reference, loader, _CONFIG, output_loading_info=True, revision=revision, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
@@ -150,13 +152,17 @@ def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def load_config(reference: str, *, revision: str | None = None, **options: object) -> transformers.PretrainedConfig:
-    """Load a model's configuration; ``reference`` and errors as in ``load_base``."""
-    return _load(reference, transformers.AutoConfig.from_pretrained, revision=revision, **options)
+    """Load the configuration of a model, finetuned or not (``models.finetuned``); errors as in ``load_base``."""
+    parts = find_model(reference, revision=revision)
+    return _load(parts.base, transformers.AutoConfig.from_pretrained, _CONFIG, revision=parts.revision, **options)
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model; ``reference`` and errors as in ``load_base``."""
-    tokenizer = _load(reference, transformers.AutoTokenizer.from_pretrained, revision=revision, **options)
+    """Load the tokenizer of a model, finetuned or not (``models.finetuned``); errors as in ``load_base``."""
+    parts = find_model(reference, revision=revision)
+    needs = _CONFIG if parts.tokenizer == parts.base else "tokenizer_config.json"  # an adapter has no config
+    loader = transformers.AutoTokenizer.from_pretrained
+    tokenizer = _load(parts.tokenizer, loader, needs, revision=parts.revision, **options)
     check_ids(tokenizer, reference)
     return tokenizer
 
@@ -176,7 +182,8 @@ def _gguf(reference: str) -> bool:
     return reference.endswith(".gguf")
 
 
-def _load(reference: str, loader: Function[T], *, revision: str | None, **options: object) -> T:
+def _load(reference: str, loader: Function[T], needs: str, *, revision: str | None, **options: object) -> T:
+    """Call ``loader`` with the place of ``reference``, which, if it is a directory, contains the file ``needs``."""
     place = locate(reference)
     if isinstance(place, str) and unreachable():
         place = snapshot(place, "model", revision=revision)
@@ -187,8 +194,8 @@ def _load(reference: str, loader: Function[T], *, revision: str | None, **option
             place = place.parent
         elif not place.is_dir():
             raise PeftlabError(f"model {reference!r}: {place} is a file; name the directory or a .gguf file")
-        elif not (place / "config.json").exists():
-            raise PeftlabError(f"model {reference!r}: {place} has no config.json")
+        elif not (place / needs).exists():
+            raise PeftlabError(f"model {reference!r}: {place} has no {needs}")
         else:
             check_directory(place)
     else:

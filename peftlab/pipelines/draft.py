@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType, set_seed
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
+from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
@@ -20,12 +21,13 @@ from peftlab.drafting.kinds.base import Draft, DraftJob, Saved
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.text.continuations import Collate
+from peftlab.drafting.text.target_text import weights_digest
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
-from peftlab.models.pretrained import load_base, storage
+from peftlab.models.pretrained import storage
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
@@ -66,6 +68,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     resolve(kind.check)(job, text.config)
     set_seed(settings.seed)
     draft = _load(recipe, kind, job)
+    digest = weights_digest(draft.target)
     cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
     sets = make_sets(recipe, text, draft, cache, accelerator.main_process_first())
     before_speed: DecodingSpeed | None = None
@@ -84,7 +87,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     if settings.gradient_checkpointing:
         draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if accelerator.is_main_process:
-        _start(recipe, directory, job, draft, sets, accelerator)
+        _start(recipe, directory, job, draft, sets, accelerator, digest)
     accelerator.wait_for_everyone()
     progress = _train(spec, recipe, accelerator, run_dir, resume)
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
@@ -116,7 +119,7 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path) -> Accelerator:
 def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
     """Load target and draft, check that they fit each other and the method, and put them on the device."""
     stored = storage(recipe.base, recipe.train.precision)
-    target = load_base(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
+    target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
     check_head(target, "target")
     torch.nn.Module.to(target, job.device).requires_grad_(False)
     draft: Draft = resolve(kind.load)(job, target)
@@ -142,15 +145,19 @@ def _start(
     draft: Draft,
     sets: Sets,
     accelerator: Accelerator,
+    digest: str,
 ) -> None:
     """Make the run directory, last before training, so that what fails before leaves none behind.
 
-    A draft cut from the target becomes a plain model in it, the adapter's base.
+    A draft cut from the target becomes a plain model in it, the adapter's base. ``digest``: of the target's weights.
     """
     directory.begin()
     run_dir = directory.path
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
-    write_json(run_dir / "provenance.json", provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes))
+    origin = provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes)
+    # A run that is the target may be repeated: the digest says which weights this draft was trained for.
+    origin["target"] = {"reference": recipe.target, "weights": digest}
+    write_json(run_dir / "provenance.json", origin)
     if draft.base_model is not None and not (run_dir / "base" / "config.json").exists():
         with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
             draft.base_model().save_pretrained(staging)
@@ -237,7 +244,7 @@ def _save(
 def _read_back(job: DraftJob[DraftConfig], draft: Draft, tokens: torch.Tensor | None) -> Saved:
     merged: PreTrainedModel | None = None
     if job.folds:
-        merged = load_base(str(job.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
+        merged = load_model(str(job.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
         torch.nn.Module.to(merged, job.device)
     return Saved(job.directory, merged, tokens)
 

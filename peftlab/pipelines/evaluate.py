@@ -20,32 +20,32 @@ from peftlab.tasks.table import find_task
 
 
 def evaluate(
-    directory: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
+    reference: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics by evaluation split of the model in ``directory``.
+    """Return the metrics by evaluation split of the model that ``reference`` names.
 
     The class names and their order are the trained model's, not those of the file that is scored.
 
     Args:
-        directory: a run (its adapter is scored), an adapter, or a merged or any other plain model directory.
-        recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in the directory or above it.
+        reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
+        recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
 
     Raises:
-        PeftlabError: no recipe is found, ``directory`` contains no model or one whose head is not trained, or the
+        PeftlabError: no recipe is found, there is no such model or one whose head is not trained, or the
             data's labels are not the model's classes.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise PeftlabError(f"{directory}: no such directory")
+    directory = Path(reference)
+    if not directory.is_dir() and recipe_name is None:
+        raise PeftlabError(f"{directory}: no such directory; a model that is not in a directory needs --recipe")
     recipe = load_recipe(recipe_name or _recipe_near(directory), overrides)
     if not isinstance(recipe, FinetuneRecipe):
         raise PeftlabError(f"{recipe_name}: a recipe of kind {recipe.kind} has no task to score")
     place = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)
-    if place is None and not (directory / "config.json").exists():
+    if place is None and directory.is_dir() and not _is_model(directory):
         raise PeftlabError(f"{directory}: neither a run, an adapter nor a model directory")
     if place is None:
-        whole = {"model": str(directory), "revision": None, "base": _plain(recipe)}
+        whole = {"model": str(reference), "revision": None, "base": _plain(recipe)}
         task = _load_whole(recipe.model_copy(update=whole))
     else:
         task = _load_adapted(recipe, place)
@@ -107,6 +107,10 @@ def _classes(recipe: FinetuneRecipe, names: object, place: str) -> tuple[str, ..
     if len(classes) != 1:
         raise PeftlabError(f"{place}: has {len(classes)} classes, and task {recipe.task} needs one number")
     return ()
+
+
+def _is_model(directory: Path) -> bool:
+    return any((place / "config.json").exists() for place in (directory, directory / "merged"))
 
 
 def _recipe_near(directory: Path) -> Path:

@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from peftlab.checkpoints.adapter import save_adapter
+from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
@@ -167,7 +168,9 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> P
     prepared: Prepared = resolve(task.prepare)(
         task,
         recipe.data,
-        ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision),
+        ModelSource(
+            recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision, load_model
+        ),
         max_length=recipe.train.max_length,
         batch_size=recipe.train.eval_batch_size,
         classes=classes,

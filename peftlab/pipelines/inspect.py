@@ -16,6 +16,7 @@ from peftlab.methods.injection import count_parameters, inject, injection_of, ma
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import has_suffix, model_type
 from peftlab.methods.task_head import task_head
+from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
@@ -36,7 +37,7 @@ def inspect_model(
         PeftlabError: as loading the configuration and injecting do.
     """
     settings = make_config(method, **fields)
-    config, place = load_config(reference), locate(reference)
+    config, place = load_config(reference), locate(find_model(reference).base)
     name = auto_class or (config.architectures or ["AutoModel"])[0]
     known = auto_class or hasattr(transformers, name)
     model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)

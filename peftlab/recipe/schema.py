@@ -33,7 +33,7 @@ class FinetuneRecipe(Section):
     """Finetune ``model`` on ``task`` by ``method``."""
 
     kind: Literal["finetune"] = Field(default="finetune", description="What the recipe makes.")
-    model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
+    model: str = Field(description="Hub id, model, run or adapter directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
@@ -107,7 +107,9 @@ class DraftRecipe(Section):
     """Train a draft that ``target`` accepts."""
 
     kind: Literal["draft"] = Field(description="What the recipe makes.")
-    target: str = Field(description="The model to be served: hub id, local directory, GGUF file, or package:NAME/path.")
+    target: str = Field(
+        description="The model to be served: hub id, model, run or adapter directory, GGUF file, or package:NAME/path."
+    )
     draft: AnyDraft = Field(
         discriminator="kind",
         description="What drafts, by its kind. A reference alone is short for {kind: model, from: REF}.",
@@ -176,7 +178,7 @@ class TableRecipe(Section):
     """Finetune on every task in every way (row) with every seed, and collect the scores in one table."""
 
     kind: Literal["table"] = Field(description="What the recipe makes.")
-    model: str = Field(description="Hub id, local directory, GGUF file, or package:NAME/path.")
+    model: str = Field(description="Hub id, model, run or adapter directory, GGUF file, or package:NAME/path.")
     revision: str | None = Field(default=None, description="Git revision of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")

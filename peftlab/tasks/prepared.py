@@ -15,20 +15,23 @@ from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer, storage
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
-from peftlab.untyped import Attributes
+from peftlab.untyped import Attributes, Function
 
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a task's model comes from, as a recipe names it, how it is stored, and the recipe's ``train.precision``."""
+    """Where a task's model comes from, as a recipe names it, how it is stored, the recipe's ``train.precision``, and the
+    function that loads it (as ``load_base``).
+    """
 
     reference: str
     revision: str | None = None
     trust_remote_code: bool = False
     base: BaseConfig = field(default_factory=BaseConfig)
     precision: str = "fp32"
+    load: Function[tuple[PreTrainedModel, list[str]]] = load_base
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the model's tokenizer."""
@@ -44,7 +47,7 @@ class ModelSource:
         """
         told = storage(self.base, self.precision)
         told |= {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        model, fresh = load_base(self.reference, auto_class, **told, **(options or {}))
+        model, fresh = self.load(self.reference, auto_class, **told, **(options or {}))
         limit = position_limit(model)
         if limit is not None and max_length > limit:
             raise PeftlabError(f"train.max_length is {max_length}; {self.reference} has positions for {limit} tokens")

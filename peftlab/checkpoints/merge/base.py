@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from peftlab.checkpoints.adapter import Adapter
+from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.errors import PeftlabError
 from peftlab.files import real
 from peftlab.hub import snapshot
-from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.models.finetuned import find_model, plain_directory
+from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.outputs import contains, scratch_directory
 from peftlab.references import locate
 from peftlab.untyped import Attributes
@@ -23,12 +25,20 @@ from peftlab.untyped import Attributes
 def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
     """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
-    A GGUF file, or with ``options.dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights
-    beside ``out`` for the duration of the block: this takes memory and disk for the whole model.
+    A base that is itself an adapter (``models.finetuned``) is folded in memory and written beside ``out`` for the
+    duration of the block. A GGUF file, or with ``options.dequantize`` a quantised checkpoint, is loaded and saved
+    there as plain fp32 weights. Both take memory and disk for the whole model.
 
     Raises:
         PeftlabError: the base does not exist, or it is quantised and ``options.dequantize`` is false.
     """
+    if find_model(reference).adapters:
+        with scratch_directory(real(out), "base") as directory:
+            dtype = load_config(reference, trust_remote_code=options.trust_remote_code).dtype
+            stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
+            _save_plain(reference, adapter, directory, options.trust_remote_code, stored)
+            yield directory, [f"{reference} is an adapter: it was folded into its own base model first"]
+        return
     place = _located(reference)
     if place.suffix == ".gguf":
         quantised = f"{place.name} is quantised (GGUF)"
@@ -65,7 +75,7 @@ def base_directory(reference: str, what: str = "base model") -> Path:
 
 
 def _located(reference: str, what: str = "base model") -> Path:
-    place = locate(reference, what)
+    place = locate(plain_directory(reference), what)
     return snapshot(place, what) if isinstance(place, str) else place
 
 
@@ -84,10 +94,12 @@ def quantisation(config: object) -> str:
     return str(getattr(method, "value", method) or "unknown method")
 
 
-def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
+def _save_plain(
+    reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+) -> None:
     architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
     options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
-    model, _ = load_base(reference, architecture, dtype=torch.float32, **options)
+    model, _ = load_model(reference, architecture, dtype=dtype, **options)
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised:
         try:

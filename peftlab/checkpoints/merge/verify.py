@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter
-from peftlab.models.pretrained import load_base, load_config
+from peftlab.checkpoints.folded import load_model
+from peftlab.models.pretrained import load_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,9 +57,9 @@ def verify_merge(
     architecture = (config.architectures or ["AutoModel"])[0]
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     models: dict[str, nn.Module] = {
-        "base": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
-        "merged": load_base(str(merged), architecture, dtype=dtype)[0],
-        "unmerged": load_base(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+        "base": load_model(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+        "merged": load_model(str(merged), architecture, dtype=dtype)[0],
+        "unmerged": load_model(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
     }
     load_adapter(models["unmerged"], adapter, lora_alpha=lora_alpha)
     worst, agreed, predictions, examples = 0.0, 0, 0, 0

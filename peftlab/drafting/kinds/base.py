@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.methods.config import MethodConfig
-from peftlab.models.pretrained import load_base
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfig)
 
@@ -123,7 +123,7 @@ class Opening:
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
-        return load_base(self.reference, "AutoModelForCausalLM", dtype=self.dtype)[0]
+        return load_model(self.reference, "AutoModelForCausalLM", dtype=self.dtype)[0]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
@@ -34,7 +35,7 @@ from peftlab.drafting.truncation import truncate
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import DTYPES
-from peftlab.models.pretrained import load_base, load_config, load_tokenizer
+from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.models.quantised import quantised_linears
 from peftlab.untyped import Attributes
 
@@ -74,10 +75,10 @@ def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
     else:
         assert config.from_ is not None
         base = config.from_
-        model, _ = load_base(base, "AutoModelForCausalLM", dtype=dtype, trust_remote_code=job.trust_remote_code)
+        model, _ = load_model(base, "AutoModelForCausalLM", dtype=dtype, trust_remote_code=job.trust_remote_code)
     reference: PreTrainedModel | None = None
     if job.objective.reference is not None:
-        reference, _ = load_base(job.objective.reference, "AutoModelForCausalLM", dtype=dtype)
+        reference, _ = load_model(job.objective.reference, "AutoModelForCausalLM", dtype=dtype)
     for other in [model] if reference is None else [model, reference]:
         check_head(other, "draft")
         check_models(target, other, job.longest)
@@ -134,7 +135,7 @@ def open(reference: str, opening: Opening) -> Opened:
     tokenizer = _tokenizer_of(reference)
     check_tokens(opening.tokenizer, tokenizer)
     target = opening.target
-    model, _ = load_base(reference, "AutoModelForCausalLM", dtype=opening.draft_dtype)
+    model, _ = load_model(reference, "AutoModelForCausalLM", dtype=opening.draft_dtype)
     vocabulary = common_vocabulary(target, model, tokenizer)
     size = model.num_parameters()
     engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)

@@ -1,0 +1,94 @@
+"""What a reference to a model stands for: the model itself, or a finetuned one, which is a base and its adapters."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from peftlab.errors import PeftlabError
+from peftlab.files import read_object
+from peftlab.references import locate, similar_path
+
+CONFIG_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model that can be loaded.
+
+    Attributes:
+        base: reference of plain weights. adapters: directories of what is folded into them, in this order.
+        tokenizer: reference of its tokenizer.
+        revision: of a hub model; None where the adapter names none.
+    """
+
+    base: str
+    adapters: tuple[Path, ...]
+    tokenizer: str
+    revision: str | None = None
+
+
+def find_model(reference: str, *, revision: str | None = None) -> ModelParts:
+    """Return what has to be loaded for ``reference``; no weights are read.
+
+    Args:
+        reference: a model (hub id, directory, GGUF file, ``package:NAME/path``); a run directory, which stands for its
+            ``merged/`` or, without one, for its ``adapter/``; or an adapter directory, whose base may itself be any
+            of these.
+        revision: of a hub model.
+
+    Raises:
+        PeftlabError: a run that has neither, or an adapter that names no base model or leads back to itself.
+    """
+    adapters: list[Path] = []
+    seen: set[str] = set()
+    while (place := _directory(reference)) is not None and not (place / "config.json").exists():
+        if (place / "merged" / "config.json").exists():
+            reference = str(place / "merged")
+            break
+        adapter = next((path for path in (place, place / "adapter") if (path / CONFIG_FILE).exists()), None)
+        if adapter is None:
+            if (place / "recipe.yaml").exists():
+                raise PeftlabError(f"{reference}: a run without merged/ or adapter/: no model was written; did it end?")
+            break
+        if os.path.realpath(adapter) in seen:
+            raise PeftlabError(f"{reference}: its base model is itself")
+        seen.add(os.path.realpath(adapter))
+        adapters.insert(0, adapter)
+        reference, revision = _base_of(adapter)
+    own = next((path for path in reversed(adapters) if (path / "tokenizer_config.json").exists()), None)
+    return ModelParts(reference, tuple(adapters), str(own or reference), revision)
+
+
+def plain_directory(reference: str) -> str:
+    """Return the reference of plain weights that other programs load too.
+
+    Raises:
+        PeftlabError: they exist only in memory, as base and adapter.
+    """
+    parts = find_model(reference)
+    if parts.adapters:
+        raise PeftlabError(
+            f"{reference}: an adapter, and a plain model directory is needed here; write one: "
+            f"peftlab merge {parts.adapters[-1]} -o DIR"
+        )
+    return parts.base
+
+
+def _directory(reference: str) -> Path | None:
+    place = locate(reference)
+    return place if isinstance(place, Path) and place.is_dir() else None
+
+
+def _base_of(adapter: Path) -> tuple[str, str | None]:
+    """Return the base model that an adapter of peftlab, peft or AdapterHub names, and its revision."""
+    raw = read_object(adapter / CONFIG_FILE)
+    base, revision = raw.get("base_model_name_or_path", raw.get("model_name")), raw.get("revision")
+    if not isinstance(base, str) or not base:
+        raise PeftlabError(f"{adapter}: {CONFIG_FILE} names no base model (base_model_name_or_path)")
+    try:
+        _directory(base)
+    except PeftlabError as error:
+        raise PeftlabError(f"{adapter}: its base model is not there: {error}{similar_path(base)}") from None
+    return base, revision if isinstance(revision, str) else None
