@@ -140,7 +140,9 @@ def export(
 
 def generate(
     target: Target,
-    prompt: Annotated[str, typer.Option("--prompt", help="The text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="The text to continue; with --chat, to answer once.")
+    ] = None,
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
@@ -155,31 +157,33 @@ def generate(
     top_p: TopP = None,
     seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Through the chat template; without --prompt a conversation: each line of the input is a turn.",
+        ),
+    ] = False,
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
 ) -> None:
-    """Generate text to the terminal, with a draft if one is named; then say how fast it was."""
-    import sys
-
+    """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
+    from peftlab.cli.terminal import show, show_line, talk
+    from peftlab.errors import PeftlabError
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.generate import generate as generated
-    from peftlab.reporting.console import generation_line
-
-    def show(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    from peftlab.pipelines.drafts.generate import load_writer
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
     )
-    result = generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show)
-    print()
-    print(
-        generation_line(len(result.tokens), result.seconds, result.reason, result.block_efficiency, result.acceptance),
-        file=sys.stderr,
-    )
+    if prompt is not None:
+        show_line(generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show))
+    elif chat:
+        talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))
+    else:
+        raise PeftlabError("--prompt: missing; give a text to continue, or --chat for a conversation")
 
 
 def _write(result: dict[str, object], json: Path | None, html: Path | None, page: Callable[[], str]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.text_stream import TextStream, stop_at
-from peftlab.drafting.load import LOOKUP_OR_DRAFT, make_drafter
+from peftlab.drafting.load import LOOKUP_OR_DRAFT, Pair, make_drafter
 from peftlab.errors import PeftlabError
+from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+from peftlab.tasks.language.examples import end_of_turn
 from peftlab.tasks.prompts import Prompt, encode
 
 
@@ -32,6 +34,80 @@ class GeneratedText:
     seconds: float
     block_efficiency: float | None
     acceptance: float | None
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A loaded target, with its draft if there is one, that writes outputs one after the other.
+
+    Attributes:
+        drafter: as for ``generate``; None decodes plainly. eos: token ids that end an output.
+        stop: texts before which an output ends.
+    """
+
+    pair: Pair
+    options: DecodingOptions
+    drafter: str | None
+    eos: frozenset[int]
+    stop: Sequence[str] = ()
+
+    def write(
+        self, ids: Sequence[int], on_text: Callable[[str], None] | None = None, *, seed: int | None = None
+    ) -> GeneratedText:
+        """Return the target's continuation of a prompt.
+
+        Args:
+            ids: the prompt's tokens. on_text: called with each piece of text as soon as it is final.
+            seed: of sampling; None: the options'.
+        """
+        options, tokenizer = self.options, self.pair.tokenizer
+        stream, pieces = TextStream(tokenizer, self.stop), list[str]()
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            if on_text is not None:
+                on_text(piece)
+
+        sampling = options.sampling()
+        began = time.perf_counter()
+        result = decode(
+            self.pair.target,
+            [ids],
+            StoppingCriteria(options.max_new_tokens, self.eos, stop_at(tokenizer, self.stop)),
+            make_drafter(self.drafter, self.pair, options.width) if self.drafter else None,
+            policy=options.make_policy(),
+            sampling=sampling if seed is None else replace(sampling, seed=seed),
+            on_tokens=lambda _, tokens: show(stream.add(tokens)),
+        )[0]
+        seconds = time.perf_counter() - began
+        show(stream.finish())
+        found = acceptance_statistics([result])
+        tau, acceptance = (found.tau, found.acceptance) if self.drafter else (None, None)
+        return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance)
+
+
+def load_writer(
+    target: str,
+    draft: str | None = None,
+    options: DecodingOptions | None = None,
+    *,
+    drafter: str | None = None,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+) -> Writer:
+    """Load what writes; arguments and errors as for ``generate``.
+
+    In a chat the marker that the template puts after an answer ends an output, too, whatever the model calls its end.
+    """
+    options = options or DecodingOptions()
+    if draft is not None and drafter not in (None, "draft", LOOKUP_OR_DRAFT):
+        raise PeftlabError(f"draft and drafter {drafter}: give one of them, or drafter {LOOKUP_OR_DRAFT}")
+    options.make_policy(), options.sampling()  # a wrong setting is found before anything is loaded
+    if chat and not getattr(load_tokenizer(target), "chat_template", None):
+        raise PeftlabError(f"chat: the tokenizer of {target!r} has no chat template")
+    pair = options.load(target, draft)
+    ends = end_of_turn(pair.tokenizer) if chat else frozenset[int]()
+    return Writer(pair, options, drafter or ("draft" if draft is not None else None), pair.eos | ends, stop)
 
 
 def generate(
@@ -57,35 +133,6 @@ def generate(
     Raises:
         PeftlabError: a setting, target or draft cannot be used.
     """
-    options = options or DecodingOptions()
-    if draft is not None and drafter not in (None, "draft", LOOKUP_OR_DRAFT):
-        raise PeftlabError(f"draft and drafter {drafter}: give one of them, or drafter {LOOKUP_OR_DRAFT}")
-    make_policy, sampling = options.make_policy(), options.sampling()
-    pair = options.load(target, draft)
-    name = drafter or ("draft" if draft is not None else None)
-    if chat and not getattr(pair.tokenizer, "chat_template", None):
-        raise PeftlabError(f"chat: the tokenizer of {target!r} has no chat template")
+    writer = load_writer(target, draft, options, drafter=drafter, stop=stop, chat=chat)
     messages = [{"role": "user", "content": prompt}] if chat else None
-    ids = encode(pair.tokenizer, Prompt("prompt", "all", prompt, messages))
-    stream, pieces = TextStream(pair.tokenizer, stop), list[str]()
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if on_text is not None:
-            on_text(piece)
-
-    began = time.perf_counter()
-    result = decode(
-        pair.target,
-        [ids],
-        StoppingCriteria(options.max_new_tokens, pair.eos, stop_at(pair.tokenizer, stop)),
-        make_drafter(name, pair, options.width) if name else None,
-        policy=make_policy,
-        sampling=sampling,
-        on_tokens=lambda _, tokens: show(stream.add(tokens)),
-    )[0]
-    seconds = time.perf_counter() - began
-    show(stream.finish())
-    found = acceptance_statistics([result])
-    tau, acceptance = (found.tau, found.acceptance) if name else (None, None)
-    return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance)
+    return writer.write(encode(writer.pair.tokenizer, Prompt("prompt", "all", prompt, messages)), on_text)

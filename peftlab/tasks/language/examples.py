@@ -129,6 +129,23 @@ def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens with which the chat template ends an answer, of which a model that learnt it writes the first.
+
+    None where the template writes none, or does not take a question and an answer.
+    """
+    turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        found = format_chat(Conversation(turns, "chat"), tokenizer, "last")[0]
+    except PeftlabError:
+        return frozenset()
+    answer = found.text[slice(*found.spans[0])]
+    marker = next((marker for marker in markers(tokenizer) if answer.endswith(marker)), None)
+    if found.ends or marker is None:
+        return frozenset()
+    return frozenset(tokenizer(marker, add_special_tokens=False)["input_ids"][:1])
+
+
 def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: str, *, bos: bool = False) -> Tokens:
     """Tokenise a text once and mark the tokens whose first character is within a span.
 
