@@ -99,9 +99,11 @@ class TestAnswers:
         assert [f.ends for f in found] == [False, True], "the last one is ended by the end-of-sequence token"
 
     def test_a_template_that_drops_the_text_is_refused(self) -> None:
-        parts = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
-        with pytest.raises(PeftlabError, match="does not write the text of an answer"):
-            answers(TURNS, form(CHATML.replace("{{ m.content }}", parts)), MARKERS)
+        for role, said in (("assistant", "an answer"), ("system", "a system turn"), ("user", "a user turn")):
+            drops = CHATML.replace("{{ m.content }}", f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}")
+            for train_on in ("assistant", "last", "all"):
+                with pytest.raises(PeftlabError, match=f"does not write the text of {said}"):
+                    answers(TURNS, form(drops), MARKERS, train_on)
 
     def test_a_template_that_changes_earlier_turns_is_refused(self) -> None:
         changes = "{{ messages | length }}" + CHATML

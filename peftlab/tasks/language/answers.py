@@ -8,6 +8,7 @@ from typing import Literal
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.chat import Message
+from peftlab.tasks.language.tool_calls import calls_of
 
 TrainOn = Literal["assistant", "last", "all"]
 Format = Callable[[Sequence[Message], bool], str]
@@ -44,12 +45,15 @@ def answers(
 
     Raises:
         PeftlabError: there is no answer; the template changes the turns before an answer once it follows; or it drops
-            an answer's text, as templates for images and text do with a content that is not a list of parts.
+            a text (templates for images and text do so with a content that is not a list of parts) or a tool call.
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
         raise PeftlabError("no assistant turn to train on")
     whole = form(messages, False)
+    for message in messages:
+        if train_on == "all" or message["role"] in ("system", "user"):
+            _check_written(message, whole)
     if train_on == "all":
         return [Formatted(whole, ((0, len(whole)),))]
     shared: list[tuple[int, int]] = []
@@ -67,11 +71,16 @@ def answers(
     return ([Formatted(whole, tuple(shared))] if shared else []) + alone
 
 
-def _check_written(message: Message, answer: str) -> None:
-    """Refuse a template that drops an answer's text. Reasoning within it may be written anew, its last line is not."""
-    last = message["content"].strip().rpartition("\n")[2].strip()
-    if last not in answer:
-        raise PeftlabError(f"the chat template does not write the text of an answer ({last[:40]!r})")
+def _check_written(message: Message, text: str) -> None:
+    """Refuse a template that drops a turn's text or tool call. Reasoning may be written anew, its last line is not."""
+    role, last = message["role"], message["content"].strip().rpartition("\n")[2].strip()
+    if last not in text:
+        what = "an answer" if role == "assistant" else f"a {role} turn"
+        raise PeftlabError(f"the chat template does not write the text of {what} ({last[:40]!r})")
+    for call in calls_of(message):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if name not in text or (arguments and str(arguments) in text):  # str: as Python writes it, which is not JSON
+            raise PeftlabError(f"the chat template does not write tool calls (of {name})")
 
 
 def _start(before: Sequence[Message], form: Format, upto: str) -> int:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, parse_json
 from peftlab.tasks.chat import Message
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labels import is_missing
+from peftlab.tasks.language.tool_calls import read_calls, read_tools
 from peftlab.tasks.reading.bad_rows import listed, quoted
 from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table
 
 _ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool",
+    "assistant": "assistant", "model": "assistant", "function_call": "function_call", "observation": "tool",
+    "tool": "tool",
 }  # fmt: skip
+_CALLED = "function_call"  # ShareGPT's role of a turn whose text is a tool call
 _SHAPES = "messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and completion"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat; ``tools`` are JSON schemas for the template. ``where``: file and line."""
+    """A chat; ``tools`` are JSON schemas for the template. ``where``: file and line.
+
+    ``texts``: the same turns where the file has a tool call as text (ShareGPT), for templates that write no tool calls.
+    """
 
     messages: list[Message]
     where: str
-    tools: list[Json] = field(default_factory=list)
+    tools: list[dict[str, Json]] = field(default_factory=list)
+    texts: list[Message] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,10 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     else:
         raise PeftlabError(f"{table.path}: no chat in it; a row has {_SHAPES}; columns: {listed(values, 50)}")
     _check(messages, where)
-    return Conversation(messages, where, _tools(values.get("tools"), where))
+    calls = [_call_of(message, where) for message in messages]
+    texts = [{**message, "role": "assistant"} if message["role"] == _CALLED else message for message in messages]
+    tools = read_tools(values.get("tools"), where)
+    return Conversation(calls, where, tools, texts if texts != messages else None)
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
@@ -129,19 +138,49 @@ def _turn(turn: object, where: str) -> Message:
     name = turn.get("role", turn.get("from"))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise PeftlabError(f"{where}: role {quoted(name)} is none of {', '.join(_ROLES)}")
-    content = turn.get("content", turn.get("value"))
+        hint = did_you_mean(name, _ROLES) if isinstance(name, str) else ""
+        raise PeftlabError(f"{where}: role {quoted(name)} is none of {', '.join(_ROLES)}{hint}")
+    content = _content(turn.get("content", turn.get("value")), where)
     rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight")}
-    if content is None and role == "assistant" and rest.get("tool_calls"):
-        content = ""
+    if rest.get("tool_calls"):
+        if role != "assistant":
+            raise PeftlabError(f"{where}: tool_calls in a turn of role {role}; the assistant's turns have them")
+        rest["tool_calls"] = read_calls(rest["tool_calls"], where)
+        content = "" if content is None else content
     if not isinstance(content, str) or not is_unicode(content):
         raise PeftlabError(f"{where}: the content of a turn ({role}) is not a text, but {quoted(content)}")
     return {"role": role, "content": content, **{str(key): value for key, value in rest.items() if value is not None}}
 
 
+def _content(value: object, where: str) -> object:
+    """Return a content; that of a list of text parts is their text."""
+    if not isinstance(value, list):
+        return value
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
+    other = next((kind for kind in kinds if kind != "text"), None)
+    if other is not None:
+        raise PeftlabError(f"{where}: a content with a part of type {quoted(other)}; this task trains on text alone")
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise PeftlabError(f"{where}: a content is a text, or parts {{type: text, text: ...}}, not {quoted(value)}")
+    return "".join(map(str, texts))
+
+
+def _call_of(message: Message, where: str) -> Message:
+    """Return a turn whose text is a tool call as an assistant's turn with that call; others as they are."""
+    if message["role"] != _CALLED:
+        return message
+    changes: dict[str, object] = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": read_calls(message["content"], where),
+    }
+    return {**message, **changes}  # type: ignore[dict-item]
+
+
 def _check(messages: Sequence[Message], where: str) -> None:
     """Refuse answers to nothing, two questions in a row, and empty answers."""
-    roles = [message["role"] for message in messages]
+    roles = [message["role"].replace(_CALLED, "assistant") for message in messages]
     for before, role in zip([None, *roles], roles, strict=False):
         if role == "assistant" and before in (None, "system"):
             raise PeftlabError(f"{where}: an assistant turn without a user turn before it")
@@ -150,20 +189,11 @@ def _check(messages: Sequence[Message], where: str) -> None:
         if role == "system" and before is not None:
             raise PeftlabError(f"{where}: a system turn after the first turn")
     for message in messages:
-        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+        answer = message["role"] in ("assistant", _CALLED)
+        if answer and not message["content"].strip() and not message.get("tool_calls"):
             raise PeftlabError(f"{where}: an empty answer")
-
-
-def _tools(value: object, where: str) -> list[Json]:
-    if is_missing(value):
-        return []
-    try:
-        tools = parse_json(value) if isinstance(value, str) else json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise PeftlabError(f"{where}: tools are not JSON ({error})") from None
-    if not isinstance(tools, list):
-        raise PeftlabError(f"{where}: tools are a list, not {quoted(tools)}")
-    return tools
+    if "assistant" not in roles:
+        raise PeftlabError(f"{where}: no assistant turn to train on; its roles are {', '.join(dict.fromkeys(roles))}")
 
 
 def _text(value: object, name: str, where: str) -> str:

@@ -17,6 +17,7 @@ from peftlab.files import Json
 from peftlab.tasks.chat import Message
 from peftlab.tasks.language.answers import Formatted, TrainOn, answers
 from peftlab.tasks.language.conversations import Completion, Conversation
+from peftlab.tasks.language.turn_shapes import Shape, shapes
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Schema
 
@@ -105,22 +106,26 @@ def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on:
             "with a chat_template"
         )
 
-    schemas: list[Schema] = [tool for tool in row.tools if isinstance(tool, dict)]
+    schemas: list[Schema] = list(row.tools)
 
-    def form(messages: Sequence[Message], prompted: bool) -> str:
+    def form(shape: Shape, messages: Sequence[Message], prompted: bool) -> str:
         try:
             text = tokenizer.apply_chat_template(
-                list(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
+                shape(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
             )
         except Exception as error:  # a template is a program that comes with the tokenizer: it may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PeftlabError(f"the chat template does not take this conversation: {reason}") from error
         return str(text)
 
-    try:
-        return answers(row.messages, form, markers(tokenizer), train_on)
-    except PeftlabError as error:
-        raise PeftlabError(f"{row.where}: {error}") from error
+    refusals: list[PeftlabError] = []
+    for messages in [row.messages] + ([row.texts] if row.texts else []):
+        for shape in shapes(messages):
+            try:
+                return answers(messages, partial(form, shape), markers(tokenizer), train_on)
+            except PeftlabError as error:
+                refusals.append(error)
+    raise PeftlabError(f"{row.where}: {refusals[0]}") from refusals[0]
 
 
 def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -223,7 +228,7 @@ def fingerprint(name: str, splits: Iterable[tuple[str, Sequence[Source]]]) -> st
         digest.update(json.dumps([split, len(rows)]).encode())
         for row in rows:
             values: list[Json] = (
-                [json.loads(json.dumps(row.messages)), row.tools]
+                [json.loads(json.dumps(row.messages)), [*row.tools]]
                 if isinstance(row, Conversation)
                 else [row.prompt, row.completion]
             )

@@ -24,7 +24,7 @@ from peftlab.tasks.language.conversations import (
     read_conversation,
     read_plain,
 )
-from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint
+from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint, format_chat
 from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
 from peftlab.tasks.language.packed import pack, packing_fault
 from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
@@ -215,9 +215,8 @@ def _sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -
     """Return what a model answers, greedily, to a held-out row."""
     bare: Unwrapped = getattr(model, "module", model)
     if isinstance(row, Conversation):
-        asked = row.messages[: max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
-        text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        last = format_chat(row, tokenizer, "last")[0]
+        inputs = tokenizer(last.text[: last.spans[0][0]], add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(row.prompt or row.completion[:40], return_tensors="pt")
     ids: Tensor = inputs["input_ids"].to(bare.device)
