@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json, parse_json
+from peftlab.errors import PeftlabError
+from peftlab.files import Json
 from peftlab.tasks.chat import Message
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labels import is_missing
-from peftlab.tasks.language.tool_calls import read_calls, read_tools
+from peftlab.tasks.language.tool_calls import read_tools
+from peftlab.tasks.language.turns import CALLED, call_of, check_turns, read_turns
 from peftlab.tasks.reading.bad_rows import listed, quoted
 from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table
 
-_ROLES = {
-    "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "function_call": "function_call", "observation": "tool",
-    "tool": "tool",
-}  # fmt: skip
-_CALLED = "function_call"  # ShareGPT's role of a turn whose text is a tool call
-_SHAPES = "messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and completion"
+_SHAPES = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
+_NAMED = "messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and completion"
 
 
 @dataclass(frozen=True)
@@ -56,24 +52,43 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
         PeftlabError: no known shape, or a turn that is not one; file and line are named.
     """
     where, values = table.where(row), {name: column[row] for name, column in table.columns.items()}
-    named = data.messages or next((name for name in ("messages", "conversations") if name in values), None)
-    if data.prompt is not None and data.completion is not None:
-        messages = _pair(values[data.prompt], values[data.completion], where)
-    elif named is not None:
-        messages = _turns(values.get(named), where)
-        if isinstance(values.get("system"), str) and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": str(values["system"])}, *messages]
-    elif "instruction" in values and "output" in values:
+    names = chat_columns(table, row, data)
+    if names is None:
+        raise PeftlabError(f"{where}: no chat in it; a row has {_NAMED}; columns: {listed(values, 50)}")
+    if names == ("instruction", "output"):
         messages = _alpaca(values, where)
-    elif "prompt" in values and "completion" in values:
-        messages = _pair(values["prompt"], values["completion"], where)
+    elif len(names) == 2:
+        messages = _pair(values[names[0]], values[names[1]], where, names)
     else:
-        raise PeftlabError(f"{table.path}: no chat in it; a row has {_SHAPES}; columns: {listed(values, 50)}")
-    _check(messages, where)
-    calls = [_call_of(message, where) for message in messages]
-    texts = [{**message, "role": "assistant"} if message["role"] == _CALLED else message for message in messages]
+        messages = read_turns(values[names[0]], where)
+    messages = [*_system(values.get("system"), messages, where), *messages]
+    check_turns(messages, where)
+    calls = [call_of(message, where) for message in messages]
+    texts = [{**message, "role": "assistant"} if message["role"] == CALLED else message for message in messages]
     tools = read_tools(values.get("tools"), where)
     return Conversation(calls, where, tools, texts if texts != messages else None)
+
+
+def chat_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...] | None:
+    """Return the columns that contain a row's chat: those that ``data`` names, else the first known shape it has."""
+    if data.messages is not None:
+        table.column(data.messages, "data.messages")
+        return (data.messages,)
+    if data.prompt is not None and data.completion is not None:
+        table.column(data.prompt, "data.prompt"), table.column(data.completion, "data.completion")
+        return data.prompt, data.completion
+    whole = (names for names in _SHAPES if all(name in table.columns for name in names))
+    return next((names for names in whole if table.columns[names[0]][row] is not None), None)
+
+
+def completion_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
+    """Return the columns that contain a completion."""
+    return data.prompt or "prompt", data.completion or "completion"
+
+
+def plain_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
+    """Return the column that contains a text."""
+    return (data.text[0] if data.text else "text",)
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
@@ -81,8 +96,9 @@ def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
     prompt = table.column(data.prompt or "prompt", "data.prompt")[row]
     completion = table.column(data.completion or "completion", "data.completion")[row]
     where = table.where(row)
+    names = completion_columns(table, row, data)
     return Completion(
-        _text(prompt, "prompt", where) + (data.separator or ""), _text(completion, "completion", where), where
+        _text(prompt, names[0], where) + (data.separator or ""), _text(completion, names[1], where), where
     )
 
 
@@ -92,111 +108,43 @@ def read_plain(table: Table, row: int, data: DataConfig) -> Completion:
     return Completion("", _text(table.column(name, "data.text")[row], name, table.where(row)), table.where(row))
 
 
-def _pair(prompt: object, completion: object, where: str) -> list[Message]:
-    asked = (
-        _turns(prompt, where)
-        if isinstance(prompt, list)
-        else [{"role": "user", "content": _text(prompt, "prompt", where)}]
-    )
+def _pair(prompt: object, completion: object, where: str, names: Sequence[str]) -> list[Message]:
+    asked: list[Message] = [{"role": "user", "content": ""}]
+    if isinstance(prompt, list):
+        asked = read_turns(prompt, where)
+    else:
+        asked[0]["content"] = _text(prompt, names[0], where)
     if isinstance(completion, list):
-        return [*asked, *_turns(completion, where)]
-    return [*asked, {"role": "assistant", "content": _text(completion, "completion", where)}]
+        return [*asked, *read_turns(completion, where)]
+    return [*asked, {"role": "assistant", "content": _text(completion, names[1], where)}]
 
 
 def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
     instruction, more = _text(values["instruction"], "instruction", where), values.get("input")
-    asked = instruction if is_missing(more) else f"{instruction}\n{more}"
+    asked = instruction if is_missing(more) else f"{instruction}\n{_text(more, 'input', where)}"
     history = values.get("history") or []
+    if not isinstance(history, list):
+        raise PeftlabError(f"{where}: history is a list of questions and answers, not {quoted(history)}")
     earlier: list[Message] = []
-    for turn in history if isinstance(history, list) else []:
+    for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
             raise PeftlabError(f"{where}: a turn of history is a question and an answer, not {quoted(turn)}")
-        earlier += _pair(turn[0], turn[1], where)
-    system = values.get("system")
-    return [
-        *([{"role": "system", "content": str(system)}] if not is_missing(system) else []),
-        *earlier,
-        *_pair(asked, values["output"], where),
-    ]
+        earlier += _pair(turn[0], turn[1], where, ("the question of history", "the answer of history"))
+    return [*earlier, *_pair(asked, values["output"], where, ("instruction", "output"))]
 
 
-def _turns(value: object, where: str) -> list[Message]:
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise PeftlabError(f"{where}: messages are not JSON ({error})") from None
-    if not isinstance(value, list) or not value:
-        raise PeftlabError(f"{where}: messages are a list of turns, not {quoted(value)}")
-    return [_turn(turn, where) for turn in value]
-
-
-def _turn(turn: object, where: str) -> Message:
-    """Return a turn of ``role`` and ``content``, or of ShareGPT's ``from`` and ``value``, with the rest of its keys."""
-    if not isinstance(turn, Mapping):
-        raise PeftlabError(f"{where}: a turn is an object with role and content, not {quoted(turn)}")
-    name = turn.get("role", turn.get("from"))
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        hint = did_you_mean(name, _ROLES) if isinstance(name, str) else ""
-        raise PeftlabError(f"{where}: role {quoted(name)} is none of {', '.join(_ROLES)}{hint}")
-    content = _content(turn.get("content", turn.get("value")), where)
-    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight")}
-    if rest.get("tool_calls"):
-        if role != "assistant":
-            raise PeftlabError(f"{where}: tool_calls in a turn of role {role}; the assistant's turns have them")
-        rest["tool_calls"] = read_calls(rest["tool_calls"], where)
-        content = "" if content is None else content
-    if not isinstance(content, str) or not is_unicode(content):
-        raise PeftlabError(f"{where}: the content of a turn ({role}) is not a text, but {quoted(content)}")
-    return {"role": role, "content": content, **{str(key): value for key, value in rest.items() if value is not None}}
-
-
-def _content(value: object, where: str) -> object:
-    """Return a content; that of a list of text parts is their text."""
-    if not isinstance(value, list):
-        return value
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
-    other = next((kind for kind in kinds if kind != "text"), None)
-    if other is not None:
-        raise PeftlabError(f"{where}: a content with a part of type {quoted(other)}; this task trains on text alone")
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise PeftlabError(f"{where}: a content is a text, or parts {{type: text, text: ...}}, not {quoted(value)}")
-    return "".join(map(str, texts))
-
-
-def _call_of(message: Message, where: str) -> Message:
-    """Return a turn whose text is a tool call as an assistant's turn with that call; others as they are."""
-    if message["role"] != _CALLED:
-        return message
-    changes: dict[str, object] = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": read_calls(message["content"], where),
-    }
-    return {**message, **changes}  # type: ignore[dict-item]
-
-
-def _check(messages: Sequence[Message], where: str) -> None:
-    """Refuse answers to nothing, two questions in a row, and empty answers."""
-    roles = [message["role"].replace(_CALLED, "assistant") for message in messages]
-    for before, role in zip([None, *roles], roles, strict=False):
-        if role == "assistant" and before in (None, "system"):
-            raise PeftlabError(f"{where}: an assistant turn without a user turn before it")
-        if role == "user" and before == "user":
-            raise PeftlabError(f"{where}: two user turns one after the other")
-        if role == "system" and before is not None:
-            raise PeftlabError(f"{where}: a system turn after the first turn")
-    for message in messages:
-        answer = message["role"] in ("assistant", _CALLED)
-        if answer and not message["content"].strip() and not message.get("tool_calls"):
-            raise PeftlabError(f"{where}: an empty answer")
-    if "assistant" not in roles:
-        raise PeftlabError(f"{where}: no assistant turn to train on; its roles are {', '.join(dict.fromkeys(roles))}")
+def _system(value: object, messages: Sequence[Message], where: str) -> list[Message]:
+    """Return the system turn of the column ``system``, which stands beside the turns."""
+    if is_missing(value):
+        return []
+    if messages[0]["role"] == "system":
+        raise PeftlabError(f"{where}: two system turns, in the column system and as the first turn")
+    return [{"role": "system", "content": _text(value, "system", where)}]
 
 
 def _text(value: object, name: str, where: str) -> str:
-    if not isinstance(value, str) or not is_unicode(value) or is_missing(value):
+    if isinstance(value, str) and not value.strip():
+        raise PeftlabError(f"{where}: {name} is empty")
+    if not isinstance(value, str) or not is_unicode(value):
         raise PeftlabError(f"{where}: {name} is not a text, but {quoted(value)}")
     return value

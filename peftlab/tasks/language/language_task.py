@@ -20,6 +20,9 @@ from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labels import bin_classes, is_missing, numbers
 from peftlab.tasks.language.conversations import (
     Conversation,
+    chat_columns,
+    completion_columns,
+    plain_columns,
     read_completion,
     read_conversation,
     read_plain,
@@ -37,6 +40,9 @@ from peftlab.untyped import Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
+}  # fmt: skip
+_COLUMNS: dict[str, Callable[[Table, int, DataConfig], tuple[str, ...] | None]] = {
+    "text/chat": chat_columns, "text/completion": completion_columns, "text/plain": plain_columns,
 }  # fmt: skip
 _ANSWER = 48  # tokens of a sample
 
@@ -60,7 +66,7 @@ def load_language(
     read, left_out = _READERS[task.name], {MISSING: 0, OUTSIDE: 0}
     splits: dict[str, list[Source]] = {}
     for split, table in _tables(task, data).items():
-        table, dropped = _worded(table, data)
+        table, dropped = _worded(task, table, data)
         left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
     if data.validation == "all":
@@ -169,7 +175,7 @@ def _document(file: Path, name: str) -> Table:
     return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
 
 
-def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
+def _worded(task: Task, table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
     """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
 
     Rows that lack a value are left out where ``data.drop_missing`` says so.
@@ -185,8 +191,12 @@ def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
         kept = [row for row, place in enumerate(places) if place is not None]
     inside = len(kept)
     if data.drop_missing:
-        named = [name for name in (data.messages, data.prompt, data.completion, *(data.text or ())) if name in columns]
-        kept = [row for row in kept if not any(is_missing(columns[name][row]) for name in named)]
+        worded = replace(table, columns=columns)
+        found = {row: _COLUMNS[task.name](worded, row, data) for row in kept}
+        kept = [
+            row for row, names in found.items()
+            if names is not None and not any(is_missing(columns[name][row]) for name in names if name in columns)
+        ]  # fmt: skip
     if not kept:
         raise PeftlabError(f"{table.path}: no examples; every row is left out")
     left_out = {OUTSIDE: len(table) - inside, MISSING: inside - len(kept)}
