@@ -9,6 +9,7 @@ from peftlab.checkpoints.adapter import load_adapter, read_adapter
 from peftlab.errors import PeftlabError, about
 from peftlab.methods.merging import merge
 from peftlab.methods.table import METHODS
+from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import load_base
 
@@ -18,6 +19,7 @@ def load_model(
     auto_class: str = "AutoModelForSequenceClassification",
     *,
     dtype: torch.dtype = torch.float32,
+    quantised: BaseConfig | None = None,
     revision: str | None = None,
     **options: object,
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -39,7 +41,14 @@ def load_model(
             raise PeftlabError(
                 f"{reference}: method {adapter.config.name} has no linear fold, so {place} is no model by itself"
             )
-    model, fresh = load_base(parts.base, auto_class, dtype=dtype, revision=parts.revision, **options)
+    if adapters and quantised is not None:
+        raise PeftlabError(
+            f"base.dtype: {quantised.dtype} needs a stored model, and {reference} is an adapter, folded in memory; "
+            f"write the model first: peftlab merge {parts.adapters[-1]} -o DIR"
+        )
+    model, fresh = load_base(
+        parts.base, auto_class, dtype=dtype, quantised=quantised, revision=parts.revision, **options
+    )
     for place, adapter in adapters:
         # Injection draws values that the adapter's then replace: what the caller draws must not depend on that.
         with about(place), torch.random.fork_rng(devices=[]):

@@ -22,8 +22,9 @@ Scores = dict[str, dict[str, float]]  # split to metric to value
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a task's model comes from, as a recipe names it, how it is stored, the recipe's ``train.precision``, and the
-    function that loads it (as ``load_base``).
+    """Where a task's model comes from, as a recipe names it, how it is stored, and the recipe's ``train.precision``.
+
+    ``load``: what loads it, as ``load_base`` does.
     """
 
     reference: str

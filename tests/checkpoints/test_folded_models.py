@@ -16,6 +16,7 @@ from peftlab.checkpoints.folded import load_model
 from peftlab.cli.app import app
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
+from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.pipelines.evaluate import evaluate
@@ -142,6 +143,8 @@ def test_what_is_no_model(run: Path, unmerged: Path, stories: Path, tmp_path: Pa
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(PeftlabError, match=said):
             load_model(str(tmp_path / "moved"), "AutoModelForCausalLM")
+    with pytest.raises(PeftlabError, match=r"base\.dtype: nf4 needs a stored model.*peftlab merge"):
+        load_model(str(unmerged), "AutoModelForCausalLM", quantised=BaseConfig(dtype="nf4"))
     with pytest.raises(PeftlabError, match=r"a plain model directory is needed here.*peftlab merge"):
         peftlab.export_draft(run, tmp_path / "out", "vllm", str(unmerged))
     model = AutoModelForCausalLM.from_pretrained(stories)

@@ -93,7 +93,7 @@ def _plain(job: DraftJob[ModelDraft], target: PreTrainedModel, dtype: torch.dtyp
     if target.dtype == dtype and not any(quantised_linears(target)):
         return target
     options: Attributes = {"revision": job.revision, "trust_remote_code": job.trust_remote_code}
-    return load_base(job.target, "AutoModelForCausalLM", dtype=dtype, **options)[0]
+    return load_model(job.target, "AutoModelForCausalLM", dtype=dtype, **options)[0]
 
 
 def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Loss:
