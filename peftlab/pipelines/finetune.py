@@ -40,7 +40,7 @@ from peftlab.tasks.language.examples import TOO_LONG
 from peftlab.tasks.prepared import ModelSource, Prepared
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
-from peftlab.training.distributed import make_accelerator
+from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
@@ -122,18 +122,19 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     spec = make_spec(recipe, task)
     for line in data_lines(task.classes, task.left_out):
         accelerator.print(line)
-    before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     model = inject(task.model, _method_for(recipe, task))
-    if recipe.init_from and not resume:
+    if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
         start_from(model, recipe.init_from)
+    before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
     spec = share_rows(spec, task.sharing, settings, accelerator)
-    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
     if accelerator.mixed_precision in ("bf16", "fp16"):
         widen(model)
+    _refer(spec, task, accelerator, settings.precision)
+    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
@@ -167,12 +168,18 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> P
     prepared: Prepared = resolve(task.prepare)(
         task,
         recipe.data,
-        ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision),
+        model_source(recipe),
         max_length=recipe.train.max_length,
         batch_size=recipe.train.eval_batch_size,
         classes=classes,
+        **({} if recipe.objective is None else {"objective": recipe.objective}),
     )
     return prepared
+
+
+def model_source(recipe: FinetuneRecipe) -> ModelSource:
+    """Return where the recipe's model comes from."""
+    return ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision)
 
 
 def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
@@ -194,10 +201,17 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
     )
 
 
-def _scored(spec: TrainingSpec, accelerator: Accelerator) -> Scores:
-    """Return the scores of the model as it is, on the device that trains it."""
-    nn.Module.to(spec.model, accelerator.device)  # transformers' own refuses weights in 8 bits
-    return spec.evaluate(spec.model)
+def _refer(spec: TrainingSpec, task: Prepared, accelerator: Accelerator, precision: str) -> None:
+    """Add to all rows what the model as it is makes of them, where the loss compares with it."""
+    if task.refer is not None:
+        model = AsTrained(spec.model, accelerator, precision)
+        spec.train = task.refer(model, spec.train)
+        task.compare_with(model)
+
+
+def _scored(spec: TrainingSpec, accelerator: Accelerator, precision: str) -> Scores:
+    """Return the scores of the model as it is, on the device and in the precision that train it."""
+    return spec.evaluate(AsTrained(spec.model, accelerator, precision))
 
 
 def _first(scores: Scores) -> dict[str, float]:
@@ -298,4 +312,7 @@ def sample_inputs(task: Prepared, n: int) -> list[dict[str, torch.Tensor]]:
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
     batches = [task.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
-    return [{key: value for key, value in batch.items() if key not in ("labels", "trained")} for batch in batches]
+    return [
+        {key: value for key, value in batch.items() if key not in ("labels", "trained", "reference")}
+        for batch in batches
+    ]

@@ -184,11 +184,14 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     return table
 
 
-def print_examples(examples: Iterable[list[tuple[str, bool]]]) -> None:
-    """Print examples as parts of (text, whether it is trained): trained parts are green, in a file between « and »."""
+def print_examples(examples: Iterable[tuple[str, list[tuple[str, bool]]]]) -> None:
+    """Print each example's title and its parts of (text, whether it is trained).
+
+    Trained parts are green, in a file between « and ».
+    """
     console = Console()
-    for number, parts in enumerate(examples, start=1):
-        console.print(Text(f"example {number}", style="bold"))
+    for title, parts in examples:
+        console.print(Text(title, style="bold"))
         line = Text()
         for text, trained in parts:
             marked = f"«{text}»" if trained and not console.is_terminal else text

@@ -88,6 +88,8 @@ class Prepared:
         fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
         sharing: how examples share rows; None where each needs its own.
+        refer: (model, tokenised rows) to the rows with what the model that training starts from makes of them, which
+            the loss and the scores compare with; every process calls it. None: they compare with no model.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
     """
 
@@ -111,4 +113,10 @@ class Prepared:
     pipeline: str = "text-classification"
     sharing: RowSharing | None = None
     smoothed: Callable[[float], Loss] | None = None
+    refer: Callable[[nn.Module, Dataset], Dataset] | None = None
     sample: Callable[[nn.Module], str] | None = None
+
+    def compare_with(self, model: nn.Module) -> None:
+        """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""
+        if self.refer is not None:  # in place: ``score`` reads the same dict
+            self.held_out |= {split: self.refer(model, rows) for split, rows in self.held_out.items()}

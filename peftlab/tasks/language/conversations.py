@@ -52,19 +52,17 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     where, values = table.where(row), {name: column[row] for name, column in table.columns.items()}
     named = data.messages or next((name for name in ("messages", "conversations") if name in values), None)
     if data.prompt is not None and data.completion is not None:
-        messages = _pair(values[data.prompt], values[data.completion], where)
+        messages = pair(values[data.prompt], values[data.completion], where)
     elif named is not None:
-        messages = _turns(values.get(named), where)
-        if isinstance(values.get("system"), str) and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": str(values["system"])}, *messages]
+        messages = with_system(turns(values.get(named), where), values)
     elif "instruction" in values and "output" in values:
         messages = _alpaca(values, where)
     elif "prompt" in values and "completion" in values:
-        messages = _pair(values["prompt"], values["completion"], where)
+        messages = pair(values["prompt"], values["completion"], where)
     else:
         raise PeftlabError(f"{table.path}: no chat in it; a row has {_SHAPES}; columns: {listed(values, 50)}")
-    _check(messages, where)
-    return Conversation(messages, where, _tools(values.get("tools"), where))
+    check_turns(messages, where)
+    return Conversation(messages, where, read_tools(values.get("tools"), where))
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
@@ -83,14 +81,22 @@ def read_plain(table: Table, row: int, data: DataConfig) -> Completion:
     return Completion("", _text(table.column(name, "data.text")[row], name, table.where(row)), table.where(row))
 
 
-def _pair(prompt: object, completion: object, where: str) -> list[Message]:
+def with_system(messages: list[Message], values: Mapping[str, object]) -> list[Message]:
+    """Return a conversation that begins with the column ``system``, where there is one and no such turn."""
+    if isinstance(values.get("system"), str) and messages[0]["role"] != "system":
+        return [{"role": "system", "content": str(values["system"])}, *messages]
+    return messages
+
+
+def pair(prompt: object, completion: object, where: str) -> list[Message]:
+    """Return a question and its answer, each a text or a list of turns, as one conversation."""
     asked = (
-        _turns(prompt, where)
+        turns(prompt, where)
         if isinstance(prompt, list)
         else [{"role": "user", "content": _text(prompt, "prompt", where)}]
     )
     if isinstance(completion, list):
-        return [*asked, *_turns(completion, where)]
+        return [*asked, *turns(completion, where)]
     return [*asked, {"role": "assistant", "content": _text(completion, "completion", where)}]
 
 
@@ -102,16 +108,17 @@ def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
     for turn in history if isinstance(history, list) else []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise PeftlabError(f"{where}: a turn of history is a question and an answer, not {quoted(turn)}")
-        earlier += _pair(turn[0], turn[1], where)
+        earlier += pair(turn[0], turn[1], where)
     system = values.get("system")
     return [
         *([{"role": "system", "content": str(system)}] if not is_missing(system) else []),
         *earlier,
-        *_pair(asked, values["output"], where),
+        *pair(asked, values["output"], where),
     ]
 
 
-def _turns(value: object, where: str) -> list[Message]:
+def turns(value: object, where: str) -> list[Message]:
+    """Return a list of turns, or the JSON of one, as messages."""
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -139,7 +146,7 @@ def _turn(turn: object, where: str) -> Message:
     return {"role": role, "content": content, **{str(key): value for key, value in rest.items() if value is not None}}
 
 
-def _check(messages: Sequence[Message], where: str) -> None:
+def check_turns(messages: Sequence[Message], where: str) -> None:
     """Refuse answers to nothing, two questions in a row, and empty answers."""
     roles = [message["role"] for message in messages]
     for before, role in zip([None, *roles], roles, strict=False):
@@ -154,7 +161,8 @@ def _check(messages: Sequence[Message], where: str) -> None:
             raise PeftlabError(f"{where}: an empty answer")
 
 
-def _tools(value: object, where: str) -> list[Json]:
+def read_tools(value: object, where: str) -> list[Json]:
+    """Return a row's tools, JSON schemas or the text of them; an absent value is no tools."""
     if is_missing(value):
         return []
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
@@ -24,7 +25,7 @@ from peftlab.tasks.language.conversations import (
     read_conversation,
     read_plain,
 )
-from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint
+from peftlab.tasks.language.examples import Encoding, Source, Tokens, collate, encode, encode_rows, fingerprint
 from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
 from peftlab.tasks.language.packed import pack, packing_fault
 from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
@@ -38,6 +39,7 @@ from peftlab.untyped import Unwrapped
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
 }  # fmt: skip
+RowT = TypeVar("RowT")
 _ANSWER = 48  # tokens of a sample
 
 
@@ -55,19 +57,32 @@ def load_language(
     Raises:
         PeftlabError: a file, column or row that cannot be used.
     """
+    named = (data.messages, data.prompt, data.completion, *(data.text or ()))
+    splits, left_out = read_splits(task, data, _READERS[task.name], [name for name in named if name is not None])
+    return task, splits, left_out
+
+
+def read_splits(
+    task: Task, data: DataConfig, read: Callable[[Table, int, DataConfig], RowT], columns: Sequence[str]
+) -> tuple[dict[str, list[RowT]], dict[str, int]]:
+    """Return the rows of each split as ``read`` makes them, and the number of rows left out by reason.
+
+    Args:
+        columns: those without whose value a row is left out, where ``data.drop_missing`` says so.
+    """
     if data.path is None:
         raise PeftlabError(f"task {task.name} needs data.path")
-    read, left_out = _READERS[task.name], {MISSING: 0, OUTSIDE: 0}
-    splits: dict[str, list[Source]] = {}
+    left_out = {MISSING: 0, OUTSIDE: 0}
+    splits: dict[str, list[RowT]] = {}
     for split, table in _tables(task, data).items():
-        table, dropped = _worded(table, data)
+        table, dropped = _worded(table, data, columns)
         left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed)
-    return task, splits, {why: count for why, count in left_out.items() if count}
+    return splits, {why: count for why, count in left_out.items() if count}
 
 
 def prepare(
@@ -81,11 +96,7 @@ def prepare(
 ) -> Prepared:
     """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
     task, splits, left_out = resolve(task.load)(task, data)
-    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
-    if chosen is not None:
-        rows = splits["train"]
-        left_out = {**left_out, BEYOND: len(rows) - len(chosen)}
-        splits = {**splits, "train": [rows[i] for i in chosen]}
+    splits, left_out = limited(splits, data, left_out)
     tokenizer = source.tokenizer()
     how = encoding(task, data, max_length)
     held = {name: splits[name] for name in ("validation", "test") if name in splits}
@@ -118,11 +129,29 @@ def prepare(
         pipeline="text-generation",
         smoothed=_smoothed,
         sharing=RowSharing(partial(pack, pad=pad or 0), packing_fault),
-        sample=partial(_sample, tokenizer, next(iter(held.values()))[0]),
+        sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
     )
     if "train" in splits:
         prepared.train = partial(_train, splits["train"], prepared, how)
     return prepared
+
+
+def limited(
+    splits: dict[str, list[RowT]], data: DataConfig, left_out: dict[str, int]
+) -> tuple[dict[str, list[RowT]], dict[str, int]]:
+    """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason."""
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is None:
+        return splits, left_out
+    rows = splits["train"]
+    return {**splits, "train": [rows[i] for i in chosen]}, {**left_out, BEYOND: len(rows) - len(chosen)}
+
+
+def examples(
+    task: Task, data: DataConfig, row: Source, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[list[tuple[str, Tokens]]]:
+    """Return a row's examples, each as its sequences with their titles: one sequence without a title."""
+    return [[("", tokens)] for tokens in encode(row, tokenizer, encoding(task, data, max_length))]
 
 
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
@@ -169,7 +198,7 @@ def _document(file: Path, name: str) -> Table:
     return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
 
 
-def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
+def _worded(table: Table, data: DataConfig, named: Sequence[str]) -> tuple[Table, dict[str, int]]:
     """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
 
     Rows that lack a value are left out where ``data.drop_missing`` says so.
@@ -185,15 +214,15 @@ def _worded(table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
         kept = [row for row, place in enumerate(places) if place is not None]
     inside = len(kept)
     if data.drop_missing:
-        named = [name for name in (data.messages, data.prompt, data.completion, *(data.text or ())) if name in columns]
-        kept = [row for row in kept if not any(is_missing(columns[name][row]) for name in named)]
+        there = [columns[name] for name in named if name in columns]
+        kept = [row for row in kept if not any(is_missing(values[row]) for values in there)]
     if not kept:
         raise PeftlabError(f"{table.path}: no examples; every row is left out")
     left_out = {OUTSIDE: len(table) - inside, MISSING: inside - len(kept)}
     return replace(table, columns=columns).take(list(columns), kept), left_out
 
 
-def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: int) -> dict[str, list[Source]]:
+def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int) -> dict[str, list[RowT]]:
     rows = splits["train"]
     size = validation if isinstance(validation, int) else round(validation * len(rows))
     if not 0 < size < len(rows):
@@ -211,7 +240,7 @@ def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: in
 
 
 @torch.no_grad()
-def _sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
+def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
     """Return what a model answers, greedily, to a held-out row."""
     bare: Unwrapped = getattr(model, "module", model)
     if isinstance(row, Conversation):
