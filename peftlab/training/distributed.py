@@ -94,7 +94,8 @@ class AsTrained(nn.Module):
 
     def __init__(self, module: nn.Module, accelerator: Accelerator, precision: str) -> None:
         super().__init__()
-        self.module = module.to(accelerator.device)
+        nn.Module.to(module, accelerator.device)  # transformers' own refuses weights in 8 bits
+        self.module = module
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.autocast = partial(torch.autocast, accelerator.device.type, dtype, enabled=dtype is not None)
 

@@ -195,3 +195,8 @@ def test_a_sweep_keeps_the_objective(recipe: Path) -> None:
     assert [row["objective"] for row in table.rows.values()] == [{"beta": 0.2}] * 2
     table = load_recipe(recipe, ["sweep.beta=[0.1, 0.5]"])
     assert [row["objective"] for row in table.rows.values()] == [{"beta": 0.1}, {"beta": 0.5}]
+
+
+def test_shipped_recipe_is_valid() -> None:
+    checked = load_recipe("chat/preference")
+    assert checked.task == "text/preference" and checked.objective.beta == 0.1
