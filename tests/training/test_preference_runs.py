@@ -153,8 +153,10 @@ def test_a_run_that_starts_from_another_has_that_as_its_reference(recipe: Path, 
     assert results(stopped)["baseline_metrics"] == found["baseline_metrics"]
 
 
-@pytest.mark.parametrize("changes", [["method=full", "train.lr=1e-3"], ["train.precision=bf16"]])
+@pytest.mark.parametrize("changes", [["method=full", "train.lr=1e-3"], ["train.precision=bf16"], ["base.dtype=nf4"]])
 def test_other_ways_to_train_begin_at_log_two_too(recipe: Path, tmp_path: Path, changes: list[str]) -> None:
+    if "base.dtype=nf4" in changes:
+        pytest.importorskip("bitsandbytes")
     run(recipe, [*changes, f"output_dir={tmp_path / 'run'}", "merge=false"])
     found = results(tmp_path / "run")
     assert found["baseline_score"] == pytest.approx(math.log(2), abs=1e-9)
