@@ -89,7 +89,11 @@ def test_a_chat_run_in_4_bits(chat: Path, finished: Path) -> None:
     assert plain != pytest.approx(results["score"], rel=1e-6), "the base was loaded as the recipe says"
 
 
-def test_a_run_in_4_bits_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_in_4_bits_resumes_bit_for_bit(chat: Path, finished: Path, tmp_path: Path, packing: bool) -> None:
+    if packing:
+        finished = tmp_path / "packed"
+        run(chat / "recipe.yaml", ["train.packing=true", f"output_dir={finished}"])
     stopped = tmp_path / "run"
     shutil.copytree(finished, stopped)
     max((stopped / "checkpoints").glob("*.pt")).unlink()
@@ -101,11 +105,15 @@ def test_a_run_in_4_bits_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("overrides", [
     ["base={dtype: int8}"], ["base={dtype: bf16}", "train.precision=bf16"], ["base={dtype: bf16}"], ["train.precision=bf16"],
-    ["train.gradient_checkpointing=true", "method.use_dora=true"],
+    ["train.gradient_checkpointing=true", "method.use_dora=true"], ["base={dtype: int8}", "train.packing=true"],
+    ["base={dtype: bf16}", "train.precision=bf16", "train.packing=true", "train.gradient_checkpointing=true"],
 ], ids=" ".join)  # fmt: skip
-def test_other_ways_to_store_the_base_train_too(chat: Path, tmp_path: Path, overrides: list[str]) -> None:
+def test_other_ways_to_store_the_base_train_too(
+    chat: Path, tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("bitsandbytes")
     run(chat / "recipe.yaml", [*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert "train.packing" not in capsys.readouterr().out, "each keeps the examples of a row apart"
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["score"] < 0.85 * results["baseline_score"]
     assert {tensor.dtype for tensor in tensors(tmp_path / "run").values()} == {torch.float32}
