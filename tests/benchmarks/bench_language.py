@@ -229,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
                 for _ in range(args.rounds):
                     for side in args.sides:
                         found[side].append(measure(side, base, data, train_on))
+                        print(name, train_on, side, found[side][-1], file=sys.stderr, flush=True)
                 print(f"| **{name}, trained: {train_on}** | | | | | | | |", *table(found), sep="\n", flush=True)
 
 
