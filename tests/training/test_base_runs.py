@@ -89,7 +89,11 @@ def test_a_chat_run_in_4_bits(chat: Path, finished: Path) -> None:
     assert plain != pytest.approx(results["score"], rel=1e-6), "the base was loaded as the recipe says"
 
 
-def test_a_run_in_4_bits_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_run_in_4_bits_resumes_bit_for_bit(chat: Path, finished: Path, tmp_path: Path, packed: bool) -> None:
+    if packed:
+        finished = tmp_path / "packed"
+        run(chat / "recipe.yaml", ["train.packing=true", f"output_dir={finished}"])
     stopped = tmp_path / "run"
     shutil.copytree(finished, stopped)
     max((stopped / "checkpoints").glob("*.pt")).unlink()
