@@ -117,6 +117,10 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     settings = recipe.train
     accelerator = make_accelerator(settings, run_dir)
+    if recipe.base.quantised and accelerator.is_fsdp2:
+        raise PeftlabError(
+            f"base.dtype: {recipe.base.dtype} weights cannot be sharded by FSDP; use plain processes (DDP)"
+        )
     set_seed(settings.seed)
     task = load_task(recipe)
     spec = make_spec(recipe, task)

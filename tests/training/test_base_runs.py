@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
@@ -89,9 +90,9 @@ def test_a_chat_run_in_4_bits(chat: Path, finished: Path) -> None:
     assert plain != pytest.approx(results["score"], rel=1e-6), "the base was loaded as the recipe says"
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_run_in_4_bits_resumes_bit_for_bit(chat: Path, finished: Path, tmp_path: Path, packing: bool) -> None:
-    if packing:
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_run_in_4_bits_resumes_bit_for_bit(chat: Path, finished: Path, tmp_path: Path, packed: bool) -> None:
+    if packed:
         finished = tmp_path / "packed"
         run(chat / "recipe.yaml", ["train.packing=true", f"output_dir={finished}"])
     stopped = tmp_path / "run"
@@ -152,6 +153,20 @@ def test_a_draft_learns_from_a_target_in_4_bits(stories: Path, tmp_path: Path) -
     plain = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(saved[name], plain.get_parameter(name))
+
+
+def test_text_of_a_target_is_not_taken_for_that_of_the_same_target_stored_otherwise(chat: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    stored: list[dict[str, Any]] = [
+        {}, {"dtype": torch.bfloat16}, {"quantised": BaseConfig(dtype="nf4")}, {"quantised": BaseConfig(dtype="int8")},
+        {"quantised": BaseConfig(dtype="nf4", double_quant=True)},
+        {"quantised": BaseConfig(dtype="nf4"), "dtype": torch.bfloat16},
+    ]  # fmt: skip
+    digests = [
+        [weights_digest(load_base(str(chat / "model"), "AutoModelForCausalLM", **how)[0]) for how in stored]
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1] and len(set(digests[0])) == len(stored)
 
 
 def test_a_table_gives_the_base_to_its_cells() -> None:
