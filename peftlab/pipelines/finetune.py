@@ -21,6 +21,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json, write_json, write_text
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
+from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
@@ -36,6 +37,7 @@ from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.rows import resolve
+from peftlab.tasks.labelled.analysis import ClassScores, HardExample
 from peftlab.tasks.language.examples import TOO_LONG
 from peftlab.tasks.prepared import ModelSource, Prepared
 from peftlab.tasks.table import find_task
@@ -66,6 +68,8 @@ class FinetuneResults:
         left_out: reason to rows of the data that are in no split.
         merge: how the merged model compares with base and adapter; None if nothing was merged.
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
+        by_class, confusion, points, hardest: of the best model on the first evaluation split, see
+            ``peftlab.tasks.labelled.analysis``; absent for language models.
     """
 
     task: str
@@ -93,11 +97,16 @@ class FinetuneResults:
     left_out: dict[str, int]
     merge: MergeCheck | None = None
     sample: dict[str, str] | None = None
+    by_class: dict[str, ClassScores] | None = None
+    confusion: list[list[int]] | None = None
+    points: list[list[float]] | None = None
+    hardest: list[HardExample] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return them as ``results.json`` has them: without ``merge`` and ``sample`` where there is none."""
+        """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
+        optional = ("merge", "sample", "by_class", "confusion", "points", "hardest")
         values = to_json(self)
-        return {key: value for key, value in values.items() if key not in ("merge", "sample") or value is not None}
+        return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
 
 def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> FinetuneResults:
@@ -154,6 +163,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
             tracker.finish()
 
     results = _results(recipe, task, progress, baseline, (trainable, total), accelerator)
+    if task.analyse is not None and not accelerator.is_fsdp2:
+        with eval_mode(spec.model):
+            results = replace(results, **vars(task.analyse(spec.model)))
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
