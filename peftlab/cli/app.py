@@ -93,7 +93,8 @@ def validate(
         from peftlab.pipelines.show_examples import show_examples
         from peftlab.reporting.console import print_examples
 
-        print_examples([[(part.text, part.trained) for part in parts] for parts in show_examples(checked, show)])
+        shown = show_examples(checked, show)
+        print_examples([(each.title, [(part.text, part.trained) for part in each.parts]) for each in shown])
 
 
 @app.command()

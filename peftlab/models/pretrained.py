@@ -94,7 +94,8 @@ def _load_quantised(
 
     Weights are quantised from fp32: rounded before, they would get other codes.
     """
-    options = {**options, "dtype": torch.float32}
+    # On the CPU, like any base: codes made on a GPU might differ from those that a merge makes again.
+    options = {**options, "dtype": torch.float32, "device_map": {"": "cpu"}}
     if _gguf(reference):  # transformers quantises no such file
         model, fresh = _load_weights(reference, auto_class, **options)
         quantise(model, _bitsandbytes(base, dtype, [*_kept(model), *_owners(fresh)]))
@@ -108,6 +109,7 @@ def _load_quantised(
             how = _bitsandbytes(base, dtype, [*kept, *untrained])
             model, fresh = _load_weights(reference, auto_class, quantization_config=how, **options)
     _settle(model, dtype)
+    vars(model).pop("hf_device_map", None)  # accelerate would refuse to train it on another device
     return model, fresh
 
 
@@ -124,8 +126,9 @@ def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> Bits
         raise PeftlabError(
             f"base.dtype: {base.dtype} needs bitsandbytes, which is not installed; pip install 'peftlab[quantised]'"
         )
-    # It advises installing kernels for a product that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # They advise installing kernels for a product that is not used here, and repeat at each product what int8 means.
+    for name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if base.dtype == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     return transformers.BitsAndBytesConfig(

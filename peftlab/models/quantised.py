@@ -82,7 +82,10 @@ def keep_layout(model: nn.Module) -> None:
         if getattr(weight.quant_state, "packing_format_for_cpu", False):
             from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
+            scales = weight.quant_state.absmax.t().flatten().float()
             weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
+            if not weight.quant_state.nested:  # which bitsandbytes (0.50) leaves transposed
+                weight.quant_state.absmax = scales
 
 
 def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:

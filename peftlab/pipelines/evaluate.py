@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
+from torch import nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, load_adapter, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
-from peftlab.pipelines.finetune import load_task
+from peftlab.pipelines.finetune import load_task, model_source
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
@@ -49,7 +50,10 @@ def evaluate(
         task = _load_whole(recipe.model_copy(update=whole))
     else:
         task = _load_adapted(recipe, place)
-    model = Accelerator().prepare(task.model)
+    accelerator = Accelerator()
+    if task.refer is not None:
+        task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
+    model = accelerator.prepare(task.model)
     with eval_mode(model):
         return task.score(model)
 
@@ -57,6 +61,14 @@ def evaluate(
 def _plain(recipe: FinetuneRecipe) -> BaseConfig:
     """Return how a directory of plain weights is loaded: not quantised again, which would change the model."""
     return BaseConfig() if recipe.base.quantised else recipe.base
+
+
+def _starting_model(recipe: FinetuneRecipe, task: Prepared) -> nn.Module:
+    """Load the model that training started from."""
+    model, _ = model_source(recipe).model(task.auto_class, recipe.train.max_length)
+    if recipe.init_from is not None:
+        load_adapter(model, read_adapter(recipe.init_from))
+    return model
 
 
 def _load_whole(recipe: FinetuneRecipe) -> Prepared:

@@ -22,6 +22,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json, write_json, write_text
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
+from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
@@ -37,11 +38,12 @@ from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.rows import resolve
+from peftlab.tasks.labelled.analysis import ClassScores, HardExample
 from peftlab.tasks.language.examples import TOO_LONG
 from peftlab.tasks.prepared import ModelSource, Prepared
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
-from peftlab.training.distributed import make_accelerator
+from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
@@ -67,6 +69,8 @@ class FinetuneResults:
         left_out: reason to rows of the data that are in no split.
         merge: how the merged model compares with base and adapter; None if nothing was merged.
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
+        by_class, confusion, points, hardest: of the best model on the first evaluation split, see
+            ``peftlab.tasks.labelled.analysis``; absent for language models.
     """
 
     task: str
@@ -94,11 +98,16 @@ class FinetuneResults:
     left_out: dict[str, int]
     merge: MergeCheck | None = None
     sample: dict[str, str] | None = None
+    by_class: dict[str, ClassScores] | None = None
+    confusion: list[list[int]] | None = None
+    points: list[list[float]] | None = None
+    hardest: list[HardExample] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return them as ``results.json`` has them: without ``merge`` and ``sample`` where there is none."""
+        """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
+        optional = ("merge", "sample", "by_class", "confusion", "points", "hardest")
         values = to_json(self)
-        return {key: value for key, value in values.items() if key not in ("merge", "sample") or value is not None}
+        return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
 
 def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> FinetuneResults:
@@ -118,23 +127,28 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     settings = recipe.train
     accelerator = make_accelerator(settings, run_dir)
+    if recipe.base.quantised and accelerator.is_fsdp2:
+        raise PeftlabError(
+            f"base.dtype: {recipe.base.dtype} weights cannot be sharded by FSDP; use plain processes (DDP)"
+        )
     set_seed(settings.seed)
     task = load_task(recipe)
     spec = make_spec(recipe, task)
     for line in data_lines(task.classes, task.left_out):
         accelerator.print(line)
-    before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     model = inject(task.model, _method_for(recipe, task))
-    if recipe.init_from and not resume:
+    if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
         start_from(model, recipe.init_from)
+    before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(trainable_line(trainable, total))
     spec = share_rows(spec, task.sharing, settings, accelerator)
-    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator))
     if accelerator.mixed_precision in ("bf16", "fp16"):
         widen(model)
+    _refer(spec, task, accelerator, settings.precision)
+    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
@@ -150,6 +164,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
             tracker.finish()
 
     results = _results(recipe, task, progress, baseline, (trainable, total), accelerator)
+    if task.analyse is not None and not accelerator.is_fsdp2:
+        with eval_mode(spec.model):
+            results = replace(results, **vars(task.analyse(spec.model)))
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
@@ -168,14 +185,19 @@ def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> P
     prepared: Prepared = resolve(task.prepare)(
         task,
         recipe.data,
-        ModelSource(
-            recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, recipe.train.precision, load_model
-        ),
+        model_source(recipe),
         max_length=recipe.train.max_length,
         batch_size=recipe.train.eval_batch_size,
         classes=classes,
+        **({} if recipe.objective is None else {"objective": recipe.objective}),
     )
     return prepared
+
+
+def model_source(recipe: FinetuneRecipe) -> ModelSource:
+    """Return where the recipe's model comes from."""
+    precision = recipe.train.precision
+    return ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, precision, load_model)
 
 
 def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
@@ -197,10 +219,17 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
     )
 
 
-def _scored(spec: TrainingSpec, accelerator: Accelerator) -> Scores:
-    """Return the scores of the model as it is, on the device that trains it."""
-    nn.Module.to(spec.model, accelerator.device)  # transformers' own refuses weights in 8 bits
-    return spec.evaluate(spec.model)
+def _refer(spec: TrainingSpec, task: Prepared, accelerator: Accelerator, precision: str) -> None:
+    """Add to all rows what the model as it is makes of them, where the loss compares with it."""
+    if task.refer is not None:
+        model = AsTrained(spec.model, accelerator, precision)
+        spec.train = task.refer(model, spec.train)
+        task.compare_with(model)
+
+
+def _scored(spec: TrainingSpec, accelerator: Accelerator, precision: str) -> Scores:
+    """Return the scores of the model as it is, on the device and in the precision that train it."""
+    return spec.evaluate(AsTrained(spec.model, accelerator, precision))
 
 
 def _first(scores: Scores) -> dict[str, float]:
@@ -301,4 +330,7 @@ def sample_inputs(task: Prepared, n: int) -> list[dict[str, torch.Tensor]]:
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
     batches = [task.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
-    return [{key: value for key, value in batch.items() if key not in ("labels", "trained")} for batch in batches]
+    return [
+        {key: value for key, value in batch.items() if key not in ("labels", "trained", "reference")}
+        for batch in batches
+    ]

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from accelerate import Accelerator
+from torch import nn
 from transformers.utils import is_flash_attn_2_available
 
 from peftlab.tasks.prepared import RowSharing
@@ -31,7 +32,7 @@ def share_rows(
     if sharing is None or not wanted:
         return spec
     examples = [spec.train[i] for i in range(min(_TRIED, len(spec.train)))]
-    model: Unwrapped = spec.model.to(accelerator.device)
+    model: Unwrapped = nn.Module.to(spec.model, accelerator.device)  # transformers' own refuses weights in 8 bits
     flash = accelerator.device.type == "cuda" and settings.precision in ("bf16", "fp16") and is_flash_attn_2_available()
     if flash and _flash_attends(model, sharing, examples, accelerator):
         row_tokens = _ONE_ROW

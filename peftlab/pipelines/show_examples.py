@@ -11,8 +11,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.rows import resolve
 from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.language.examples import encode
-from peftlab.tasks.language.language_task import encoding
+from peftlab.tasks.language.examples import Tokens
 from peftlab.tasks.table import find_task
 from peftlab.tasks.tokens import tokenise
 
@@ -28,8 +27,16 @@ class Part:
     trained: bool
 
 
-def show_examples(recipe: Recipe, count: int) -> list[list[Part]]:
-    """Return the first ``count`` training examples, in parts; a label is a trained part after the text.
+@dataclass(frozen=True)
+class Shown:
+    """A sequence of tokens: a title, and the sequence in parts."""
+
+    title: str
+    parts: list[Part]
+
+
+def show_examples(recipe: Recipe, count: int) -> list[Shown]:
+    """Return the sequences of the first ``count`` training examples; a label is a trained part after the text.
 
     Raises:
         PeftlabError: data or tokenizer cannot be used, or the recipe is not of kind finetune.
@@ -42,25 +49,37 @@ def show_examples(recipe: Recipe, count: int) -> list[list[Part]]:
         return _labelled(recipe, tokenizer, count)
     _, splits, _ = resolve(task.load)(task, recipe.data)
     rows = next(iter(splits.values()))[:count]
-    how = encoding(task, recipe.data, recipe.train.max_length)
-    found = [tokens for row in rows for tokens in encode(row, tokenizer, how)]
+    examples = resolve(task.examples)
+    found: list[list[tuple[str, Tokens]]] = [
+        each for row in rows for each in examples(task, recipe.data, row, tokenizer, recipe.train.max_length)
+    ]
     return [
-        [
-            Part(str(tokenizer.decode([token for token, _ in group])), trained)
-            for trained, group in groupby(zip(tokens.input_ids, tokens.trained, strict=True), key=lambda pair: pair[1])
-        ]
-        for tokens in found[:count]
+        Shown(", ".join(filter(None, (f"example {number}", title))), _parts(tokens, tokenizer))
+        for number, sequences in enumerate(found[:count], start=1)
+        for title, tokens in sequences
     ]
 
 
-def _labelled(recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[Part]]:
+def _parts(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    pairs = zip(tokens.input_ids, tokens.trained, strict=True)
+    return [
+        Part(str(tokenizer.decode([token for token, _ in group])), trained)
+        for trained, group in groupby(pairs, key=lambda pair: pair[1])
+    ]
+
+
+def _labelled(recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Shown]:
     data = load_task_data(recipe.task, recipe.data)
     rows = next(iter(data.splits.values()))
     rows = rows.select(range(min(count, len(rows))))
     labels = rows["label"] if "label" in rows.column_names else [None] * len(rows)
     names = data.task.labels
+    tokenised = zip(tokenise(rows, tokenizer, recipe.train.max_length), labels, strict=True)
     return [
-        [Part(str(tokenizer.decode(row["input_ids"])), False)]
-        + ([] if label is None else [Part(str(names[label] if names else label), True)])
-        for row, label in zip(tokenise(rows, tokenizer, recipe.train.max_length), labels, strict=True)
+        Shown(
+            f"example {number}",
+            [Part(str(tokenizer.decode(row["input_ids"])), False)]
+            + ([] if label is None else [Part(str(names[label] if names else label), True)]),
+        )
+        for number, (row, label) in enumerate(tokenised, start=1)
     ]

@@ -46,6 +46,8 @@ def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> 
             for at, reason in item["ctx"]["problems"]:
                 source.complain(at, reason)
             continue
+        if item["type"] == "default_factory_not_called":  # a default that depends on a key with a problem of its own
+            continue
         keys, text = _sentence(recipe, source, item)
         field_keys, _ = _field_at(recipe, source.data, keys)
         # Each branch of a union fails by itself, at one field: report the field once.

@@ -17,8 +17,9 @@ from peftlab.methods.table import METHODS, config_class
 from peftlab.models.config import Base, BaseConfig
 from peftlab.rows import resolve
 from peftlab.section import Section, Seed
-from peftlab.tasks.config import DataConfig
-from peftlab.tasks.table import find_task
+from peftlab.tasks.config import DataConfig, Problem
+from peftlab.tasks.preference.config import PreferenceObjective
+from peftlab.tasks.table import TASKS, Task, find_task
 from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -27,6 +28,21 @@ if TYPE_CHECKING:
 else:
     AnyDraft = Union[tuple(resolve(kind.config) for kind in DRAFTS.values())]  # noqa: UP007
     AnyMethod = Union[tuple(config_class(name) for name in METHODS)]  # noqa: UP007
+
+
+def _usual_objective(recipe: dict[str, object]) -> PreferenceObjective | None:
+    task = recipe.get("task")  # absent if it was refused
+    return PreferenceObjective() if isinstance(task, str) and find_task(task).objectives else None
+
+
+def _objective_problems(task: Task, objective: PreferenceObjective | None) -> list[Problem]:
+    given = objective.name if objective is not None else None
+    if given in (task.objectives or (None,)):
+        return []
+    if given is None:
+        return [(("objective",), f"objective: missing; task {task.name} needs one of {', '.join(task.objectives)}")]
+    able = ", ".join(name for name, row in TASKS.items() if given in row.objectives)
+    return [(("objective",), f"objective: task {task.name} has a loss of its own; objective {given} is for {able}")]
 
 
 class FinetuneRecipe(Section):
@@ -39,7 +55,11 @@ class FinetuneRecipe(Section):
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
     task: str = Field(
         description="glue/NAME; on your own files text/classification, text/regression, text/chat, text/completion, "
-        "text/plain."
+        "text/plain, text/preference."
+    )
+    objective: PreferenceObjective | None = Field(
+        default_factory=_usual_objective,
+        description="text/preference: what is minimised, dpo by default; null: the task's own loss.",
     )
     data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
     method: AnyMethod = Field(
@@ -73,7 +93,7 @@ class FinetuneRecipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneRecipe:
         task = find_task(self.task)
-        problems: list[tuple[tuple[str, ...], str]] = resolve(task.check)(task, self.data)
+        problems = [*_objective_problems(task, self.objective), *resolve(task.check)(task, self.data)]
         if self.base.quantised and self.method.name == "full":
             reason = f"{self.base.dtype} is for training something beside the weights, and method full trains them"
             problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]

@@ -16,6 +16,7 @@ from peftlab.recipe.source import Keys, Place, Source, dotted, parse
 from peftlab.recipe.table_cells import SHARED
 
 SWEEP = "sweep."
+_OF_A_ROW = ("method", "objective", "init_from")  # what a table has no key of its own for
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,12 @@ def _axis(source: Source, number: int, text: str) -> _Axis | None:
 
 def _row(table: Source, source: Source, label: str, axes: list[_Axis], values: Sequence[Json]) -> Json:
     """Return a row's own keys; the places where they were written are added to ``table``."""
-    row = {key: copy.deepcopy(source.data[key]) for key in ("method", "init_from") if source.data.get(key) is not None}
+    row = {key: copy.deepcopy(source.data[key]) for key in _OF_A_ROW if source.data.get(key) is not None}
     at = ("rows", label)
     table.places[at] = axes[0].place if axes else table.place(())
-    table.places |= {(*at, *keys): place for keys, place in source.places.items() if keys[:1] == ("method",)}
+    table.places |= {
+        (*at, *keys): place for keys, place in source.places.items() if keys[:1] in {(key,) for key in _OF_A_ROW}
+    }
     for axis, value in zip(axes, values, strict=True):
         if axis.keys == ("method",):
             row["method"] = {"name": value} if isinstance(value, str) else value

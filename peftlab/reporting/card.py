@@ -150,10 +150,14 @@ def _scores(info: CardInfo) -> dict[str, float]:
 
 
 def _results_table(info: CardInfo) -> str:
-    baseline = info.results.get("baseline_score")
+    score, baseline = info.results["score"], info.results.get("baseline_score")
+    headline = (facts.label(info.metric), facts.number(score), "" if baseline is None else facts.number(baseline))
     rows = [
-        (facts.label(name), facts.number(value), facts.number(baseline) if name == info.metric else "")
-        for name, value in _scores(info).items()
+        headline,
+        *(
+            (name, facts.number(score), "" if baseline is None else facts.number(baseline))
+            for name, score, baseline in facts.other_scores(info.results)
+        ),
     ]
     return table(("metric", "score", facts.baseline_name(info.metric)), rows)
 

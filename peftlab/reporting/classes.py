@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from peftlab.reporting import facts
 
@@ -59,6 +60,40 @@ def class_counts(results: facts.Results) -> Counts:
     """Return ``classes`` of ``results.json``; empty for regression and where it is missing."""
     classes = results.get("classes")
     return classes if isinstance(classes, Mapping) else {}
+
+
+def score_rows(results: facts.Results, most: int) -> list[tuple[str, ...]]:
+    """Return a header and precision, recall, F1 and support of each of the first ``most`` classes; else nothing."""
+    scores = results.get("by_class")
+    if not isinstance(scores, Mapping):
+        return []
+    rows = [
+        (_plain(name), *(facts.number(float(row[key])) for key in ("precision", "recall", "f1")), f"{row['support']:,}")
+        for name, row in list(scores.items())[:most]
+    ]
+    rest = len(scores) - most
+    more = [(f"and {rest:,} more", "", "", "", "")] if rest > 0 else []
+    return [("class", "precision", "recall", "F1", "support"), *rows, *more]
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Examples by [class of the label][class predicted]; ``names`` in the order of both."""
+
+    names: list[str]
+    counts: list[list[int]]
+
+    def share(self, row: int, column: int) -> float:
+        """Return the part of a label's examples that were taken for a class."""
+        return self.counts[row][column] / max(1, sum(self.counts[row]))
+
+
+def confusion(results: facts.Results, most: int) -> Confusion | None:
+    """Return the confusion matrix; None where there is none, or of more classes than ``most``."""
+    counts, scores = results.get("confusion"), results.get("by_class")
+    if not isinstance(counts, list) or not isinstance(scores, Mapping) or len(counts) > most:
+        return None
+    return Confusion([_plain(name) for name in scores], counts)
 
 
 def baseline_remark(results: facts.Results) -> str | None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peftlab.reporting import facts
-from peftlab.reporting.classes import baseline_remark
+from peftlab.reporting.classes import baseline_remark, confusion, score_rows
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.report import MergeReport, TensorReport
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
+_CLASSES, _CONFUSED = 30, 8  # classes in the table of scores, and in the confusion matrix
 
 
 class LongName:
@@ -66,14 +67,14 @@ def results_table(results: facts.Results) -> Table:
     metric = str(results["metric"])
     table.add_row(Text(facts.label(metric)), Text(facts.number(results["score"]), style="bold green"))
     if results.get("baseline_score") is not None:
-        baseline = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
-        table.add_row(Text(facts.baseline_name(metric)), Text(baseline))
-    others = {key: value for key, value in facts.flatten(results.get("metrics") or {}) if key != metric}
-    for key, value in others.items():
-        table.add_row(Text(facts.label(key)), Text(facts.number(value)))
+        against = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
+        table.add_row(Text(facts.baseline_name(metric)), Text(against))
+    for name, score, baseline in facts.other_scores(results):
+        beside = "" if baseline is None else f" (baseline {facts.number(baseline)})"
+        table.add_row(Text(name), Text(facts.number(score) + beside))
     table.add_section()
-    for key, value in facts.facts(results).items():
-        table.add_row(Text(key), Text(value))
+    for name, text in facts.facts(results).items():
+        table.add_row(Text(name), Text(text))
     merge = dict(facts.flatten(results.get("merge") or {}))
     if merge:
         table.add_section()
@@ -82,10 +83,34 @@ def results_table(results: facts.Results) -> Table:
     return table
 
 
+def class_tables(results: facts.Results) -> list[Table]:
+    """Return the scores by class and, for a few classes, which are taken for which."""
+    tables = []
+    if header_and_rows := score_rows(results, _CLASSES):
+        tables.append(_cells("by class", header_and_rows))
+    if (matrix := confusion(results, _CONFUSED)) is not None:
+        header = ("label, predicted:", *matrix.names)
+        rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
+        tables.append(_cells("confusion", [header, *rows]))
+    return tables
+
+
+def _cells(title: str, rows: list[tuple[str, ...]]) -> Table:
+    """A table of a header and rows: a name, then numbers."""
+    table = plain_table(title=title)
+    for i, column in enumerate(rows[0]):
+        table.add_column(Text(column), justify="right" if i else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def print_results(results: facts.Results, run_dir: str | Path) -> None:
     """Print the table of results and, on lines that are never broken, a remark on the score and the run directory."""
     console = Console()
     console.print(results_table(results))
+    for table in class_tables(results):
+        console.print(table)
     remark = baseline_remark(results)
     if remark:
         console.print(Text(remark), soft_wrap=True)
@@ -184,11 +209,14 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
     return table
 
 
-def print_examples(examples: Iterable[list[tuple[str, bool]]]) -> None:
-    """Print examples as parts of (text, whether it is trained): trained parts are green, in a file between « and »."""
+def print_examples(examples: Iterable[tuple[str, list[tuple[str, bool]]]]) -> None:
+    """Print each example's title and its parts of (text, whether it is trained).
+
+    Trained parts are green, in a file between « and ».
+    """
     console = Console()
-    for number, parts in enumerate(examples, start=1):
-        console.print(Text(f"example {number}", style="bold"))
+    for title, parts in examples:
+        console.print(Text(title, style="bold"))
         line = Text()
         for text, trained in parts:
             marked = f"«{text}»" if trained and not console.is_terminal else text

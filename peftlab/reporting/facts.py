@@ -10,7 +10,8 @@ from peftlab.errors import PeftlabError
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are listed in ``peftlab.reporting.result_keys``."""
 
-HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "metrics", "merge", "classes"})
+HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
+_ELSEWHERE = frozenset({"merge", "classes", "by_class", "confusion", "points", "hardest", "last_metrics"})
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 
@@ -81,6 +82,36 @@ def baseline_name(metric: str) -> str:
     return "constant baseline" if metric in _CONSTANT_SCORED else "majority baseline"
 
 
+def scores(results: Results, key: str = "metrics") -> list[tuple[str, float, float | None]]:
+    """Return name, value and baseline of every number in ``metrics``; the baseline is of the first split alone."""
+    baselines, found = results.get("baseline_metrics"), list(flatten(results.get(key) or {}))
+    first = found[0][0].rpartition(".")[0] if found else ""
+    rows = []
+    for place, value in found:
+        split, _, metric = place.rpartition(".")
+        known = baselines.get(metric) if isinstance(baselines, Mapping) and split == first else None
+        if (score := real(value)) is not None:
+            rows.append((score_name(metric, split, results), score, real(known)))
+    return rows
+
+
+def other_scores(results: Results) -> list[tuple[str, float, float | None]]:
+    """Return ``scores`` without the headline's: the deciding metric on the first split."""
+    places = [place.rpartition(".") for place, _ in flatten(results.get("metrics") or {})]
+    first = places[0][0] if places else ""
+    headline = score_name(str(results["metric"]), first, results)
+    return [row for row in scores(results) if row[0] != headline]
+
+
+def score_name(metric: str, split: str, results: Results) -> str:
+    """Return what a metric is called: ``accuracy (validation)``, ``f1, mean over classes (validation)``."""
+    classes = results.get("classes")
+    name = label(metric)
+    if metric == "f1" and isinstance(classes, Mapping) and len(classes) > 1:
+        name += f" of {list(classes)[1]}" if str(results.get("task")).startswith("glue/") else ", mean over classes"
+    return f"{name} ({label(split)})" if split else name
+
+
 def gain(results: Results) -> str | None:
     """Return the signed distance of score to baseline, or None where there is no baseline."""
     score, baseline = real(results.get("score")), real(results.get("baseline_score"))
@@ -88,11 +119,12 @@ def gain(results: Results) -> str | None:
 
 
 def facts(results: Results) -> dict[str, str]:
-    """Return label and text of everything in ``results`` but the headline and the merge, nothing left out.
+    """Return label and text of everything in ``results`` that is shown nowhere else.
 
     Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
     """
-    rest = {key: value for key, value in results.items() if key not in HEADLINE and value is not None}
+    shown = HEADLINE | _ELSEWHERE
+    rest = {key: value for key, value in results.items() if key not in shown and value is not None}
     rows: dict[str, str] = {}
 
     def taken(key: str) -> float | None:
@@ -120,4 +152,10 @@ def facts(results: Results) -> dict[str, str]:
         rows["best step"] = number(rest.pop("best_step"))
     if "seed" in rest:
         rows["seed"] = str(rest.pop("seed"))
-    return rows | {label(key): number(value) for key, value in flatten(rest)}
+    left_out = rest.pop("left_out", None)
+    if isinstance(left_out, Mapping):
+        rows |= {f"left out ({reason})": f"{number(count)} rows" for reason, count in left_out.items() if count}
+    rows |= {label(key): number(value) for key, value in flatten(rest)}
+    if results.get("last_metrics") != results.get("metrics"):
+        rows |= {f"{name}, last": number(value) for name, value, _ in scores(results, "last_metrics")}
+    return rows

@@ -10,12 +10,20 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, read_text, write_text
 from peftlab.reporting import facts
-from peftlab.reporting.classes import baseline_remark, class_counts, class_rows, class_warnings
+from peftlab.reporting.classes import (
+    baseline_remark,
+    class_counts,
+    class_rows,
+    class_warnings,
+    confusion,
+    score_rows,
+)
 from peftlab.reporting.curves import History, read_history
-from peftlab.reporting.plots import Line, curve_svg
+from peftlab.reporting.plots import Line, curve_svg, scatter_svg
 
 TEMPLATES = Path(__file__).parent / "templates"
-_CLASSES = 500  # rows of the table of classes
+_CLASSES = 500  # rows of the tables of classes
+_CONFUSED = 20  # classes of the largest confusion matrix
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -84,11 +92,17 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "gain": facts.gain(results),
         "baseline_name": facts.baseline_name(metric),
         "bars": _bars(results),
-        "plots": _plots(history, metric, facts.real(results.get("baseline_score"))),
+        "plots": [*_plots(history, metric, facts.real(results.get("baseline_score"))), *_scatter(results)],
         "notes": [*_remarks(results), *_notes(history)],
         "classes": class_rows(counts, _CLASSES) if (counts := class_counts(results)) else [],
         "facts": facts.facts(results),
-        "metrics": _rows(results.get("metrics")),
+        "scores": [
+            (name, facts.number(score), "" if baseline is None else facts.number(baseline))
+            for name, score, baseline in facts.scores(results)
+        ],
+        "by_class": score_rows(results, _CLASSES),
+        "confusion": confusion(results, _CONFUSED),
+        "hardest": _hardest(results),
         "merge": _rows(results.get("merge")),
         "recipe": recipe,
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},
@@ -157,6 +171,36 @@ def _plot(
             "names": [line.name for line in lines if line.name != title.lower()],
             "baseline": baseline_name if baseline is not None else None,
             "svg": curve_svg(lines, salt=salt, summary=f"{title}: {'; '.join(spoken)}", baseline=baseline),
+        }
+    ]
+
+
+def _hardest(results: facts.Results) -> list[dict[str, str]]:
+    """The examples of largest loss, as text."""
+    found = results.get("hardest")
+    return [
+        {
+            "text": " | ".join(filter(None, (row["text"], row["text_pair"]))),
+            "label": facts.number(row["label"]),
+            "predicted": facts.number(row["predicted"]),
+            "probability": "" if row["probability"] is None else facts.percent(row["probability"]),
+        }
+        for row in (found if isinstance(found, list) else [])
+    ]
+
+
+def _scatter(results: facts.Results) -> list[dict[str, object]]:
+    """Predictions over labels, for regression."""
+    points = results.get("points")
+    if not isinstance(points, list) or not points:
+        return []
+    summary = f"Predictions over labels of {len(points):,} examples"
+    return [
+        {
+            "title": "Predictions over labels",
+            "names": [],
+            "baseline": "prediction = label",
+            "svg": scatter_svg(points, salt="scatter", summary=summary),
         }
     ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import io
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,27 +60,55 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
         summary: what a screen reader says.
         baseline: height of a dashed reference line.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"peftlab-{salt}"}):
-        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
-        axes = figure.add_subplot()
+    with _figure(salt, summary) as (axes, drawn):
         for i, line in enumerate(lines):
             _draw(axes, line.curve, SERIES[i % len(SERIES)])
         if baseline is not None:
             axes.axhline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    return drawn.svg
+
+
+def scatter_svg(points: Sequence[Sequence[float]], *, salt: str, summary: str) -> str:
+    """Draw (label, prediction) and the diagonal as one ``<svg>`` element; arguments as for ``curve_svg``."""
+    with _figure(salt, summary) as (axes, drawn):
+        labels, predictions = zip(*points, strict=True)
+        ends = [min(labels), max(labels)]
+        axes.plot(ends, ends, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.scatter(labels, predictions, s=9, color=SERIES[0], alpha=0.5, linewidths=0)
+        axes.set_xlabel("label")
+        axes.set_ylabel("prediction")
+    return drawn.svg
+
+
+@dataclass
+class _Drawing:
+    svg: str = ""
+
+
+@contextmanager
+def _figure(salt: str, summary: str) -> Iterator[tuple[Axes, _Drawing]]:
+    """Yield the axes of a figure in the page's style; the drawing has its ``svg`` once the block ends."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = _Drawing()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"peftlab-{salt}"}):
+        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        yield axes, drawn
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         buffer = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-    return _inline(buffer.getvalue(), summary)
+    drawn.svg = _inline(buffer.getvalue(), summary)
 
 
 def _draw(axes: Axes, curve: Curve, colour: str) -> None:

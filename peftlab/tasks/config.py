@@ -36,7 +36,8 @@ class DataConfig(Section):
         default=None, description="text/chat: the column with the turns; null: recognised by the columns there are."
     )
     prompt: str | None = Field(
-        default=None, description="text/chat, text/completion: the column with the question, or what comes before."
+        default=None,
+        description="text/chat, text/completion, text/preference: the column with the question, or what comes before.",
     )
     completion: str | None = Field(
         default=None, description="text/chat, text/completion: the column with the answer, or what follows."
@@ -49,8 +50,8 @@ class DataConfig(Section):
     )
     too_long: Literal["drop", "truncate", "error"] | None = Field(
         default=None,
-        description="text/chat, text/completion: what becomes of examples longer than train.max_length; null: drop. "
-        "text/plain is cut into parts.",
+        description="text/chat, text/completion, text/preference: what becomes of examples longer than "
+        "train.max_length; null: drop. text/plain is cut into parts.",
     )
     label: str | None = Field(default=None, description="Own task: the column with the label (class name or number).")
     bins: Bins = Field(
@@ -105,6 +106,7 @@ _TAKES = {
     "text/chat": {"messages", "prompt", "completion", "bins", "train_on", "too_long"},
     "text/completion": {"prompt", "completion", "separator", "bins", "train_on", "too_long"},
     "text/plain": {"text"},
+    "text/preference": {"prompt", "too_long"},
 }
 
 

@@ -13,6 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer, storage
+from peftlab.tasks.labelled.analysis import Analysis
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Attributes, Function
@@ -92,7 +93,11 @@ class Prepared:
         fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
         sharing: how examples share rows; None where each needs its own.
+        refer: (model, tokenised rows) to the rows with what the model that training starts from makes of them, which
+            the loss and the scores compare with; every process calls it. None: they compare with no model.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
+        analyse: model to what it gets right and wrong in the deciding split; every process calls it. None where
+            answers are not single labels.
     """
 
     task: Task
@@ -115,4 +120,11 @@ class Prepared:
     pipeline: str = "text-classification"
     sharing: RowSharing | None = None
     smoothed: Callable[[float], Loss] | None = None
+    refer: Callable[[nn.Module, Dataset], Dataset] | None = None
     sample: Callable[[nn.Module], str] | None = None
+    analyse: Callable[[nn.Module], Analysis] | None = None
+
+    def compare_with(self, model: nn.Module) -> None:
+        """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""
+        if self.refer is not None:  # in place: ``score`` reads the same dict
+            self.held_out |= {split: self.refer(model, rows) for split, rows in self.held_out.items()}

@@ -32,6 +32,10 @@ class Task:
             ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
         load: function from the task, the recipe's data section and a trained model's class names (or None) to the
             task with ``labels`` and ``text`` filled in, its splits, and the number of rows left out by reason.
+        objectives: names of the objectives that a recipe chooses from, the usual one first; empty: the task has its own
+            loss. Else ``prepare`` also takes the recipe's ``objective``.
+        examples: function of the task, the data section, a row, the tokenizer and ``max_length`` to the row's examples,
+            each a list of sequences with their titles, to be shown to people; for tasks that are not labelled.
         check: function from the task and the recipe's data section to what is wrong with the section, each as the
             keys of the place in the recipe and a message; it imports no torch.
     """
@@ -47,6 +51,8 @@ class Task:
     labelled: bool = True
     token_loss: bool = False
     prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
+    objectives: tuple[str, ...] = ()
+    examples: str = "peftlab.tasks.language.language_task:examples"
     load: str = field(kw_only=True)
     check: str = field(kw_only=True)
 
@@ -98,6 +104,13 @@ _BUILT_IN = (
     _language("text/chat", token_loss=True),
     _language("text/completion", token_loss=True),
     _language("text/plain", token_loss=True),
+    _language(
+        "text/preference",
+        objectives=("dpo",),
+        prepare="peftlab.tasks.preference.preference_task:prepare",
+        load="peftlab.tasks.preference.preference_task:load_preferences",
+        examples="peftlab.tasks.preference.preference_task:examples",
+    ),
 )
 TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -83,6 +84,25 @@ def _reset_accelerate() -> None:
     (1.15); transformers' ``TrainingArguments`` calls the same function for a second training in one process.
     """
     AcceleratorState._reset_state()
+
+
+class AsTrained(nn.Module):
+    """``module`` on the device and in the precision of training, before accelerate wraps it.
+
+    So a comparison with the model at the start sees no difference of precision.
+    """
+
+    def __init__(self, module: nn.Module, accelerator: Accelerator, precision: str) -> None:
+        super().__init__()
+        nn.Module.to(module, accelerator.device)  # transformers' own refuses weights in 8 bits
+        self.module = module
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.autocast = partial(torch.autocast, accelerator.device.type, dtype, enabled=dtype is not None)
+
+    def forward(self, *inputs: object, **named: object) -> object:
+        """Return what the module returns."""
+        with self.autocast():
+            return self.module(*inputs, **named)
 
 
 def whole(values: NestedT) -> NestedT:

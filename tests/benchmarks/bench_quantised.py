@@ -7,16 +7,16 @@ machine: ``python -m tests.benchmarks quantised``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 import peftlab
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base, storage
-from peftlab.models.quantised import quantised_linears
+from peftlab.models.quantised import is_quantised
 from tests.benchmarks.bench_lora import interleaved
 from tests.packages import SMOLLM2
 
@@ -25,10 +25,10 @@ NF4, DOUBLE, INT8 = (BaseConfig(dtype="nf4"), BaseConfig(dtype="nf4", double_qua
 BASES = {"plain": None, "nf4": NF4, "nf4, double_quant": DOUBLE, "int8": INT8}
 
 
-def model_of(base: BaseConfig | None, precision: str) -> Any:
+def model_of(place: str, base: BaseConfig | None, precision: str) -> Any:
     """Return SmolLM2 with LoRA beside a base stored so, in training mode."""
     chosen = base or BaseConfig.model_validate({"dtype": precision})
-    model, _ = load_base(SMOLLM2, "AutoModelForCausalLM", **storage(chosen, precision))
+    model, _ = load_base(place, "AutoModelForCausalLM", **storage(chosen, precision))
     torch.manual_seed(0)
     return peftlab.inject_lora(model, r=16, lora_alpha=32, target_modules="all-linear").train()
 
@@ -37,16 +37,19 @@ def linear_bytes(model: nn.Module) -> int:
     """Return the bytes that the frozen linear maps but for the LM head are stored in, scales included."""
     found = 0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not name.endswith("lm_head"):
-            found += module.weight.nbytes
-    for _, linear in quantised_linears(model):
-        weight: Any = linear.weight
-        state = getattr(weight, "quant_state", None)
-        parts = [getattr(linear, "state").SCB if weight.__dict__.get("SCB") is None else weight.SCB] if state is None else [  # noqa: B009
-            state.absmax, *([state.state2.absmax] if state.nested else [])
-        ]  # fmt: skip
-        found += sum(part.nbytes for part in parts)
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            found += module.weight.nbytes + sum(scales.nbytes for scales in scales_of(module))
     return found
+
+
+def scales_of(module: Any) -> list[torch.Tensor]:
+    """Return what a linear map in 8 or 4 bits stores beside its codes."""
+    if not is_quantised(module):
+        return []
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return [module.state.SCB if module.weight.SCB is None else module.weight.SCB]
+    return [state.absmax, *([state.state2.absmax] if state.nested else [])]
 
 
 def step(model: Any, precision: str, ids: torch.Tensor) -> Callable[[], None]:
@@ -69,8 +72,10 @@ def main() -> None:
     )
     print("| --- | --- | --- | --- | --- | --- |")
     ids = torch.randint(100, 40000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    for precision in ("fp32", "bf16"):
-        models = {name: model_of(base, precision) for name, base in BASES.items()}
+    with TemporaryDirectory() as place:
+        load_base(SMOLLM2, "AutoModelForCausalLM")[0].save_pretrained(place)
+        every = {p: {name: model_of(place, base, p) for name, base in BASES.items()} for p in ("fp32", "bf16")}
+    for precision, models in every.items():
         half = linear_bytes(models["plain"]) / (2 if precision == "fp32" else 1)
         seconds = interleaved({name: step(model, precision, ids) for name, model in models.items()}, REPEATS)
         for name, model in models.items():

@@ -260,3 +260,27 @@ def test_two_processes_have_the_gradients_of_one(llama: Path, tmp_path: Path) ->
         part = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for name, parameter in peftlab.trainable_parameters(model).items():
             torch.testing.assert_close(part[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("how", ["nf4", "nf4-double"])
+def test_a_base_that_was_used_before_the_injection_trains(how: str, tmp_path: Path) -> None:
+    """On CPUs with bf16 products that forward pass packs the weights anew, with scales in bf16."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZE, "intermediate_size": 128})).save_pretrained(
+        tmp_path
+    )
+    used, fresh = load(tmp_path, how).eval(), load(tmp_path, how)
+    with torch.no_grad():
+        used(IDS)
+    for model in (used, fresh):
+        torch.manual_seed(2)
+        shake(peftlab.inject(model, VARIANTS["lora"]))
+    theirs = dict(quantised_linears(fresh))
+    for name, linear in quantised_linears(used):
+        expected = dequantised(theirs[name], torch.float32)
+        torch.testing.assert_close(dequantised(linear, torch.float32), expected, rtol=2**-6, atol=1e-4)
+    expected_gradients = gradients(fresh)
+    for name, gradient in gradients(used).items():
+        assert (
+            torch.nn.functional.cosine_similarity(gradient.flatten(), expected_gradients[name].flatten(), dim=0) > 0.99
+        )

@@ -294,3 +294,11 @@ def test_files_that_are_no_recipe() -> None:
     Path("recipes/x.yaml").write_bytes(b"model: \xff")
     with pytest.raises(PeftlabError, match=r"^recipes/x\.yaml:1: not UTF-8"):
         load_recipe("recipes/x.yaml")
+
+
+def test_a_default_that_depends_on_a_wrong_key_is_no_second_problem(tmp_path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("kind: draft\ntarget: 5\ndraft: {kind: medusa}\ndata: {prompts: x.txt}\noutput_dir: out\n")
+    with pytest.raises(PeftlabError) as found:
+        load_recipe(file, [])
+    assert str(found.value).splitlines() == ["x.yaml:2: target: expected text, got 5 (put it in quotes)"]

@@ -70,3 +70,33 @@ def test_report_and_card_show_the_classes(tmp_path: Path) -> None:
     assert "Class names that differ only in case or spaces" in text
     info = CardInfo(name="x", base_model="b", recipe="r", results=results(classes=SPELLED))
     assert "| bad | 1,200 | 3 |" in adapter_card(info)
+
+
+BY_CLASS = {
+    "bad": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 4},
+    "fine": {"precision": 0.7, "recall": 0.875, "f1": 0.7777, "support": 1200},
+}
+HARD = {"row": 3, "text": "<b>so so</b>", "text_pair": None, "label": "bad", "predicted": "fine", "probability": 0.004}
+
+
+def test_scores_by_class_and_confusion_are_shown_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classes = {name: {"validation": row["support"]} for name, row in BY_CLASS.items()}
+    more = {"by_class": BY_CLASS, "confusion": [[1, 3], [150, 1050]], "hardest": [HARD | {"loss": 5.5}]}
+    scores = {"validation": {"accuracy": 0.8872549, "f1": 0.5}}
+    more |= {"task": "text/classification", "classes": classes, "metrics": scores, "baseline_metrics": {"f1": 0.4}}
+    print_results(results(**more), tmp_path)
+    shown = capsys.readouterr().out
+    assert "f1, mean over classes (validation)" in shown and "0.5000 (baseline 0.4000)" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["bad", "0.5000", "0.2500", "0.3333", "4"] in rows and ["fine", "150", "1,050"] in rows
+    write_run(tmp_path / "run", **more)
+    page = write_report(tmp_path / "run").read_text()
+    assert "&lt;b&gt;so so&lt;/b&gt;" in page and "0.4 %" in page
+    assert '--share: 75.0%">3<' in page and '--share: 87.5%">1,050<' in page
+
+
+def test_a_regression_is_drawn(tmp_path: Path) -> None:
+    points = [[x / 10, x / 10 + 0.2] for x in range(50)]
+    write_run(tmp_path / "run", metric="pearson", points=points)
+    page = write_report(tmp_path / "run").read_text()
+    assert "Predictions over labels of 50 examples" in page

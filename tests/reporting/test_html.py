@@ -77,7 +77,7 @@ def test_it_shows_the_run(tmp_path: Path) -> None:
         "max logit difference",
         "2.9e-06",
         PROVENANCE["git"]["sha"],
-        "left out / train",
+        "left out (train)",
     ):
         assert shown in page.text, shown
     assert RECIPE.strip() in "".join(page.texts["pre"])

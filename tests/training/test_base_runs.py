@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
@@ -89,7 +90,11 @@ def test_a_chat_run_in_4_bits(chat: Path, finished: Path) -> None:
     assert plain != pytest.approx(results["score"], rel=1e-6), "the base was loaded as the recipe says"
 
 
-def test_a_run_in_4_bits_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_run_in_4_bits_resumes_bit_for_bit(chat: Path, finished: Path, tmp_path: Path, packed: bool) -> None:
+    if packed:
+        finished = tmp_path / "packed"
+        run(chat / "recipe.yaml", ["train.packing=true", f"output_dir={finished}"])
     stopped = tmp_path / "run"
     shutil.copytree(finished, stopped)
     max((stopped / "checkpoints").glob("*.pt")).unlink()
@@ -101,11 +106,15 @@ def test_a_run_in_4_bits_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("overrides", [
     ["base={dtype: int8}"], ["base={dtype: bf16}", "train.precision=bf16"], ["base={dtype: bf16}"], ["train.precision=bf16"],
-    ["train.gradient_checkpointing=true", "method.use_dora=true"],
+    ["train.gradient_checkpointing=true", "method.use_dora=true"], ["base={dtype: int8}", "train.packing=true"],
+    ["base={dtype: bf16}", "train.precision=bf16", "train.packing=true", "train.gradient_checkpointing=true"],
 ], ids=" ".join)  # fmt: skip
-def test_other_ways_to_store_the_base_train_too(chat: Path, tmp_path: Path, overrides: list[str]) -> None:
+def test_other_ways_to_store_the_base_train_too(
+    chat: Path, tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("bitsandbytes")
     run(chat / "recipe.yaml", [*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert "train.packing" not in capsys.readouterr().out, "each keeps the examples of a row apart"
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["score"] < 0.85 * results["baseline_score"]
     assert {tensor.dtype for tensor in tensors(tmp_path / "run").values()} == {torch.float32}
@@ -144,6 +153,20 @@ def test_a_draft_learns_from_a_target_in_4_bits(stories: Path, tmp_path: Path) -
     plain = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(saved[name], plain.get_parameter(name))
+
+
+def test_text_of_a_target_is_not_taken_for_that_of_the_same_target_stored_otherwise(chat: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    stored: list[dict[str, Any]] = [
+        {}, {"dtype": torch.bfloat16}, {"quantised": BaseConfig(dtype="nf4")}, {"quantised": BaseConfig(dtype="int8")},
+        {"quantised": BaseConfig(dtype="nf4", double_quant=True)},
+        {"quantised": BaseConfig(dtype="nf4"), "dtype": torch.bfloat16},
+    ]  # fmt: skip
+    digests = [
+        [weights_digest(load_base(str(chat / "model"), "AutoModelForCausalLM", **how)[0]) for how in stored]
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1] and len(set(digests[0])) == len(stored)
 
 
 def test_a_table_gives_the_base_to_its_cells() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from datasets import Dataset
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import DataConfig
+from peftlab.tasks.labelled.analysis import Analysis, analyse
 from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.labelled.metrics import majority_baseline
 from peftlab.tasks.labelled.scoring import Evaluation, summed_loss
@@ -53,6 +55,11 @@ def prepare(
     if "train" in splits:
         train = partial(tokens, splits["train"])
         baseline = majority_baseline(task, splits["train"]["label"], splits[evaluated[0]]["label"])
+    evaluation = Evaluation(task, held_out, collate, batch_size)
+
+    def taken_apart(model: nn.Module) -> Analysis:
+        return analyse(task.labels, evaluation.predict(model, held_out[evaluated[0]]), splits[evaluated[0]])
+
     return Prepared(
         task=task,
         tokenizer=tokenizer,
@@ -63,12 +70,13 @@ def prepare(
         collate=collate,
         loss=partial(summed_loss, regression=task.regression),
         denominator=lambda _: len,
-        score=Evaluation(task, held_out, collate, batch_size).score,
+        score=evaluation.score,
         deciding=task.metrics[0],
         baseline=baseline,
         classes=loaded.class_counts(),
         left_out=loaded.left_out,
         fingerprint=loaded.fingerprint,
+        analyse=taken_apart,
     )
 
 

@@ -58,10 +58,15 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     if names == ("instruction", "output"):
         messages = _alpaca(values, where)
     elif len(names) == 2:
-        messages = _pair(values[names[0]], values[names[1]], where, names)
+        messages = pair(values[names[0]], values[names[1]], where, names)
     else:
         messages = read_turns(values[names[0]], where)
-    messages = [*_system(values.get("system"), messages, where), *messages]
+    return as_conversation(messages, values, where)
+
+
+def as_conversation(messages: list[Message], values: Mapping[str, object], where: str) -> Conversation:
+    """Return turns that were read, with the columns ``system`` and ``tools`` of their row; errors name ``where``."""
+    messages = with_system(messages, values, where)
     check_turns(messages, where)
     calls = [call_of(message, where) for message in messages]
     texts = [{**message, "role": "assistant"} if message["role"] == CALLED else message for message in messages]
@@ -108,7 +113,10 @@ def read_plain(table: Table, row: int, data: DataConfig) -> Completion:
     return Completion("", _text(table.column(name, "data.text")[row], name, table.where(row)), table.where(row))
 
 
-def _pair(prompt: object, completion: object, where: str, names: Sequence[str]) -> list[Message]:
+def pair(
+    prompt: object, completion: object, where: str, names: Sequence[str] = ("prompt", "completion")
+) -> list[Message]:
+    """Return a question and its answer, each a text or a list of turns, as one conversation; ``names``: for errors."""
     asked: list[Message] = [{"role": "user", "content": ""}]
     if isinstance(prompt, list):
         asked = read_turns(prompt, where)
@@ -129,17 +137,18 @@ def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
     for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
             raise PeftlabError(f"{where}: a turn of history is a question and an answer, not {quoted(turn)}")
-        earlier += _pair(turn[0], turn[1], where, ("the question of history", "the answer of history"))
-    return [*earlier, *_pair(asked, values["output"], where, ("instruction", "output"))]
+        earlier += pair(turn[0], turn[1], where, ("the question of history", "the answer of history"))
+    return [*earlier, *pair(asked, values["output"], where, ("instruction", "output"))]
 
 
-def _system(value: object, messages: Sequence[Message], where: str) -> list[Message]:
-    """Return the system turn of the column ``system``, which stands beside the turns."""
+def with_system(messages: list[Message], values: Mapping[str, object], where: str) -> list[Message]:
+    """Return a conversation that begins with its row's column ``system``, where there is one."""
+    value = values.get("system")
     if is_missing(value):
-        return []
+        return messages
     if messages[0]["role"] == "system":
         raise PeftlabError(f"{where}: two system turns, in the column system and as the first turn")
-    return [{"role": "system", "content": _text(value, "system", where)}]
+    return [{"role": "system", "content": _text(value, "system", where)}, *messages]
 
 
 def _text(value: object, name: str, where: str) -> str:

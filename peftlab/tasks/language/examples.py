@@ -73,7 +73,7 @@ def encode_rows(
     dropped = 0
     for row in rows:
         for tokens in encode(row, tokenizer, how):
-            fitted = _fit(tokens, row.where, how)
+            fitted = fit(tokens, row.where, how)
             dropped += not fitted
             kept += fitted
     if not kept:
@@ -186,8 +186,12 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 
-def _fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
-    """Return what is trained of an example: itself, its parts, or nothing where it is too long."""
+def fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
+    """Return what is trained of an example: itself, its parts, or nothing where it is too long.
+
+    Raises:
+        PeftlabError: it is longer than ``how.max_length``, and that is an error.
+    """
     length = len(tokens.input_ids)
     if length <= how.max_length:
         return [tokens]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
@@ -27,7 +28,16 @@ from peftlab.tasks.language.conversations import (
     read_conversation,
     read_plain,
 )
-from peftlab.tasks.language.examples import Encoding, Source, collate, encode_rows, fingerprint, format_chat
+from peftlab.tasks.language.examples import (
+    Encoding,
+    Source,
+    Tokens,
+    collate,
+    encode,
+    encode_rows,
+    fingerprint,
+    format_chat,
+)
 from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
 from peftlab.tasks.language.packed import pack, packing_fault
 from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
@@ -44,6 +54,8 @@ _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
 _COLUMNS: dict[str, Callable[[Table, int, DataConfig], tuple[str, ...] | None]] = {
     "text/chat": chat_columns, "text/completion": completion_columns, "text/plain": plain_columns,
 }  # fmt: skip
+RowT = TypeVar("RowT")
+Named = Callable[[Table, int], Sequence[str] | None]
 _ANSWER = 48  # tokens of a sample
 
 
@@ -61,19 +73,33 @@ def load_language(
     Raises:
         PeftlabError: a file, column or row that cannot be used.
     """
+    named = _COLUMNS[task.name]
+    splits, left_out = read_splits(task, data, _READERS[task.name], lambda table, row: named(table, row, data))
+    return task, splits, left_out
+
+
+def read_splits(
+    task: Task, data: DataConfig, read: Callable[[Table, int, DataConfig], RowT], columns: Named
+) -> tuple[dict[str, list[RowT]], dict[str, int]]:
+    """Return the rows of each split as ``read`` makes them, and the number of rows left out by reason.
+
+    Args:
+        columns: table and row to the columns without whose value the row is left out, where ``data.drop_missing`` says
+            so; None: it is left out in any case.
+    """
     if data.path is None:
         raise PeftlabError(f"task {task.name} needs data.path")
-    read, left_out = _READERS[task.name], {MISSING: 0, OUTSIDE: 0}
-    splits: dict[str, list[Source]] = {}
+    left_out = {MISSING: 0, OUTSIDE: 0}
+    splits: dict[str, list[RowT]] = {}
     for split, table in _tables(task, data).items():
-        table, dropped = _worded(task, table, data)
+        table, dropped = _worded(table, data, columns)
         left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
         splits = _hold_out(splits, data.validation, data.split_seed)
-    return task, splits, {why: count for why, count in left_out.items() if count}
+    return splits, {why: count for why, count in left_out.items() if count}
 
 
 def prepare(
@@ -87,11 +113,7 @@ def prepare(
 ) -> Prepared:
     """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
     task, splits, left_out = resolve(task.load)(task, data)
-    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
-    if chosen is not None:
-        rows = splits["train"]
-        left_out = {**left_out, BEYOND: len(rows) - len(chosen)}
-        splits = {**splits, "train": [rows[i] for i in chosen]}
+    splits, left_out = limited(splits, data, left_out)
     tokenizer = source.tokenizer()
     how = encoding(task, data, max_length)
     held = {name: splits[name] for name in ("validation", "test") if name in splits}
@@ -124,11 +146,29 @@ def prepare(
         pipeline="text-generation",
         smoothed=_smoothed,
         sharing=RowSharing(partial(pack, pad=pad or 0), packing_fault),
-        sample=partial(_sample, tokenizer, next(iter(held.values()))[0]),
+        sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
     )
     if "train" in splits:
         prepared.train = partial(_train, splits["train"], prepared, how)
     return prepared
+
+
+def limited(
+    splits: dict[str, list[RowT]], data: DataConfig, left_out: dict[str, int]
+) -> tuple[dict[str, list[RowT]], dict[str, int]]:
+    """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason."""
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is None:
+        return splits, left_out
+    rows = splits["train"]
+    return {**splits, "train": [rows[i] for i in chosen]}, {**left_out, BEYOND: len(rows) - len(chosen)}
+
+
+def examples(
+    task: Task, data: DataConfig, row: Source, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[list[tuple[str, Tokens]]]:
+    """Return a row's examples, each as its sequences with their titles: one sequence without a title."""
+    return [[("", tokens)] for tokens in encode(row, tokenizer, encoding(task, data, max_length))]
 
 
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
@@ -175,7 +215,7 @@ def _document(file: Path, name: str) -> Table:
     return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
 
 
-def _worded(task: Task, table: Table, data: DataConfig) -> tuple[Table, dict[str, int]]:
+def _worded(table: Table, data: DataConfig, named: Named) -> tuple[Table, dict[str, int]]:
     """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
 
     Rows that lack a value are left out where ``data.drop_missing`` says so.
@@ -192,7 +232,7 @@ def _worded(task: Task, table: Table, data: DataConfig) -> tuple[Table, dict[str
     inside = len(kept)
     if data.drop_missing:
         worded = replace(table, columns=columns)
-        found = {row: _COLUMNS[task.name](worded, row, data) for row in kept}
+        found = {row: named(worded, row) for row in kept}
         kept = [
             row for row, names in found.items()
             if names is not None and not any(is_missing(columns[name][row]) for name in names if name in columns)
@@ -203,7 +243,7 @@ def _worded(task: Task, table: Table, data: DataConfig) -> tuple[Table, dict[str
     return replace(table, columns=columns).take(list(columns), kept), left_out
 
 
-def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: int) -> dict[str, list[Source]]:
+def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int) -> dict[str, list[RowT]]:
     rows = splits["train"]
     size = validation if isinstance(validation, int) else round(validation * len(rows))
     if not 0 < size < len(rows):
@@ -221,7 +261,7 @@ def _hold_out(splits: dict[str, list[Source]], validation: int | float, seed: in
 
 
 @torch.no_grad()
-def _sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
+def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
     """Return what a model answers, greedily, to a held-out row."""
     bare: Unwrapped = getattr(model, "module", model)
     if isinstance(row, Conversation):

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from peftlab.methods.modes import eval_mode
@@ -20,7 +21,7 @@ from peftlab.models.chunked_sum import chunked_sum
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.evaluation_turns import over_processes
 from peftlab.tasks.tokens import Row
-from peftlab.untyped import Unwrapped
+from peftlab.untyped import Attributes, Unwrapped
 
 _CHUNK = 256  # tokens whose logits live at a time
 _READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -35,23 +36,57 @@ def nll(model: nn.Module, inputs: Mapping[str, Tensor], *, label_smoothing: floa
         label_smoothing: share s of each token's loss that is the mean over the vocabulary instead: p(token) becomes
             the geometric mean p(token)^(1-s) · Π p(any)^(s/V).
     """
-    given = {key: value for key, value in inputs.items() if key != "trained"}
-    ids, kept = inputs["input_ids"], inputs["trained"][:, 1:]
-    targets = ids[:, 1:][kept]  # [T]
     loss = partial(F.cross_entropy, reduction="sum", label_smoothing=label_smoothing)
     bare: Unwrapped = getattr(model, "module", model)
     if not reads_head(bare):
-        logits = model(**given, use_cache=False).logits
-        return loss(logits[:, :-1][kept].float(), targets)
-    with _last_states(bare) as states:
-        model(**given, use_cache=False, logits_to_keep=1)
-    hidden = states[0][:, :-1][kept]  # [T, H]
+        return loss(*_trained_logits(model, inputs))
+    hidden, targets = _trained_states(model, inputs)
 
     def chunk_loss(rows: Tensor, part: Tensor) -> Tensor:
         return loss(head_logits(bare, part), targets[rows])
 
     rows = torch.arange(len(hidden), device=hidden.device)
     return chunked_sum(chunk_loss, hidden, rows, _CHUNK, list(bare.get_output_embeddings().parameters()))
+
+
+def token_nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return -log p(token | tokens before it) of each trained token, [T], row by row; arguments as for ``nll``.
+
+    For losses that are no sum over tokens: which gradient a token's logits receive is known in the backward pass only,
+    which computes each chunk's logits again.
+    """
+    loss = partial(F.cross_entropy, reduction="none")
+    bare: Unwrapped = getattr(model, "module", model)
+    if not reads_head(bare):
+        return loss(*_trained_logits(model, inputs))
+    hidden, targets = _trained_states(model, inputs)
+
+    def chunk_loss(part: Tensor, ids: Tensor) -> Tensor:
+        return loss(head_logits(bare, part), ids)
+
+    parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    return torch.cat([checkpoint(chunk_loss, *part, use_reentrant=False) for part in parts])
+
+
+def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the states [T, H] that the LM head predicts the trained tokens from, and these tokens' ids [T]."""
+    given, kept = _given(inputs), inputs["trained"][:, 1:]
+    bare: Unwrapped = getattr(model, "module", model)
+    with _last_states(bare) as states:
+        model(**given, logits_to_keep=1)
+    return states[0][:, :-1][kept], inputs["input_ids"][:, 1:][kept]
+
+
+def _trained_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits [T, V] of the trained tokens, in fp32, and these tokens' ids [T]."""
+    kept = inputs["trained"][:, 1:]
+    logits = model(**_given(inputs)).logits
+    return logits[:, :-1][kept].float(), inputs["input_ids"][:, 1:][kept]
+
+
+def _given(inputs: Mapping[str, Tensor]) -> Attributes:
+    """Return what a model takes of a batch."""
+    return {"use_cache": False} | {key: value for key, value in inputs.items() if key != "trained"}
 
 
 def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:

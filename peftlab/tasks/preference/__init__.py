@@ -1,0 +1,1 @@
+"""Preference data: a better and a worse answer to each prompt."""
