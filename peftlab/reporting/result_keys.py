@@ -38,6 +38,8 @@ FINETUNE = {
     "classes": "class name to its number of examples by split; empty for regression",
     "dropped_rows": "rows left out because a text or label was missing",
     "left_out": "all rows left out, by reason",
+    "merge_losses": "after training on a base in int8 or nf4: loss on the first evaluation split of the `live` model "
+    "and of both merges, `dequantised` and `original`; absent elsewhere",
     "sample": "what a language model answers to a held-out input, `before` training and `after`; absent elsewhere",
 }
 DRAFT = {

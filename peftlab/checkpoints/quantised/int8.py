@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-_STEP = 1 << 20  # weights computed at a time, so that intermediates stay small
+_STEP = 1 << 18  # weights computed at a time, so that intermediates stay small
 
 
 def rows_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,6 +18,12 @@ def rows_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     half = weight.to(torch.float16)
     magnitudes = half.abs().amax(1).float()
     return torch.round(half * (127.0 / magnitudes[:, None])).to(torch.int8), magnitudes
+
+
+def int8_codes(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the codes of a matrix (out, in), part by part in order."""
+    for part in weight.detach().split(max(1, _STEP // weight.shape[1])):
+        yield rows_int8(part)[0]
 
 
 def int8_values(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
