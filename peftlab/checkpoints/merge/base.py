@@ -23,11 +23,11 @@ from peftlab.untyped import Attributes
 def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
     """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
-    A GGUF file, or with ``options.dequantize`` a quantised checkpoint, is loaded and saved as plain fp32 weights
-    beside ``out`` for the duration of the block: this takes memory and disk for the whole model.
+    A GGUF file or a quantised checkpoint is loaded and saved as plain fp32 weights beside ``out`` for the duration of
+    the block: this takes memory and disk for the whole model.
 
     Raises:
-        PeftlabError: the base does not exist, or it is quantised and ``options.dequantize`` is false.
+        PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
     """
     place = _located(reference)
     if place.suffix == ".gguf":
@@ -39,12 +39,10 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         if not method:
             yield place, []
             return
-        if not options.dequantize:
+        if options.into == "original":
             raise PeftlabError(
-                f"{reference} is quantised ({method}): an update folded into such weights would be rounded to their "
-                "few levels and mostly lost. --dequantize makes a plain float32 copy first, several times as large, "
-                "whose weights are the quantised ones' values, and folds into that; merging into the model that "
-                "was quantised is better"
+                f"{reference} is stored quantised ({method}) and does not contain its original weights; name the model "
+                "that was quantised (--base), or merge --into dequantised: into a plain float32 copy of its values"
             )
         quantised = f"the base was quantised ({method})"
     with scratch_directory(real(out), "base") as directory:
