@@ -16,6 +16,7 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, load
 from peftlab.checkpoints.formats.peft import adapter_tensors, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
@@ -79,7 +80,18 @@ def combine(
         like = adapters[0].tensors.get(name, items[0][0])
         shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
         tensors[name], tensors[_b(name)] = (t.to(like.dtype) for t in _flat(a, b, shape))
-    return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors)
+    base, notes = _base(adapters)
+    return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors, base=base, notes=notes)
+
+
+def _base(adapters: Sequence[Adapter]) -> tuple[dict[str, Json], tuple[str, ...]]:
+    """Return the first adapter's description of its base, and notes; without the format where they have several."""
+    first = adapters[0]
+    if all(adapter.base.get("format") == first.base.get("format") for adapter in adapters):
+        return dict(first.base), first.notes
+    plain = {key: value for key, value in first.base.items() if key != "format"}
+    why = "the adapters were trained on bases stored in different ways: the update is added to the original weights"
+    return plain, (*first.notes, why)
 
 
 def add_weighted_adapter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,7 +22,7 @@ Method = Annotated[str, typer.Option("--method", help="How several adapters beco
 Rank = Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")]
 Density = Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Store fp32, bf16 or fp16; default: as each weight is stored.")
+    str | None, typer.Option("--dtype", help="Store fp32, bf16, fp16 or fp8; default: as each weight is stored.")
 ]
 Fp64 = Annotated[bool, typer.Option("--fp64", help="Product and sum in fp64.")]
 Verify = Annotated[
@@ -30,7 +30,14 @@ Verify = Annotated[
     typer.Option("--verify/--no-verify", help="Compare merged with unmerged on real inputs; default: for a run."),
 ]
 AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Write a model with NaN or infinite weights.")]
-Dequantize = Annotated[bool, typer.Option("--dequantize", help="Merge into a quantised base; the result is larger.")]
+Into = Annotated[
+    Literal["dequantised", "original"] | None,
+    typer.Option(
+        "--into",
+        help="After training on a base in 4 or 8 bits: add the update to the values of those, or to the original "
+        "weights; default: dequantised where the adapter says how its base was loaded.",
+    ),
+]
 LoraAlpha = Annotated[
     float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
 ]
@@ -50,7 +57,7 @@ def merge(
     fp64: Fp64 = False,
     verify: Verify = None,
     allow_nonfinite: AllowNonfinite = False,
-    dequantize: Dequantize = False,
+    into: Into = None,
     lora_alpha: LoraAlpha = None,
     push_to_hub: PushToHub = None,
     overwrite: Overwrite = False,
@@ -60,15 +67,15 @@ def merge(
 
     from peftlab.checkpoints.merge.options import MergeOptions
     from peftlab.files import to_json
-    from peftlab.models.dtypes import torch_dtype
+    from peftlab.models.dtypes import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
     from peftlab.reporting.console import merge_table
 
     options = MergeOptions(
-        dtype=None if dtype is None else torch_dtype(dtype),
+        dtype=None if dtype is None else stored_dtype(dtype),
         fp64=fp64,
         allow_nonfinite=allow_nonfinite,
-        dequantize=dequantize,
+        into=into,
         lora_alpha=lora_alpha,
         push_to_hub=push_to_hub,
         overwrite=overwrite,

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.methods.config import MethodConfig
 from peftlab.section import Section, Seed
 
@@ -101,7 +102,7 @@ class OtherKeys:
     method: MethodConfig | None
     objective: DraftObjective
     data: DraftData
-    merge: bool | None
+    merge: bool | MergeConfig | None
     acceptance_head: bool
 
 

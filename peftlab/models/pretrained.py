@@ -17,6 +17,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
 from peftlab.methods.task_head import task_head
+from peftlab.models.base_format import base_format
 from peftlab.models.bounds import Bounded, check_directory, check_ids
 from peftlab.models.config import BaseConfig
 from peftlab.models.dtypes import DTYPES, compute_dtype
@@ -171,13 +172,20 @@ def load_tokenizer(reference: str, *, revision: str | None = None, **options: ob
 
 
 def describe(model: nn.Module) -> dict[str, object]:
-    """Return what identifies a base model: class, model type, vocabulary and the configuration itself."""
+    """Return what identifies a base model: class, model type, vocabulary and the configuration itself.
+
+    A base quantised by bitsandbytes also has ``format``, see ``BaseFormat``.
+    """
     config = getattr(model, "config", None)
+    values = config.to_diff_dict() if config is not None else {}
+    values.pop("quantization_config", None)  # it says how this copy is stored, not what the model is
+    how = base_format(model)
     return {
         "architecture": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "vocab_size": getattr(config, "vocab_size", None),
-        "config": config.to_diff_dict() if config is not None else {},
+        "config": values,
+        **({"format": how.to_dict()} if how is not None else {}),
     }
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.merge.config import into
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
@@ -235,7 +236,7 @@ def _save(
         with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
             save_adapter(draft.adapted, staging, base=draft.base)
     if job.folds:
-        options = MergeOptions(recipe=dump_recipe(recipe), overwrite=True)
+        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
     tokens: torch.Tensor | None = resolve(kind.save)(job, draft, run_dir, sets.train)
     return tokens

@@ -15,6 +15,7 @@ from torch import nn
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.merge.config import into
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
@@ -30,6 +31,7 @@ from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
+from peftlab.pipelines.merge_losses import merge_losses
 from peftlab.pipelines.provenance import provenance
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
@@ -68,6 +70,8 @@ class FinetuneResults:
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
         merge: how the merged model compares with base and adapter; None if nothing was merged.
+        merge_losses: held-out loss of the ``live`` model and of both merges, ``dequantised`` and ``original``; None
+            where the base is not quantised or nothing was merged.
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
         by_class, confusion, points, hardest: of the best model on the first evaluation split, see
             ``peftlab.tasks.labelled.analysis``; absent for language models.
@@ -97,6 +101,7 @@ class FinetuneResults:
     dropped_rows: int
     left_out: dict[str, int]
     merge: MergeCheck | None = None
+    merge_losses: dict[str, float] | None = None
     sample: dict[str, str] | None = None
     by_class: dict[str, ClassScores] | None = None
     confusion: list[list[int]] | None = None
@@ -105,7 +110,7 @@ class FinetuneResults:
 
     def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
-        optional = ("merge", "sample", "by_class", "confusion", "points", "hardest")
+        optional = ("merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest")
         values = to_json(self)
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -315,12 +320,16 @@ def _write_out(
         write_text(staging / "README.md", adapter_card(card))
     folds = METHODS[recipe.method.name].folds
     if folds and recipe.merge is not False:
-        options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), overwrite=True)
+        told = into(recipe.merge)
+        options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), into=told, overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.to_dict())
         inputs = sample_inputs(task, VERIFY_EXAMPLES)
         compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         results = replace(results, merge=compared)
+        if recipe.base.quantised:
+            losses = merge_losses(task, model, run_dir, recipe.model, told or "dequantised")
+            results = replace(results, merge_losses=losses)
     conclude(run_dir, results.to_dict())
     return results
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
@@ -55,7 +57,8 @@ def run_merge(
 
     Args:
         adapters: one, or several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining`` says.
-        verify: compare, for which three models are loaded; None: where a recipe is beside the adapter.
+        verify: compare, for which three models are loaded; None: where a recipe is beside the adapter and the
+            packages that the models need are installed.
     """
     weighted = [_weighted(text) for text in adapters]
     adapter: Path | Adapter = Path(weighted[0][0])
@@ -67,9 +70,15 @@ def run_merge(
     if recipe is not None and options.recipe is None:
         options = replace(options, recipe=read_text(recipe))
     report = merge_checkpoint(adapter, base, out, options)
-    if not (verify if verify is not None else recipe is not None):
+    if not (verify if verify is not None else recipe is not None and _comparable(report, options)):
         return report, None
     return report, verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
+
+
+def _comparable(report: MergeReport, options: MergeOptions) -> bool:
+    """Whether what was merged can be run here without asking: packages that only some models need may be absent."""
+    needs = {"bitsandbytes": report.into is not None, "compressed_tensors": options.dtype == torch.float8_e4m3fn}
+    return all(find_spec(name) is not None for name, needed in needs.items() if needed)
 
 
 def _weighted(text: str) -> tuple[str, float | None]:

@@ -49,7 +49,14 @@ def explain(recipe: type[BaseModel], source: Source, error: ValidationError) -> 
         if item["type"] == "default_factory_not_called":  # a default that depends on a key with a problem of its own
             continue
         keys, text = _sentence(recipe, source, item)
-        field_keys, _ = _field_at(recipe, source.data, keys)
+        field_keys, field = _field_at(recipe, source.data, keys)
+        if (
+            field is not None
+            and sections(field)
+            and item["type"].startswith("bool")
+            and isinstance(item["input"], dict)
+        ):
+            continue  # a section was meant, whose own branch of the union says what is wrong with it
         # Each branch of a union fails by itself, at one field: report the field once.
         if (field_keys or keys) not in seen:
             seen.add(field_keys or keys)
@@ -81,7 +88,7 @@ def _sentence(recipe: type[BaseModel], source: Source, item: ErrorDetails) -> tu
         unknown = f"unknown {dotted(keys)} {name!r}{did_you_mean(name, options)}; " if isinstance(name, str) else ""
         return (*keys, tag), f"{unknown if tag in tags else 'missing; '}{listing}"
     value = _value_at(source.data, field_keys)
-    if options:
+    if options and bool not in alternatives(field.annotation):
         hint = f" (write {{{field.discriminator}: {value}}})" if field.discriminator and isinstance(value, str) else ""
         return keys, f"expected keys below it, got {_shown(value)}{hint}"
     return keys, f"expected {describe(field)}, got {_shown(value)}{_value_hint(field, value)}"

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
 from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
@@ -73,9 +74,10 @@ class FinetuneRecipe(Section):
         description="A run or adapter of the same method whose trained tensors, but for the task head, this run "
         "starts from; null: a fresh start.",
     )
-    merge: bool | None = Field(
+    merge: bool | MergeConfig | None = Field(
         default=None,
-        description="Write merged/: true, false, or null for wherever the method has a linear fold.",
+        description="Write merged/: true, a section that says how, false, or null for wherever the method has a "
+        "linear fold.",
     )
     output_dir: str = Field(description="The run directory.")
 
@@ -156,9 +158,10 @@ class DraftRecipe(Section):
         "(SpecDec++): acceptance_head.safetensors in the run directory.",
     )
     gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
-    merge: bool | None = Field(
+    merge: bool | MergeConfig | None = Field(
         default=None,
-        description="Write merged/: true, false, or null for wherever the method has a linear fold.",
+        description="Write merged/: true, a section that says how, false, or null for wherever the method has a "
+        "linear fold.",
     )
     output_dir: str = Field(description="The run directory.")
 

@@ -127,14 +127,16 @@ def merge_table(report: MergeReport) -> Table:
     """Return what a merge did, one row for all tensors whose names differ only in the layer.
 
     ``n`` tensors; the mean of the change's norm over the weight's; the mean share of elements whose stored
-    value changed; and the worst share of the change that rounding to the stored dtype left.
+    value changed; and the worst share of the change that rounding to the stored dtype left, in fp8 (``kept``) along the
+    change itself.
     """
     groups: dict[str, list[TensorReport]] = {}
     for row in report.tensors:
         groups.setdefault(LAYER.sub("*", row.name), []).append(row)
     table = plain_table(title=f"merged {report.architecture} ({report.dtype})")
     table.add_column("tensor")
-    for name in ("n", "delta/W", "changed", "survived"):
+    left = "survived" if report.kept is None else "kept"
+    for name in ("n", "delta/W", "changed", left):
         table.add_column(name, justify="right", no_wrap=True)
     for name, rows in groups.items():
         ratios = [row.ratio for row in rows if row.ratio is not None]
@@ -143,7 +145,7 @@ def merge_table(report: MergeReport) -> Table:
             str(len(rows)),
             facts.percent(sum(ratios) / len(ratios)) if ratios else rows[0].kind,
             facts.percent(sum(row.changed for row in rows) / len(rows)),
-            facts.percent(min(row.survived for row in rows)),
+            facts.percent(min(row.survived if row.kept is None else row.kept for row in rows)),
         )
     return table
 

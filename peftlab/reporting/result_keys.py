@@ -43,6 +43,8 @@ FINETUNE = {
     "points": "regression: [label, prediction] of at most 500 examples of that split",
     "hardest": "the ten examples of that split with the largest loss: `row`, `text`, `text_pair`, `label`, "
     "`predicted`, `probability` (of the label), `loss`",
+    "merge_losses": "after training on a base in int8 or nf4: loss on the first evaluation split of the `live` model "
+    "and of both merges, `dequantised` and `original`; absent elsewhere",
     "sample": "what a language model answers to a held-out input, `before` training and `after`; absent elsewhere",
 }
 DRAFT = {

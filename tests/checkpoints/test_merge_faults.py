@@ -202,10 +202,10 @@ def test_read_only_base(parts: tuple[Path, Path], tmp_path: Path) -> None:
     assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in base.iterdir()} == before
 
 
-def _refused(adapter: Path, base: Path, out: Path, words: str) -> None:
+def _refused(adapter: Path, base: Path, out: Path, words: str, options: MergeOptions | None = None) -> None:
     there = sorted(out.parent.iterdir())
     with pytest.raises(PeftlabError, match=words):
-        merge_checkpoint(adapter, base, out)
+        merge_checkpoint(adapter, base, out, options)
     assert sorted(out.parent.iterdir()) == there
 
 
@@ -253,7 +253,8 @@ def test_bases_that_are_refused(parts: tuple[Path, Path], tmp_path: Path) -> Non
     for method in ("bitsandbytes", "gptq", "awq"):
         quantised = config | {"quantization_config": {"quant_method": method, "bits": 4}}
         (base / "config.json").write_text(json.dumps(quantised))
-        _refused(adapter, base, tmp_path / "out", f"quantised .{method}.*--dequantize")
+        options = MergeOptions(into="original")
+        _refused(adapter, base, tmp_path / "out", f"stored quantised .{method}.*--into dequantised", options)
     (base / "config.json").write_text(json.dumps(config))
     shard = next(p for p in sorted(base.iterdir()) if p.suffix == ".safetensors")
     whole = load_file(shard)

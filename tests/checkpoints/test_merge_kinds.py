@@ -335,7 +335,7 @@ def test_gguf_is_dequantised_and_said_to_be(tmp_path: Path, smollm2: str) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_is_dequantised_when_asked(tmp_path: Path, bits: int) -> None:
+def test_a_base_stored_by_bitsandbytes_is_dequantised(tmp_path: Path, bits: int) -> None:
     pytest.importorskip("bitsandbytes")
     plain = build("llama").to(torch.bfloat16)
     base = save_base(plain, tmp_path / "plain")
@@ -343,10 +343,14 @@ def test_bitsandbytes_is_dequantised_when_asked(tmp_path: Path, bits: int) -> No
     how = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True, "bnb_4bit_quant_type": "nf4"})
     quantised = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=how, device_map="cpu")
     quantised.save_pretrained(tmp_path / "quantised")
-    with pytest.raises(PeftlabError, match=r"quantised \(bitsandbytes\).*--dequantize"):
-        merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged")
-    report = merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged", MergeOptions(dequantize=True))
-    assert "dequantised to float32 first" in report.notes[0] and not list(tmp_path.glob("*base-merged*"))
+    with pytest.raises(PeftlabError, match=r"stored quantised \(bitsandbytes\).*--into dequantised"):
+        merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged", MergeOptions(into="original"))
+    report = merge_checkpoint(adapter, tmp_path / "quantised", tmp_path / "merged")
+    assert (
+        report.into == "dequantised"
+        and "dequantised to float32 first" in report.notes[0]
+        and not list(tmp_path.glob("*base-merged*"))
+    )
 
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert getattr(merged.config, "quantization_config", None) is None

@@ -154,7 +154,10 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
         ),
         ("train:\n  betas: [0.9,\n    1]", "6: train.betas: expected [number from 0 below 1, "
          "number from 0 below 1], got [0.9, 1]"),
-        ("merge: no", "4: merge: expected true or false or null, got 'no' (did you mean false?)"),
+        ("merge: no", "4: merge: expected true or false or section or null, got 'no' (did you mean false?)"),
+        ("merge: {inot: original}", "4: merge.inot: unknown key (did you mean 'into'?)"),
+        ("merge: {into: orignal}", "4: merge.into: expected dequantised or original, got 'orignal' "
+         "(did you mean 'original'?)"),
         ("revision: 1234567", "4: revision: expected text or null, got 1234567 (put it in quotes)"),
         (
             "data:\n  text: sentence",

@@ -26,11 +26,11 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
 
     A base that is itself an adapter (``models.finetuned``) is folded in memory and written beside ``out`` for the
-    duration of the block. A GGUF file, or with ``options.dequantize`` a quantised checkpoint, is loaded and saved
-    there as plain fp32 weights. Both take memory and disk for the whole model.
+    duration of the block. A GGUF file or a quantised checkpoint is loaded and saved there as plain fp32 weights. Both
+    take memory and disk for the whole model.
 
     Raises:
-        PeftlabError: the base does not exist, or it is quantised and ``options.dequantize`` is false.
+        PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
     """
     if find_model(reference).adapters:
         with scratch_directory(real(out), "base") as directory:
@@ -49,12 +49,10 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         if not method:
             yield place, []
             return
-        if not options.dequantize:
+        if options.into == "original":
             raise PeftlabError(
-                f"{reference} is quantised ({method}): an update folded into such weights would be rounded to their "
-                "few levels and mostly lost. --dequantize makes a plain float32 copy first, several times as large, "
-                "whose weights are the quantised ones' values, and folds into that; merging into the model that "
-                "was quantised is better"
+                f"{reference} is stored quantised ({method}) and does not contain its original weights; name the model "
+                "that was quantised (--base), or merge --into dequantised: into a plain float32 copy of its values"
             )
         quantised = f"the base was quantised ({method})"
     with scratch_directory(real(out), "base") as directory:

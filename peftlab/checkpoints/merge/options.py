@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from peftlab.checkpoints.merge.config import Into
 from peftlab.checkpoints.model_card import Training
 
 
@@ -18,7 +19,9 @@ class MergeOptions:
         fp64: compute product and sum in fp64 instead of fp32.
         overwrite: replace the output if it is a model directory that peftlab wrote.
         allow_nonfinite: write NaN and infinity where they arise.
-        dequantize: accept a bitsandbytes, GPTQ or AWQ base; the result is a plain model, several times as large.
+        into: what the update is added to where the base was quantised: ``dequantised``, the values that the model
+            computed with in training, or ``original``, the weights before they were quantised. None: dequantised
+            where the adapter says how its base was loaded, else the weights as they are stored.
         trust_remote_code: run the model code in the base directory.
         lora_alpha: α of a loralib file, which does not contain it.
         push_to_hub: id of a repository to upload the result to; a new one is private.
@@ -29,7 +32,7 @@ class MergeOptions:
     fp64: bool = False
     overwrite: bool = False
     allow_nonfinite: bool = False
-    dequantize: bool = False
+    into: Into | None = None
     trust_remote_code: bool = False
     lora_alpha: float | None = None
     push_to_hub: str | None = None

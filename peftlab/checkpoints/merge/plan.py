@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,11 +19,14 @@ from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.task_model import task_model
+from peftlab.checkpoints.quantised.fp8 import FP8, compressible
+from peftlab.checkpoints.quantised.training_weights import TrainingWeights
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of
 from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
+from peftlab.models.base_format import BaseFormat
 from peftlab.models.skeleton import Place, places, tied_names
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
@@ -36,6 +40,7 @@ class Target:
         key: its key. name: the model's name for it. dtype, shape: as it is stored.
         shard, source: its file and key in the base; None and an empty string where the base has none.
         place: the base key's place; None where the base has none.
+        scale: the key of its scales, for a weight in fp8.
     """
 
     key: str
@@ -45,6 +50,7 @@ class Target:
     shard: Shard | None = None
     source: str = ""
     place: Place | None = None
+    scale: str = ""
 
 
 @dataclass
@@ -59,6 +65,8 @@ class MergePlan:
         given: parameters that the adapter contains whole.
         dropped: base keys left out, and why. notes: what the reader of the report should know.
         dtype: the dtype of most weights, by torch's name. stored: the dtype asked for, or None.
+        trained: the weights that the base computed with in training, where the update is added to those.
+        plain: for fp8, the linear maps that keep their dtype; None for other dtypes.
     """
 
     model: PreTrainedModel
@@ -70,7 +78,13 @@ class MergePlan:
     dropped: dict[str, str]
     dtype: str
     stored: torch.dtype | None
+    trained: TrainingWeights | None = None
+    plain: list[str] | None = None
     notes: list[str] = field(default_factory=list)
+
+    def changes(self, name: str) -> bool:
+        """Whether the merge changes the values of a parameter."""
+        return name in self.folded or name in self.given or (self.trained is not None and name in self.trained)
 
     def close(self) -> None:
         """Close the base's files."""
@@ -78,14 +92,19 @@ class MergePlan:
             shard.close()
 
 
-def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, source: str) -> MergePlan:
+def plan_merge(
+    adapter: Adapter, directory: Path, options: MergeOptions, *, source: str, dequantised: bool = False
+) -> MergePlan:
     """Decide where each tensor comes from; refuse whatever does not fit.
 
     Args:
         directory: of the base. source: the adapter's path, for messages.
+        dequantised: ``directory`` already contains the values that a quantised base computes with.
     """
-    shards, stored = open_shards(directory), options.dtype
+    shards, fp8 = open_shards(directory), options.dtype == FP8
+    stored = None if fp8 else options.dtype
     model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
+    weights, plain = _compressible(model) if fp8 else (set(), None)
     adapter = in_model(model, adapter)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -98,9 +117,12 @@ def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, sour
     refuse_unfoldable(leaves)
     folded = {f"{name}.{key}": name for name, leaf in leaves.items() for key in leaf.fold()}
     main = _main_dtype(shards) if stored is None else stored
-    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, str(main).removeprefix("torch."), stored)
+    name = str(main).removeprefix("torch.")
+    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, name, stored, plain=plain)
     plan.notes += adapter.notes
     found = _place_base(plan, known)
+    if not dequantised:
+        _restore_training(plan, found, options, source)
     _refuse_codes(plan, found)
     extra = _tie(plan, found, tied, shared)
     _refuse_missing(plan, known, found, tied, extra, directory)
@@ -109,7 +131,58 @@ def plan_merge(adapter: Adapter, directory: Path, options: MergeOptions, *, sour
         if targets:
             plan.files[shard.output_name] = targets
     plan.files[list(plan.files)[-1]] += extra
+    plan.files = {name: list(_in_fp8(targets, weights)) for name, targets in plan.files.items()}
     return plan
+
+
+def _restore_training(plan: MergePlan, found: dict[str, Place], options: MergeOptions, source: str) -> None:
+    """Let the update be added to the values that a base had which was quantised when it was loaded."""
+    if options.into == "dequantised" and not plan.adapter.base:
+        raise PeftlabError(
+            f"{source} does not say how its base was loaded, so --into dequantised cannot compute the base's values "
+            "again; load the base as in training, then the adapter, and save it with peftlab.save_adapter, which "
+            "notes that; or merge --into original"
+        )
+    raw = plan.adapter.base.get("format")
+    if not isinstance(raw, dict):
+        return
+    how = BaseFormat.from_dict(raw, source)
+    if options.into == "original":
+        plan.notes.append(f"the adapter was trained on a base in {how}; the update was added to the original weights")
+        return
+    holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
+
+    def read(name: str) -> Tensor | None:
+        if name not in holders:
+            return None
+        shard, key = holders[name]
+        return shard.read(key) if found[key].converter is None else None
+
+    plan.trained = TrainingWeights(plan.model, how, read, source)
+    plan.notes.append(
+        f"the adapter was trained on a base in {how}: the update was added to the values of that, computed again from "
+        "the base (--into original adds it to the base as it is)"
+    )
+
+
+def _compressible(model: PreTrainedModel) -> tuple[set[str], list[str]]:
+    """Return the weights to store in fp8, and the linear maps that are not."""
+    names, plain = compressible(model)
+    many = next((name for name, parameter in model.named_parameters() if parameter.ndim == 3), None)
+    if many or not names:
+        why = f"{many} is the weights of several experts" if many else "it has no linear maps but its head"
+        raise PeftlabError(f"{type(model).__name__} cannot be stored in fp8: {why}; choose --dtype bf16")
+    return {f"{name}.weight" for name in names}, plain
+
+
+def _in_fp8(targets: list[Target], weights: set[str]) -> Iterator[Target]:
+    for target in targets:
+        if target.name not in weights:
+            yield target
+            continue
+        scale = f"{target.key}_scale"
+        yield replace(target, dtype=NAMES[FP8], scale=scale)
+        yield Target(scale, f"{target.name}_scale", "F32", (target.shape[0], 1))
 
 
 def _whole_tensors(

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peftlab.checkpoints.quantised.fp8 import compress, decompress, rows_at_once
+
 ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
 _BLOCK = 1 << 20  # elements compared at a time
 
@@ -20,13 +22,16 @@ class TensorReport:
 
     Attributes:
         name: its key in the merged checkpoint.
-        kind: ``folded`` (W0 + ΔW), ``replaced`` (trained whole) or ``added`` (the base has none).
+        kind: ``folded`` (W0 + ΔW), ``replaced`` (trained whole), ``added`` (the base has none) or ``dequantised``
+            (the value that a quantised base computes with; ΔW is its difference from the weight as stored).
         dtype: of the merged tensor. shape: of it.
         ratio: ‖ΔW‖ / ‖W0‖, before rounding; None for an added tensor.
         changed: share of the weights that differ from W0 after rounding.
         survived: share of ΔW that remains after rounding: 1 − ‖ΔW′ − ΔW‖² / ‖ΔW‖², where ΔW′ is what the stored
             weights differ by.
         nonfinite: how many of the stored weights are NaN or infinite.
+        kept: of a weight in fp8, the update's share along itself: ⟨ΔW′, ΔW⟩ / ‖ΔW‖², where ΔW′ is the difference
+            between W0 + ΔW and W0, both in fp8. The rest of ΔW′ is rounding noise; None for other dtypes.
     """
 
     name: str
@@ -37,6 +42,7 @@ class TensorReport:
     changed: float
     survived: float
     nonfinite: int
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ class MergeReport:
             adapter changes, the infinite ones are in ``tensors``.
         notes: what the reader should know. warnings: what the reader should act on.
         total_bytes: size of all weights. seconds: wall time.
+        into: ``dequantised`` or ``original``: what the update was added to; None where the base is not quantised.
+        survived, kept: as a tensor's, over all folded tensors together; None where nothing was folded or, ``kept``,
+            stored in fp8.
     """
 
     out: str
@@ -71,6 +80,9 @@ class MergeReport:
     warnings: list[str]
     total_bytes: int
     seconds: float
+    into: str | None = None
+    survived: float | None = None
+    kept: float | None = None
 
 
 @dataclass
@@ -81,17 +93,44 @@ class Figures:
     copied: int = 0
     underflow: dict[str, int] = field(default_factory=dict)
     overflow: dict[str, int] = field(default_factory=dict)
+    tallies: list[Tally] = field(default_factory=list)
+
+    @property
+    def survived(self) -> float | None:
+        """The share of all updates together that is left after rounding."""
+        delta = math.fsum(tally.delta for tally in self.tallies)
+        return max(0.0, 1 - math.fsum(tally.error for tally in self.tallies) / delta) if delta else None
+
+    @property
+    def kept(self) -> float | None:
+        """The share of all updates together along themselves, for fp8."""
+        delta = math.fsum(tally.delta for tally in self.tallies)
+        along = [tally.along for tally in self.tallies if tally.along is not None]
+        return math.fsum(along) / delta if delta and along else None
 
     def notes(self) -> list[str]:
         """Return the notes that the figures call for."""
-        return [f"{_counted(self.underflow)} became 0 in the change of dtype"] if self.underflow else []
+        found = [f"{_counted(self.underflow)} became 0 in the change of dtype"] if self.underflow else []
+        if self.kept is not None:
+            error, delta = (math.fsum(getattr(tally, key) for tally in self.tallies) for key in ("error", "delta"))
+            worst = min((row for row in self.tensors if row.kept is not None), key=lambda row: row.kept or 0.0)
+            found.append(
+                f"fp8 keeps {self.kept:.1%} of the update along itself (worst: {worst.name}, {worst.kept:.1%}); "
+                f"rounding adds noise of {math.sqrt(error / delta):.2g} times the update's norm"
+            )
+        return found
 
     def warnings(self) -> list[str]:
         """Return the warnings that the figures call for."""
         found = []
         if self.overflow:
             found.append(f"{_counted(self.overflow)} became infinite in the change of dtype")
-        lossy = [row for row in self.tensors if row.kind == "folded" and 1 - row.survived > ROUNDING_LIMIT]
+        # In fp8 the noise of rounding exceeds most updates, whatever they are: there ``kept`` says what is left of one.
+        lossy = [
+            row
+            for row in self.tensors
+            if row.kind == "folded" and row.kept is None and 1 - row.survived > ROUNDING_LIMIT
+        ]
         if lossy:
             worst = min(lossy, key=lambda row: row.survived)
             found.append(
@@ -112,6 +151,7 @@ class Tally:
     def __init__(self, converted: bool) -> None:
         self.converted = converted
         self.weight = self.delta = self.error = 0.0
+        self.along: float | None = None  # of fp8: ⟨what is stored of ΔW, ΔW⟩
         self.changed = self.numel = self.underflow = 0
 
     def __call__(self, before: Tensor, delta: Tensor, after: Tensor, stored: Tensor) -> None:
@@ -140,8 +180,26 @@ class Tally:
             ratio,
             self.changed / self.numel if self.numel else 0.0,
             survived,
-            0 if clean else int((~torch.isfinite(stored)).sum()),
+            0 if clean else int((~torch.isfinite(stored.float())).sum()),
+            None if self.along is None else self.along / self.delta if self.delta else 1.0,
         )
+
+
+def compressed(before: Tensor, value: Tensor, codes: Tensor, scales: Tensor) -> Tally:
+    """Return the figures of a merged weight in fp8.
+
+    Args:
+        before: W0. value: W0 + ΔW. codes, scales: what is stored of it; each is compared with W0 in fp8.
+    """
+    tally, along = Tally(converted=False), []
+    rows = rows_at_once(value)
+    for old, new, code, scale in zip(*(t.detach().split(rows) for t in (before, value, codes, scales)), strict=True):
+        start, stored = decompress(*compress(old)), decompress(code, scale)
+        delta = new - old.float()
+        tally(start, delta, new, stored)
+        along.append(float(torch.dot((stored - start).flatten(), delta.flatten())))
+    tally.along = math.fsum(along)
+    return tally
 
 
 def replaced(name: str, before: Tensor | None, value: Tensor, stored: Tensor) -> TensorReport:

@@ -31,6 +31,7 @@ def merge_checkpoint(
     """Write ``base`` with ``adapter`` folded into its weights to ``out``: a plain Hugging Face directory.
 
     Each folded weight is W0 + ΔW, product and sum in fp32 and rounded once; all other weights are the base's bytes.
+    Where the adapter was trained on a base in 4 or 8 bits, W0 is what that computed with (``MergeOptions.into``).
     Memory: the adapter and three times the largest tensor. ``out`` appears complete or not at all. Base keys that
     the task model has no parameter for (another head's, buffers no longer stored) are dropped and listed in the
     report, which is also written to ``out`` as ``merge.json``.
@@ -71,7 +72,9 @@ def _merge(
     started = time.perf_counter()
     with plain_base(reference, adapter, out, options) as (directory, notes):
         refuse_overlap(out, directory)
-        plan = plan_merge(adapter, directory, options, source=name)
+        # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
+        dequantised = bool(notes) and not reference.endswith(".gguf")
+        plan = plan_merge(adapter, directory, options, source=name, dequantised=dequantised)
         inputs = {"the base model": directory, "the adapter": place}
         try:
             with staged_directory(out, "model", overwrite=options.overwrite, inputs=inputs) as staging:
@@ -83,7 +86,7 @@ def _merge(
                     base=reference,
                     architecture=type(plan.model).__name__,
                     method=adapter.config.name,
-                    dtype=plan.dtype,
+                    dtype=plan.dtype if plan.plain is None else "float8_e4m3fn",
                     tensors=sorted(figures.tensors, key=lambda row: row.name),
                     copied=figures.copied,
                     dropped=plan.dropped,
@@ -93,8 +96,11 @@ def _merge(
                     warnings=figures.warnings(),
                     total_bytes=total_bytes,
                     seconds=time.perf_counter() - started,
+                    into=_into(plan, adapter, dequantised=dequantised),
+                    survived=figures.survived,
+                    kept=figures.kept,
                 )
-                write_model_config(plan.model, staging, plan.dtype)
+                write_model_config(plan, staging)
                 write_text(staging / "README.md", merge_card(report, directory, staging, options))
                 write_json(staging / "merge.json", report)
         except OSError as error:
@@ -102,6 +108,13 @@ def _merge(
         finally:
             plan.close()
     return report
+
+
+def _into(plan: MergePlan, adapter: Adapter, *, dequantised: bool) -> str | None:
+    """Return what the update was added to, if the base is quantised on disk or was in training."""
+    if plan.trained is not None or dequantised:
+        return "dequantised"
+    return "original" if adapter.base.get("format") else None
 
 
 def _write_weights(plan: MergePlan, staging: Path, figures: Figures, options: MergeOptions) -> int:

@@ -11,11 +11,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
-from transformers import PreTrainedModel
 
 from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.plan import MergePlan
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
+from peftlab.checkpoints.quantised.fp8 import quantization_config
 
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
@@ -38,10 +39,13 @@ def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
     return _copy(own or base, out, TOKENIZER) + _copy(base, out, OTHERS)
 
 
-def write_model_config(model: PreTrainedModel, out: Path, dtype: str) -> None:
+def write_model_config(plan: MergePlan, out: Path) -> None:
     """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied."""
+    model = plan.model
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
+    model.config.dtype = plan.dtype
+    if plan.plain is not None:
+        model.config.quantization_config = quantization_config(plan.plain)
     model.config.save_pretrained(out)
     if model.can_generate() and not (out / "generation_config.json").exists():
         model.generation_config.save_pretrained(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from peftlab.checkpoints.io.stream import Copy, Job, OutputFile, copying
 from peftlab.checkpoints.io.tensorfiles import DTYPES
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, Target
-from peftlab.checkpoints.merge.report import Figures, Tally, out_of_range, replaced
+from peftlab.checkpoints.merge.report import Figures, Tally, TensorReport, compressed, out_of_range, replaced
+from peftlab.checkpoints.quantised.fp8 import compress
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Adapted, Folding, recast
 from peftlab.models.skeleton import converted
@@ -37,7 +39,10 @@ class Steps:
     def __iter__(self) -> Iterator[Job | Copy]:
         """Yield the steps in the order of the merged files."""
         groups = self._groups()
+        scales = {target.scale for target in self.targets.values()}
         for key, output in self.outputs.items():
+            if key in scales:  # written with its weight
+                continue
             target = self.targets[key]
             if target.place is not None and target.place.converter is not None:
                 group = groups.pop(target.place.name, None)
@@ -50,13 +55,16 @@ class Steps:
         shard, key = target.shard, target.source
         entry = shard.entries[key] if shard is not None else None
         reads = [(shard, key)] if shard is not None else []
-        if target.name in self.plan.folded or target.name in self.plan.given:
+        nbytes = output.entries[target.key].nbytes + (entry.nbytes if entry is not None else 0)
+        wide = self.plan.trained is not None and target.name in self.plan.trained
+        if wide or target.scale:
+            nbytes += 4 * output.entries[target.key].numel  # the values in fp32
+        if self.plan.changes(target.name):
 
             def change(read: list[Tensor]) -> dict[str, Tensor]:
-                return {target.key: self._changed(target, target.name, read[0] if read else None)}
+                return self._changed(target, target.name, read[0] if read else None)
 
-            nbytes = output.entries[target.key].nbytes + (entry.nbytes if entry is not None else 0)
-            if entry is not None and entry.dtype == target.dtype and target.name in self.plan.folded:
+            if entry is not None and entry.dtype == target.dtype and target.name in self.plan.folded and not wide:
                 nbytes = entry.nbytes  # folded in place
             return Job(reads, change, self.outputs, nbytes)
         assert shard is not None and entry is not None
@@ -65,34 +73,58 @@ class Steps:
             return copying(shard, key, output, target.key)
 
         def convert(read: list[Tensor]) -> dict[str, Tensor]:
+            if target.scale:
+                return dict(zip((target.key, target.scale), compress(read[0]), strict=True))
             return {target.key: self._converted(target, read[0])}
 
-        return Job(reads, convert, self.outputs, entry.nbytes + output.entries[target.key].nbytes)
+        return Job(reads, convert, self.outputs, nbytes)
 
-    def _changed(self, target: Target, name: str, base: Tensor | None) -> Tensor:
-        """Return a parameter's merged value and record its figures."""
+    def _changed(self, target: Target, name: str, base: Tensor | None) -> dict[str, Tensor]:
+        """Return a parameter's merged value, for fp8 with its scales, by key; record its figures."""
+        given, trained = self.plan.given.get(name), self.plan.trained
+        start = base if given is None else given
+        if given is None and base is not None and trained is not None and name in trained:
+            start = trained.values(name, base)
+        assert start is not None
+        if target.scale:
+            return self._compressed(target, name, base, start)
         stored = DTYPES[target.dtype]
-        given = self.plan.given.get(name)
         if name in self.plan.folded:
-            start = base if given is None else given
-            assert start is not None
             tally = Tally(start.dtype != stored)
-            value = self._fold(name, start, stored, tally)
-            row = tally.row(target.key, "folded", value)
-            underflow = tally.underflow
+            in_place = stored == start.dtype and given is None
+            value = self._fold(name, start, Folding(self.options.precision, stored, tally, in_place))
+            self._record(target, tally.row(target.key, "folded", value), tally.underflow, tally)
         else:
-            assert given is not None
-            value = given.to(stored)
-            row = replaced(target.key, base, given, value)
-            underflow = out_of_range(given, value)[1]
+            value = start.to(stored)
+            row = replaced(target.key, base, start, value)
+            row = replace(row, kind="dequantised") if given is None else row
+            self._record(target, row, out_of_range(start, value)[1])
+        return {target.key: value}
+
+    def _compressed(self, target: Target, name: str, base: Tensor | None, start: Tensor) -> dict[str, Tensor]:
+        """Return a merged weight in fp8 and its scales; ``start`` is what the update is added to, or replaces it."""
+        folds = name in self.plan.folded
+        how = Folding(self.options.precision, torch.float32)
+        value = self._fold(name, start, how) if folds else start.float()
+        codes, scales = compress(value)
+        before = start if folds else base
+        tally = compressed(torch.zeros_like(value) if before is None else before, value, codes, scales)
+        kind = "folded" if folds else "added" if base is None else "replaced"
+        row = tally.row(target.key, kind if folds or name in self.plan.given else "dequantised", codes)
+        self._record(target, row, 0, tally if folds else None)
+        return {target.key: codes, target.scale: scales}
+
+    def _record(self, target: Target, row: TensorReport, underflow: int, tally: Tally | None = None) -> None:
+        """Record the figures of a changed tensor; those of one with an update also count overall."""
         if row.nonfinite and not self.options.allow_nonfinite:
             raise PeftlabError(
                 f"{target.key}: {row.nonfinite} merged weights are NaN or infinite; --allow-nonfinite writes them"
             )
         self.figures.tensors.append(row)
+        if tally is not None:
+            self.figures.tallies.append(tally)
         if underflow:
             self.figures.underflow[target.key] = underflow
-        return value
 
     def _converted(self, target: Target, value: Tensor) -> Tensor:
         """Return a base tensor in the dtype it is stored in; record what is out of that dtype's range."""
@@ -111,7 +143,7 @@ class Steps:
             self.figures.underflow[target.key] = underflow
         return stored
 
-    def _fold(self, name: str, weight: Tensor, stored: torch.dtype, tally: Tally) -> Tensor:
+    def _fold(self, name: str, weight: Tensor, how: Folding) -> Tensor:
         """Fold by the leaf's own function, on a copy of the empty leaf with weight and adapter put in."""
         leaf_name = self.plan.folded[name]
         empty = self.plan.model.get_submodule(leaf_name)
@@ -125,9 +157,8 @@ class Steps:
                 values[key] = tensors[str(known[0])]
         leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
         leaf.update_start()
-        in_place = stored == weight.dtype and name not in self.plan.given
         with torch.no_grad():
-            return leaf.fold(Folding(self.options.precision, stored, tally, in_place, own))[own]
+            return leaf.fold(replace(how, only=own))[own]
 
     def _groups(self) -> dict[str, list[Target]]:
         """Return the targets that become model tensors together, by the first of those."""
@@ -141,7 +172,7 @@ class Steps:
         """Yield the steps of base tensors that the model has in another form, as experts stored one by one."""
         place = group[0].place
         assert place is not None
-        if not any(name in self.plan.folded or name in self.plan.given for name in place.names):
+        if not any(self.plan.changes(name) for name in place.names):
             for target in group:
                 yield self._single(target, self.outputs[target.key])
             return
@@ -162,9 +193,9 @@ class Steps:
             parts = [(t.place.name, t.place.bare, t.place.pattern) for t in group if t.place is not None]
             whole = converted(converter, list(zip(parts, read, strict=True)), model)
             for name in whole:
-                if name in self.plan.folded or name in self.plan.given:
+                if self.plan.changes(name):
                     row = Target(name, name, group[0].dtype, tuple(whole[name].shape))
-                    whole[name] = self._changed(row, name, whole[name])
+                    whole |= self._changed(row, name, whole[name])
             back = converter.reverse_transform()
             pieces = []
             for name, tensor in whole.items():

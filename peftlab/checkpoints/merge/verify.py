@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter, load_adapter
+from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
 from peftlab.checkpoints.folded import load_model
+from peftlab.models.base_format import BaseFormat
+from peftlab.models.config import BaseConfig
+from peftlab.models.dtypes import DTYPES
 from peftlab.models.pretrained import load_config
+from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,6 +54,8 @@ def verify_merge(
 ) -> MergeCheck:
     """Compare the logits of base + adapter with those of the merged model, and their speed.
 
+    A base that was quantised in training is loaded so again, which needs bitsandbytes.
+
     Args:
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
@@ -56,12 +63,14 @@ def verify_merge(
     config = load_config(str(merged))
     architecture = (config.architectures or ["AutoModel"])[0]
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    read = adapter if isinstance(adapter, Adapter) else read_adapter(adapter, lora_alpha=lora_alpha)
+    stored = _storage(read, dtype)
     models: dict[str, nn.Module] = {
-        "base": load_model(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+        "base": load_model(base, architecture, config=_of_base(config, base), **stored)[0],
         "merged": load_model(str(merged), architecture, dtype=dtype)[0],
-        "unmerged": load_model(base, architecture, dtype=dtype, config=_of_base(config, base))[0],
+        "unmerged": load_model(base, architecture, config=_of_base(config, base), **stored)[0],
     }
-    load_adapter(models["unmerged"], adapter, lora_alpha=lora_alpha)
+    load_adapter(models["unmerged"], read)
     worst, agreed, predictions, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
         for batch in batches:
@@ -82,9 +91,22 @@ def verify_merge(
 
 def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
     """Return the merged model's configuration, or a GGUF base's own, which says how its weights are stored."""
-    if not base.endswith(".gguf"):
-        return config
-    return load_config(base)
+    if base.endswith(".gguf"):
+        return load_config(base)
+    own = deepcopy(config)  # loading writes into it
+    if hasattr(own, "quantization_config"):  # how the merged weights are stored, in fp8
+        del own.quantization_config
+    return own
+
+
+def _storage(adapter: Adapter, dtype: torch.dtype) -> Attributes:
+    """Return what ``load_base`` takes for the base that an adapter was trained beside; ``dtype`` for plain weights."""
+    raw = adapter.base.get("format")
+    if not isinstance(raw, dict):
+        return {"dtype": dtype}
+    how = BaseFormat.from_dict(raw, "the adapter")
+    base = BaseConfig(dtype="int8" if how.dtype == "int8" else "nf4", double_quant=how.double_quant)
+    return {"dtype": DTYPES[how.compute], "quantised": base}
 
 
 def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
