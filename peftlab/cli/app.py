@@ -141,9 +141,10 @@ def eval_(
 ) -> None:
     """Score a run, an adapter or a model directory on its recipe's task."""
     from peftlab.pipelines.evaluate import evaluate
+    from peftlab.reporting.facts import with_intervals
 
     for split, metrics in evaluate(directory, recipe, overrides or []).items():
-        print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        print(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
 
 
 @app.command("inspect")

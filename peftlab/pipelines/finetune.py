@@ -27,6 +27,7 @@ from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.outputs import Claim, staged_directory
+from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
@@ -74,6 +75,7 @@ class FinetuneResults:
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
         by_class, confusion, points, hardest: of the best model on the first evaluation split, see
             ``peftlab.tasks.labelled.analysis``; absent for language models.
+        generate, generate_before: scores of generated answers after training and before; None: none were asked for.
     """
 
     task: str
@@ -106,10 +108,13 @@ class FinetuneResults:
     confusion: list[list[int]] | None = None
     points: list[list[float]] | None = None
     hardest: list[HardExample] | None = None
+    generate: dict[str, float] | None = None
+    generate_before: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = ("merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest")
+        optional += ("generate", "generate_before")
         values = to_json(self)
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -153,6 +158,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         widen(model)
     _refer(spec, task, accelerator, settings.precision)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
+    answers = asked_answers(task, recipe.generate, accelerator)
+    answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
@@ -171,6 +178,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     if task.analyse is not None and not accelerator.is_fsdp2:
         with eval_mode(spec.model):
             results = replace(results, **vars(task.analyse(spec.model)))
+    if answers is not None:
+        results = replace(results, generate=answers(spec.model), generate_before=answers_before)
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})

@@ -103,6 +103,7 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "by_class": score_rows(results, _CLASSES),
         "confusion": confusion(results, _CONFUSED),
         "hardest": _hardest(results),
+        "answers": facts.answer_scores(results),
         "merge": _rows(results.get("merge")),
         "recipe": recipe,
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},

@@ -66,12 +66,19 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
-    """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``)."""
+    """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``).
+
+    ``data.separator`` is between them. White space at its end belongs to the completion: tokenizers join it with the
+    word that follows, so a prompt that ended with it would not be the beginning of the training text.
+    """
     prompt = table.column(data.prompt or "prompt", "data.prompt")[row]
     completion = table.column(data.completion or "completion", "data.completion")[row]
-    where = table.where(row)
+    where, separator = table.where(row), data.separator or ""
+    kept = separator.rstrip()
     return Completion(
-        _text(prompt, "prompt", where) + (data.separator or ""), _text(completion, "completion", where), where
+        _text(prompt, "prompt", where) + kept,
+        separator.removeprefix(kept) + _text(completion, "completion", where),
+        where,
     )
 
 

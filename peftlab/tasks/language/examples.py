@@ -15,7 +15,7 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
 from peftlab.tasks.chat import Message
-from peftlab.tasks.language.answers import Formatted, TrainOn, answers
+from peftlab.tasks.language.answers import Format, Formatted, TrainOn, answers
 from peftlab.tasks.language.conversations import Completion, Conversation
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Schema
@@ -99,6 +99,19 @@ def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> li
 
 def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
     """Return a conversation as its template writes it, and where its answers are; errors name the row."""
+    form = template_of(row, tokenizer)
+    try:
+        return answers(row.messages, form, markers(tokenizer), train_on)
+    except PeftlabError as error:
+        raise PeftlabError(f"{row.where}: {error}") from error
+
+
+def template_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> Format:
+    """Return the tokenizer's chat template with the conversation's tools.
+
+    Raises:
+        PeftlabError: there is none; the row is named.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise PeftlabError(
             f"{row.where}: a chat, but the model's tokenizer has no chat template; use text/completion, or a model "
@@ -117,10 +130,7 @@ def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on:
             raise PeftlabError(f"the chat template does not take this conversation: {reason}") from error
         return str(text)
 
-    try:
-        return answers(row.messages, form, markers(tokenizer), train_on)
-    except PeftlabError as error:
-        raise PeftlabError(f"{row.where}: {error}") from error
+    return form
 
 
 def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -141,8 +151,8 @@ def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: st
     ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
     trained = [any(first <= start < end for first, end in formatted.spans) for start in starts]
     if bos:
-        opening = _opening(tokenizer)
-        ids, trained = [*opening, *ids], [False] * len(opening) + trained
+        begin = opening(tokenizer)
+        ids, trained = [*begin, *ids], [False] * len(begin) + trained
     if formatted.ends and tokenizer.eos_token_id is not None:
         ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
     trained[:1] = [False]  # nothing comes before the first token that could predict it
@@ -158,7 +168,7 @@ def _unmarked(text: str, marked: Sequence[str]) -> str:
     return next((text.removesuffix(marker) for marker in marked if text.endswith(marker)), text)
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the BOS token where the tokenizer begins texts with it."""
     ids = list(tokenizer("a").input_ids)
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
