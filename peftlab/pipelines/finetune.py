@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +76,8 @@ class FinetuneResults:
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
         by_class, confusion, points, hardest: of the best model on the first evaluation split, see
             ``peftlab.tasks.labelled.analysis``; absent for language models.
+        total_seconds: wall time from the start of the process's run to its results, generated answers included.
+        seen_examples, seen_tokens: of all training batches, tokens without padding.
         generate, generate_before: scores of generated answers after training and before; None: none were asked for.
     """
 
@@ -101,6 +104,9 @@ class FinetuneResults:
     classes: dict[str, dict[str, int]]
     dropped_rows: int
     left_out: dict[str, int]
+    seen_examples: int
+    seen_tokens: int
+    total_seconds: float = 0.0
     merge: MergeCheck | None = None
     merge_losses: dict[str, float] | None = None
     sample: dict[str, str] | None = None
@@ -130,7 +136,7 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
 
 
 def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResults:
-    run_dir = directory.path
+    began, run_dir = time.perf_counter(), directory.path
     check_trackers(list(recipe.train.trackers))
     if recipe.merge and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
@@ -180,6 +186,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
             results = replace(results, **vars(task.analyse(spec.model)))
     if answers is not None:
         results = replace(results, generate=answers(spec.model), generate_before=answers_before)
+    results = replace(results, total_seconds=round(time.perf_counter() - began, 1))
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
@@ -295,6 +302,8 @@ def _results(
         classes=task.classes,
         dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
         left_out=task.left_out,
+        seen_examples=progress.examples,
+        seen_tokens=progress.tokens,
     )
 
 
