@@ -20,6 +20,7 @@ from peftlab.tasks.language.examples import template_of
 
 _ACCURACIES = ("gsm8k_peft", "gsm8k")  # peft's own parser where it was asked for
 _PACKAGES = ("transformers", "peft", "datasets", "bitsandbytes", "torch")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "nf4": "int4"}
 _ADAPTER = "adapter_model.safetensors"
 
 
@@ -65,7 +66,7 @@ def _train_config(recipe: FinetuneRecipe, results: facts.Results, run_dir: Path)
     generation = recipe.generate.model_dump(exclude={"metrics", "examples", "before"}) if recipe.generate else {}
     return {
         "model_id": recipe.model,
-        "dtype": "float32",
+        "dtype": _DTYPES[recipe.base.dtype],
         "max_seq_length": train.max_length,
         "batch_size": train.batch_size,
         "batch_size_eval": train.eval_batch_size,
