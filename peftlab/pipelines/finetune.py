@@ -119,8 +119,8 @@ class FinetuneResults:
 
     def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
-        optional = ("merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest")
-        optional += ("generate", "generate_before")
+        optional = {"merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
+        optional |= {"generate", "generate_before"}
         values = to_json(self)
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
