@@ -141,9 +141,24 @@ def eval_(
 ) -> None:
     """Score a run, an adapter or a model on its recipe's task."""
     from peftlab.pipelines.evaluate import evaluate
+    from peftlab.reporting.facts import with_intervals
 
     for split, metrics in evaluate(reference, recipe, overrides or []).items():
-        print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        print(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")],
+    form: Annotated[
+        str, typer.Option("--as", help="html, json, or peft: a run on GSM8K as in peft's method_comparison.")
+    ] = "html",
+) -> None:
+    """Write a run's report as one file."""
+    from peftlab.reporting.run_report import report_run
+
+    print(report_run(run, out, form))
 
 
 @app.command("inspect")

@@ -13,6 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
+from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.finetune import load_task, model_source
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
@@ -23,7 +24,7 @@ from peftlab.tasks.table import find_task
 def evaluate(
     reference: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics by evaluation split of the model that ``reference`` names.
+    """Return the metrics by evaluation split of the model that ``reference`` names; its answers' as ``generate``.
 
     The class names and their order are the trained model's, not those of the file that is scored.
 
@@ -51,11 +52,13 @@ def evaluate(
     else:
         task = _load_adapted(recipe, place)
     accelerator = Accelerator()
+    answers = asked_answers(task, recipe.generate, accelerator)
     if task.refer is not None:
         task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
     model = accelerator.prepare(task.model)
     with eval_mode(model):
-        return task.score(model)
+        scores = task.score(model)
+        return scores if answers is None else {**scores, "generate": answers(task.model)}
 
 
 def _plain(recipe: FinetuneRecipe) -> BaseConfig:

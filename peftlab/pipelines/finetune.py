@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.outputs import Claim, staged_directory
+from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
@@ -75,6 +77,9 @@ class FinetuneResults:
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
         by_class, confusion, points, hardest: of the best model on the first evaluation split, see
             ``peftlab.tasks.labelled.analysis``; absent for language models.
+        total_seconds: wall time from the start of the process's run to its results, generated answers included.
+        seen_examples, seen_tokens: of all training batches, tokens without padding.
+        generate, generate_before: scores of generated answers after training and before; None: none were asked for.
     """
 
     task: str
@@ -100,6 +105,9 @@ class FinetuneResults:
     classes: dict[str, dict[str, int]]
     dropped_rows: int
     left_out: dict[str, int]
+    seen_examples: int
+    seen_tokens: int
+    total_seconds: float = 0.0
     merge: MergeCheck | None = None
     merge_losses: dict[str, float] | None = None
     sample: dict[str, str] | None = None
@@ -107,10 +115,13 @@ class FinetuneResults:
     confusion: list[list[int]] | None = None
     points: list[list[float]] | None = None
     hardest: list[HardExample] | None = None
+    generate: dict[str, float] | None = None
+    generate_before: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
-        optional = ("merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest")
+        optional = {"merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
+        optional |= {"generate", "generate_before"}
         values = to_json(self)
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -126,7 +137,7 @@ def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: boo
 
 
 def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResults:
-    run_dir = directory.path
+    began, run_dir = time.perf_counter(), directory.path
     check_trackers(list(recipe.train.trackers))
     if recipe.merge and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
@@ -154,6 +165,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
         widen(model)
     _refer(spec, task, accelerator, settings.precision)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
+    answers = asked_answers(task, recipe.generate, accelerator)
+    answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
@@ -172,6 +185,9 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     if task.analyse is not None and not accelerator.is_fsdp2:
         with eval_mode(spec.model):
             results = replace(results, **vars(task.analyse(spec.model)))
+    if answers is not None:
+        results = replace(results, generate=answers(spec.model), generate_before=answers_before)
+    results = replace(results, total_seconds=round(time.perf_counter() - began, 1))
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
@@ -288,6 +304,8 @@ def _results(
         classes=task.classes,
         dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
         left_out=task.left_out,
+        seen_examples=progress.examples,
+        seen_tokens=progress.tokens,
     )
 
 

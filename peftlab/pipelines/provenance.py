@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from datetime import datetime, timezone
 from importlib import metadata
 
 from peftlab.files import Json
@@ -20,6 +21,7 @@ PACKAGES = (
     "safetensors",
     "peft",
     "numpy",
+    "bitsandbytes",
 )
 
 
@@ -37,6 +39,13 @@ def environment() -> dict[str, Json]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "system": {
+            "system": platform.system(),
+            "release": platform.release(),
+            "version": platform.version(),
+            "machine": platform.machine(),
+            "processor": platform.processor(),
+        },
         "versions": versions,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
@@ -61,6 +70,7 @@ def git_state() -> dict[str, Json]:
 def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
+        "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],
         "seed": seed,
         "data_fingerprint": data_fingerprint,

@@ -19,6 +19,7 @@ from peftlab.models.config import Base, BaseConfig
 from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig, Problem
+from peftlab.tasks.generated.config import GenerateConfig
 from peftlab.tasks.preference.config import PreferenceObjective
 from peftlab.tasks.table import TASKS, Task, find_task
 from peftlab.training.config import TrainConfig
@@ -69,6 +70,11 @@ class FinetuneRecipe(Section):
         description="What is added to the model and trained.",
     )
     train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
+    generate: GenerateConfig | None = Field(
+        default=None,
+        description="text/chat, text/completion: answer held-out prompts (of the test split if there is one) before "
+        "and after training, and score the answers.",
+    )
     init_from: str | None = Field(
         default=None,
         description="A run or adapter of the same method whose trained tensors, but for the task head, this run "
@@ -101,6 +107,8 @@ class FinetuneRecipe(Section):
             problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]
         if not task.token_loss:
             problems = [*problems, *_token_settings(self.train, f"task {task.name}")]
+        if self.generate is not None and not task.prompted:
+            problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
             message = "; ".join(text for _, text in problems)
             raise PydanticCustomError("recipe", "{message}", {"message": message, "problems": problems})

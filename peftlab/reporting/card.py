@@ -111,6 +111,7 @@ def training(info: CardInfo) -> Training:
     )
     parts = [
         f"## Results\n\n{_results_table(info)}",
+        *([table(("generated answers", ""), rows.items())] if (rows := facts.answer_scores(info.results)) else []),
         table(("run", ""), facts.facts(info.results).items()),
         *([_classes(counts)] if (counts := class_counts(info.results)) else []),
     ]

@@ -72,6 +72,8 @@ def results_table(results: facts.Results) -> Table:
     for name, score, baseline in facts.other_scores(results):
         beside = "" if baseline is None else f" (baseline {facts.number(baseline)})"
         table.add_row(Text(name), Text(facts.number(score) + beside))
+    for name, text in facts.answer_scores(results).items():
+        table.add_row(Text(f"answers: {name}"), Text(text))
     table.add_section()
     for name, text in facts.facts(results).items():
         table.add_row(Text(name), Text(text))

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 
 from peftlab.errors import PeftlabError
+from peftlab.tasks.generated.table import HIGH, LOW
 
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are listed in ``peftlab.reporting.result_keys``."""
 
 HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
-_ELSEWHERE = frozenset({"merge", "classes", "by_class", "confusion", "points", "hardest", "last_metrics"})
+_ELSEWHERE = frozenset(
+    {"merge", "classes", "generate", "generate_before", "by_class", "confusion", "points", "hardest", "last_metrics"}
+)
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 
@@ -116,6 +119,25 @@ def gain(results: Results) -> str | None:
     """Return the signed distance of score to baseline, or None where there is no baseline."""
     score, baseline = real(results.get("score")), real(results.get("baseline_score"))
     return None if score is None or baseline is None else f"{score - baseline:+.4f}"
+
+
+def with_intervals(values: Mapping[str, object]) -> dict[str, str]:
+    """Return each metric's value as text, with its 95 % interval where ``values`` has one."""
+    texts = {}
+    for name, value in values.items():
+        if not name.endswith((LOW, HIGH)):
+            low, high = (values.get(name + end) for end in (LOW, HIGH))
+            texts[name] = number(value) + (f" (95 % {number(low)} to {number(high)})" if low is not None else "")
+    return texts
+
+
+def answer_scores(results: Results) -> dict[str, str]:
+    """Return label and value of each metric of the generated answers, after training and before."""
+    before = dict(flatten(results.get("generate_before") or {}))
+    return {
+        label(name): text + (f"; before training {number(before[name])}" if name in before else "")
+        for name, text in with_intervals(dict(flatten(results.get("generate") or {}))).items()
+    }
 
 
 def facts(results: Results) -> dict[str, str]:

@@ -35,11 +35,15 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         PeftlabError: matplotlib or jinja2 is not installed (the ``report`` extra), or a file is missing.
     """
-    _require("matplotlib")
-    run_dir = Path(run_dir)
-    path = run_dir / "report.html"
-    write_text(path, render("report.html.j2", page_context(run_dir)))
+    path = Path(run_dir) / "report.html"
+    write_text(path, run_page(path.parent))
     return path
+
+
+def run_page(run_dir: Path) -> str:
+    """Return the page that ``write_report`` writes; errors as there."""
+    _require("matplotlib")
+    return render("report.html.j2", page_context(run_dir))
 
 
 def render(template: str, context: Mapping[str, object]) -> str:
@@ -103,6 +107,7 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "by_class": score_rows(results, _CLASSES),
         "confusion": confusion(results, _CONFUSED),
         "hardest": _hardest(results),
+        "answers": facts.answer_scores(results),
         "merge": _rows(results.get("merge")),
         "recipe": recipe,
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},

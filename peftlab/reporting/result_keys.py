@@ -45,6 +45,13 @@ FINETUNE = {
     "`predicted`, `probability` (of the label), `loss`",
     "merge_losses": "after training on a base in int8 or nf4: loss on the first evaluation split of the `live` model "
     "and of both merges, `dequantised` and `original`; absent elsewhere",
+    "seen_examples": "examples of all training batches",
+    "seen_tokens": "their tokens without padding",
+    "total_seconds": "wall time of the process's run up to its results, generated answers included",
+    "generate": "metric of generated answers to its value (`generate.metrics`, means with a 95 % interval as "
+    "`NAME_low`, `NAME_high`; `ended`: share that ended before `max_new_tokens`; `contexts`: how many); absent "
+    "elsewhere",
+    "generate_before": "the same of the model before training",
     "sample": "what a language model answers to a held-out input, `before` training and `after`; absent elsewhere",
 }
 DRAFT = {

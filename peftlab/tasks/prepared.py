@@ -13,6 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer, storage
+from peftlab.tasks.generated.contexts import Contexts
 from peftlab.tasks.labelled.analysis import Analysis
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
@@ -98,6 +99,8 @@ class Prepared:
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
         analyse: model to what it gets right and wrong in the deciding split; every process calls it. None where
             answers are not single labels.
+        contexts: (at most so many, or None for all) to the held-out prompts that can be answered; None where a row
+            has no prompt.
     """
 
     task: Task
@@ -123,6 +126,7 @@ class Prepared:
     refer: Callable[[nn.Module, Dataset], Dataset] | None = None
     sample: Callable[[nn.Module], str] | None = None
     analyse: Callable[[nn.Module], Analysis] | None = None
+    contexts: Callable[[int | None], Contexts] | None = None
 
     def compare_with(self, model: nn.Module) -> None:
         """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""

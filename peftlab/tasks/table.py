@@ -27,6 +27,7 @@ class Task:
         regression: whether the label is a number.
         labelled: whether a row has a class or a number; else it is text that a language model learns.
         token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
+        prompted: whether a row is a prompt and its answer, so that answers can be generated.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
         prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
             ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
@@ -50,6 +51,7 @@ class Task:
     trainable: bool = True
     labelled: bool = True
     token_loss: bool = False
+    prompted: bool = False
     prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
     objectives: tuple[str, ...] = ()
     examples: str = "peftlab.tasks.language.language_task:examples"
@@ -101,8 +103,8 @@ _BUILT_IN = (
     _glue("glue/ax", _NLI, ("premise", "hypothesis"), evaluation=(), folder="AX", trainable=False),
     _own("text/classification", metrics=("accuracy", "f1")),
     _own("text/regression", metrics=("pearson", "spearman"), regression=True),
-    _language("text/chat", token_loss=True),
-    _language("text/completion", token_loss=True),
+    _language("text/chat", token_loss=True, prompted=True),
+    _language("text/completion", token_loss=True, prompted=True),
     _language("text/plain", token_loss=True),
     _language(
         "text/preference",

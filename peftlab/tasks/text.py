@@ -31,7 +31,9 @@ MISSING = "text or label missing"  # reasons for leaving rows out
 OUTSIDE = "outside every bin"
 BEYOND = "beyond data.max_train_examples"
 _ABSENT = "is missing"
-_SPLIT_STEMS = {"train": "train", "validation": "validation", "dev": "validation", "test": "test"}
+_SPLIT_STEMS = {
+    "train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test",
+}  # fmt: skip
 
 
 def load_text_task(
@@ -39,7 +41,7 @@ def load_text_task(
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read ``text/classification`` or ``text/regression`` from the user's files.
 
-    ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (or ``dev.*``), and perhaps
+    ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (``valid.*``, ``dev.*``), and perhaps
     ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
     with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the strings or
     integers of the training file's label column (the single file's, before splitting), surrounding blanks removed,

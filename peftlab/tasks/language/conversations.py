@@ -97,13 +97,20 @@ def plain_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
-    """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``)."""
+    """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``).
+
+    ``data.separator`` is between them. White space at its end belongs to the completion: tokenizers join it with the
+    word that follows, so a prompt that ended with it would not be the beginning of the training text.
+    """
     prompt = table.column(data.prompt or "prompt", "data.prompt")[row]
     completion = table.column(data.completion or "completion", "data.completion")[row]
-    where = table.where(row)
     names = completion_columns(table, row, data)
+    where, separator = table.where(row), data.separator or ""
+    kept = separator.rstrip()
     return Completion(
-        _text(prompt, names[0], where) + (data.separator or ""), _text(completion, names[1], where), where
+        _text(prompt, names[0], where) + kept,
+        separator.removeprefix(kept) + _text(completion, names[1], where),
+        where,
     )
 
 

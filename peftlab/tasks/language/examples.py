@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
 from peftlab.tasks.chat import Message
-from peftlab.tasks.language.answers import Formatted, TrainOn, answers
+from peftlab.tasks.language.answers import Format, Formatted, TrainOn, answers
 from peftlab.tasks.language.conversations import Completion, Conversation
 from peftlab.tasks.language.turn_shapes import Shape, shapes
 from peftlab.tasks.tokens import Row
@@ -100,6 +100,40 @@ def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> li
 
 def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
     """Return a conversation as its template writes it, and where its answers are; errors name the row."""
+    return _written(row, tokenizer, train_on)[0]
+
+
+def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text before a conversation's last answer, with the template's prompt for it."""
+    _, messages, form = _written(row, tokenizer, "last")
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return form(messages[:last], True)
+
+
+def _written(
+    row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
+) -> tuple[list[Formatted], list[Message], Format]:
+    """Return ``format_chat``, and the messages and the form in which the template took them."""
+    write = template_of(row, tokenizer)
+    refusals: list[PeftlabError] = []
+    for messages in [row.messages] + ([row.texts] if row.texts else []):
+        for shape in shapes(messages):
+            form = partial(write, shape)
+            try:
+                return answers(messages, form, markers(tokenizer), train_on), messages, form
+            except PeftlabError as error:
+                refusals.append(error)
+    raise PeftlabError(f"{row.where}: {refusals[0]}") from refusals[0]
+
+
+def template_of(
+    row: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Shape, Sequence[Message], bool], str]:
+    """Return the tokenizer's chat template with the conversation's tools; see ``Format`` and ``Shape``.
+
+    Raises:
+        PeftlabError: there is none; the row is named.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise PeftlabError(
             f"{row.where}: a chat, but the model's tokenizer has no chat template; use text/completion, or a model "
@@ -108,7 +142,7 @@ def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on:
 
     schemas: list[Schema] = list(row.tools)
 
-    def form(shape: Shape, messages: Sequence[Message], prompted: bool) -> str:
+    def write(shape: Shape, messages: Sequence[Message], prompted: bool) -> str:
         try:
             text = tokenizer.apply_chat_template(
                 shape(messages), tools=schemas or None, tokenize=False, add_generation_prompt=prompted
@@ -118,14 +152,7 @@ def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on:
             raise PeftlabError(f"the chat template does not take this conversation: {reason}") from error
         return str(text)
 
-    refusals: list[PeftlabError] = []
-    for messages in [row.messages] + ([row.texts] if row.texts else []):
-        for shape in shapes(messages):
-            try:
-                return answers(messages, partial(form, shape), markers(tokenizer), train_on)
-            except PeftlabError as error:
-                refusals.append(error)
-    raise PeftlabError(f"{row.where}: {refusals[0]}") from refusals[0]
+    return write
 
 
 def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -163,8 +190,8 @@ def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: st
     ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
     trained = [any(first <= start < end for first, end in formatted.spans) for start in starts]
     if bos:
-        opening = _opening(tokenizer)
-        ids, trained = [*opening, *ids], [False] * len(opening) + trained
+        begin = opening(tokenizer)
+        ids, trained = [*begin, *ids], [False] * len(begin) + trained
     if formatted.ends and tokenizer.eos_token_id is not None:
         ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
     trained[:1] = [False]  # nothing comes before the first token that could predict it
@@ -180,7 +207,7 @@ def _unmarked(text: str, marked: Sequence[str]) -> str:
     return next((text.removesuffix(marker) for marker in marked if text.endswith(marker)), text)
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the BOS token where the tokenizer begins texts with it."""
     ids = list(tokenizer("a").input_ids)
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
@@ -18,6 +18,7 @@ from peftlab.methods.modes import eval_mode
 from peftlab.rows import resolve
 from peftlab.tasks.batches import seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig
+from peftlab.tasks.generated.contexts import make_contexts, prompt_ids, prompt_text
 from peftlab.tasks.labels import bin_classes, is_missing, numbers
 from peftlab.tasks.language.conversations import (
     Conversation,
@@ -36,13 +37,12 @@ from peftlab.tasks.language.examples import (
     encode,
     encode_rows,
     fingerprint,
-    format_chat,
 )
 from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
 from peftlab.tasks.language.packed import pack, packing_fault
 from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
 from peftlab.tasks.reading.bad_rows import Fault, refuse
-from peftlab.tasks.reading.content import read_text
+from peftlab.tasks.reading.content import read_text, text_lines
 from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.table import Task
 from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE, split_files, split_tables
@@ -65,7 +65,8 @@ def load_language(
     """Read ``text/chat``, ``text/completion`` or ``text/plain`` from the user's files.
 
     ``data.path`` is a file or a directory as for ``text/classification``; for plain text also a ``.txt`` file, whose
-    paragraphs are rows. ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
+    paragraphs are rows, and for completions one whose lines are ``prompt||completion``, as E2E's files are.
+    ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
 
     Returns:
         The task, the rows of each split, and the rows left out by reason.
@@ -126,6 +127,7 @@ def prepare(
     model, fresh = source.model("AutoModelForCausalLM", max_length)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     together = partial(collate, pad=pad or 0)
+    asked = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
     prepared = Prepared(
         task=task,
         tokenizer=tokenizer,
@@ -147,6 +149,7 @@ def prepare(
         smoothed=_smoothed,
         sharing=RowSharing(partial(pack, pad=pad or 0), packing_fault),
         sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
+        contexts=partial(make_contexts, asked, tokenizer, how, data.split_seed) if task.prompted else None,
     )
     if "train" in splits:
         prepared.train = partial(_train, splits["train"], prepared, how)
@@ -194,17 +197,33 @@ def _trained_tokens(data: Dataset) -> Callable[[list[int]], float]:
 
 
 def _tables(task: Task, data: DataConfig) -> Mapping[str, Table]:
-    files = split_files(str(data.path), (".txt",) if task.name == "text/plain" else ())
+    files = split_files(str(data.path), () if task.name == "text/chat" else (".txt",))
     documents = {split: file for split, file in files.items() if file.suffix == ".txt"}
     tables = split_tables(
         {split: file for split, file in files.items() if split not in documents}, data.validation, files
     )
-    name = data.text[0] if data.text else "text"
-    return {**tables, **{split: _document(file, name) for split, file in documents.items()}}
+    read = partial(_pairs, data=data) if task.prompted else partial(_document, data=data)
+    return {**tables, **{name: read(file) for name, file in documents.items()}}
 
 
-def _document(file: Path, name: str) -> Table:
+def _pairs(file: Path, data: DataConfig) -> Table:
+    """Return a text file as rows: its lines, of a prompt, ``||`` and a completion."""
+    pairs = [(number, *line.partition("||")) for number, line in text_lines(file) if line.strip()]
+    for number, _, found, _ in pairs:
+        if not found:
+            raise PeftlabError(f"{file}:{number}: a line of a prompt, || and a completion has no ||")
+    if not pairs:
+        raise PeftlabError(f"{file}: no line in it")
+    columns: dict[str, list[object]] = {
+        data.prompt or "prompt": [prompt.strip() for _, prompt, _, _ in pairs],
+        data.completion or "completion": [completion.strip() for *_, completion in pairs],
+    }
+    return Table(file, columns, [number for number, *_ in pairs])
+
+
+def _document(file: Path, data: DataConfig) -> Table:
     """Return a text file as rows: its paragraphs, which are separated by empty lines."""
+    name = data.text[0] if data.text else "text"
     paragraphs, line = [], 1
     for block in read_text(file).split("\n\n"):
         if block.strip():
@@ -264,12 +283,8 @@ def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int)
 def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
     """Return what a model answers, greedily, to a held-out row."""
     bare: Unwrapped = getattr(model, "module", model)
-    if isinstance(row, Conversation):
-        last = format_chat(row, tokenizer, "last")[0]
-        inputs = tokenizer(last.text[: last.spans[0][0]], add_special_tokens=False, return_tensors="pt")
-    else:
-        inputs = tokenizer(row.prompt or row.completion[:40], return_tensors="pt")
-    ids: Tensor = inputs["input_ids"].to(bare.device)
+    text = prompt_text(row, tokenizer) if isinstance(row, Conversation) else row.prompt or row.completion[:40]
+    ids = torch.tensor([prompt_ids(row, text, tokenizer)], device=bare.device)
     with eval_mode(bare):
         output = bare.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_ANSWER,

@@ -1,0 +1,1 @@
+"""Generated answers to held-out prompts, and the metrics that they are scored by."""
