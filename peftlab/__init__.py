@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from peftlab.pipelines.drafts.generate import generate as generate
     from peftlab.pipelines.drafts.measure_draft import benchmark as benchmark
     from peftlab.pipelines.drafts.measure_draft import plan_draft as plan_draft
-    from peftlab.pipelines.evaluate import evaluate as evaluate
+    from peftlab.pipelines.trained.evaluate import evaluate as evaluate
+    from peftlab.pipelines.trained.predict import predict as predict
 
 
 def _public() -> dict[str, str]:

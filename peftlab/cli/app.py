@@ -140,11 +140,35 @@ def eval_(
     ] = None,
 ) -> None:
     """Score a run, an adapter or a model on its recipe's task."""
-    from peftlab.pipelines.evaluate import evaluate
+    from peftlab.pipelines.trained.evaluate import evaluate
     from peftlab.reporting.facts import with_intervals
 
     for split, metrics in evaluate(reference, recipe, overrides or []).items():
         print(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
+
+
+@app.command()
+def predict(
+    reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
+    source: Annotated[str, typer.Argument(help="csv, tsv, jsonl or parquet; - is stdin.", metavar="INPUT")],
+    overrides: Overrides = None,
+    out: Annotated[
+        str, typer.Option("-o", "--out", help="csv, jsonl or parquet; - is stdout, one JSON object a row.")
+    ] = "-",
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="The text column; twice for pairs; default: the recipe's.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Recipe that names the task; default: the run's own.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Label the rows of a file, with the probability of every class."""
+    from peftlab.pipelines.trained.prediction_files import predict_file
+    from peftlab.reporting.console import counting_rows
+
+    with counting_rows() as on_rows:
+        predict_file(reference, source, out, text or [], recipe, overrides or [], overwrite=overwrite, on_rows=on_rows)
 
 
 @app.command()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -211,6 +212,18 @@ def recipes_table(rows: Iterable[Mapping[str, object]]) -> Table:
         cells = [facts.number(row.get(column, "")) for column in columns]
         table.add_row(*(Text(cell) if " " in cell else LongName(cell) for cell in cells))
     return table
+
+
+@contextmanager
+def counting_rows() -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with each batch's rows; a terminal shows their number and the time on stderr."""
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        counted = progress.add_task("rows", total=None)
+        yield lambda rows: progress.advance(counted, rows)
 
 
 def print_examples(examples: Iterable[tuple[str, list[tuple[str, bool]]]]) -> None:

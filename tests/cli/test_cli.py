@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from peftlab import PeftlabError
+from peftlab import PeftlabError, predict
 from peftlab.checkpoints.adapter import load_adapter
-from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.reporting.result_keys import COMMON, FINETUNE
 
 
@@ -44,7 +44,19 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
     code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("run", "resume", "validate", "schema", "recipes", "eval", "merge", "adapter", "inspect", "env"):
+    for verb in (
+        "run",
+        "resume",
+        "validate",
+        "schema",
+        "recipes",
+        "eval",
+        "merge",
+        "adapter",
+        "predict",
+        "inspect",
+        "env",
+    ):
         assert f" {verb} " in done.stdout
 
 
@@ -169,6 +181,63 @@ class TestRun:
         score = json.loads((run_directory / "results.json").read_text())["metrics"]["validation"]
         for place in (run_directory, run_directory / "adapter", run_directory / "merged"):
             assert evaluate(place)["validation"] == pytest.approx(score, abs=1e-5)
+
+    def test_predictions_are_what_eval_scores(self, run_directory: Path, tmp_path: Path) -> None:
+        place = run_directory.parent
+        (place / "new.csv").write_text(
+            "id,text,label\n" + "".join(f"{i},{text},{label}\n" for i, (text, label) in enumerate(REVIEWS))
+        )
+        done = peftlab("predict", "out", "new.csv", "-o", str(tmp_path / "new.jsonl"), cwd=place)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
+        assert [(row["id"], row["text"], row["label"]) for row in rows] == [
+            (str(i), text, label) for i, (text, label) in enumerate(REVIEWS)
+        ]
+        for row in rows:
+            shares = {name: row[f"probability {name}"] for name in ("bad", "good")}
+            assert (
+                sum(shares.values()) == pytest.approx(1)
+                and max(shares, key=lambda name: shares[name]) == row["prediction"]
+            )
+        right = sum(row["prediction"] == row["label"] for row in rows) / len(rows)
+        whole = evaluate(run_directory, overrides=[f"data.path={place / 'new.csv'}", "data.validation=all"])
+        assert whole["validation"]["accuracy"] == pytest.approx(right)
+        piped = subprocess.run(
+            [sys.executable, "-m", "peftlab", "predict", str(run_directory / "merged"), "-", "--recipe",
+             str(run_directory / "recipe.yaml")],
+            input="".join(f"{text}\n" for text, _ in REVIEWS), capture_output=True, text=True, cwd=place, check=False,
+        )  # fmt: skip
+        assert piped.returncode == 0, piped.stderr
+        merged = [json.loads(line) for line in piped.stdout.splitlines()]
+        assert [row["prediction"] for row in merged] == [row["prediction"] for row in rows]
+        assert [row["probability bad"] for row in merged] == pytest.approx(
+            [row["probability bad"] for row in rows], abs=1e-4
+        )
+        found = predict(run_directory, [text for text, _ in REVIEWS])
+        assert found.answers == [row["prediction"] for row in rows]
+
+    @pytest.mark.parametrize(
+        ("arguments", "parts"),
+        [
+            (("reviews.csv", "-o", "p.xlsx"), ["p.xlsx", ".parquet"]),
+            (("reviews.csv", "-o", "recipe.yaml"), ["recipe.yaml"]),
+            (("reviews.csv", "-o", "reviews.csv"), ["reviews.csv exists", "--overwrite"]),
+            (("reviews.csv", "--text", "txt"), ["'txt'", "'text'"]),
+            (("revews.csv",), ["revews.csv"]),
+            (("holes.csv",), ["holes.csv", "text", "line 3"]),
+            (("done.csv",), ["prediction", "already"]),
+        ],
+    )
+    def test_a_wrong_prediction_is_one_message(
+        self, run_directory: Path, arguments: tuple[str, ...], parts: list[str]
+    ) -> None:
+        place = run_directory.parent
+        (place / "holes.csv").write_text("text\nfine\n \n")
+        (place / "done.csv").write_text("text,prediction\nfine,good\n")
+        before = sorted(place.rglob("*"))
+        message = refused("predict", "out", *arguments, cwd=place)
+        assert all(part in message for part in parts), message
+        assert sorted(place.rglob("*")) == before
 
     def test_merge_writes_the_same_weights(self, run_directory: Path, tmp_path: Path) -> None:
         done = peftlab("merge", str(run_directory), "-o", str(tmp_path / "merged"), cwd=run_directory.parent)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForC
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
-from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.row_sharing import share_rows
+from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.language.packed import pack, packing_fault

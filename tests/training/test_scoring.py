@@ -10,7 +10,7 @@ import tiny
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.trained.evaluate import evaluate
 
 CLASSES = ("fine", "good", "poor")
 

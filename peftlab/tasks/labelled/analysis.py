@@ -81,7 +81,7 @@ def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: D
             for row in _largest(losses)
         ]
         return Analysis(points=points, hardest=hardest)
-    probabilities = _softmax(predictions)
+    probabilities = softmax(predictions)
     answers = predictions.argmax(-1)
     of_label = probabilities[np.arange(len(truth)), truth]
     hardest = [
@@ -126,7 +126,8 @@ def _hard(
     return HardExample(row, example["text"], example.get("text_pair"), label, predicted, probability, loss)
 
 
-def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the probabilities of logits [n, classes], in float64."""
     wide = logits.astype(np.float64)
     powers = np.exp(wide - wide.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)

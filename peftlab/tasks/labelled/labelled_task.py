@@ -41,14 +41,14 @@ def prepare(
     """
     loaded = load_task_data(task.name, data, classes)
     task, splits = loaded.task, loaded.splits
-    tokenizer, model, fresh = _load_model(task, source, max_length)
+    tokenizer, model, fresh = load_classifier(task, source, max_length)
     evaluated = [split for split in task.evaluation if split in splits]
     if not evaluated:
         raise PeftlabError(
             f"task {task.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}"
         )
     collate = Collate(tokenizer, task.regression)
-    tokens = partial(_tokens, source.reference, model, tokenizer, collate.fill["input_ids"], max_length)
+    tokens = partial(tokens_for, source.reference, model, tokenizer, collate.fill["input_ids"], max_length)
     held_out = {split: tokens(splits[split]) for split in evaluated}
     train: Callable[[], Dataset] | None = None
     baseline = None
@@ -80,7 +80,7 @@ def prepare(
     )
 
 
-def _load_model(
+def load_classifier(
     task: Task, source: ModelSource, max_length: int
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
     """Return the tokenizer, the model with a head for the task's labels, and its freshly initialised parameters."""
@@ -98,7 +98,7 @@ def _load_model(
     return tokenizer, model, fresh
 
 
-def _tokens(
+def tokens_for(
     reference: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

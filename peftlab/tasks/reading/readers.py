@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,9 +126,30 @@ def _read_csv(path: Path) -> Table:
 
 
 def _read_jsonl(path: Path) -> Table:
+    return _objects(path, text_lines(path))
+
+
+def read_lines(lines: Iterable[str], name: str) -> Table:
+    """Read a stream: JSON objects, one a line, where the first begins with a brace, else texts in a column ``text``.
+
+    Args:
+        lines: blank ones are left out. name: of the stream, for messages.
+
+    Raises:
+        PeftlabError: a line that is no JSON object among lines that are.
+    """
+    numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, start=1) if line.strip()]
+    path = Path(name)
+    if numbered and numbered[0][1].lstrip().startswith("{"):
+        return _objects(path, numbered)
+    texts: list[object] = [line for _, line in numbered]
+    return Table(path, {"text": texts}, [number for number, _ in numbered])
+
+
+def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Table:
     rows: list[tuple[int, object]] = []
     problems: list[tuple[int, str]] = []
-    for number, line in text_lines(path):
+    for number, line in lines:
         try:
             rows.append((number, parse_json(line)))
         except ValueError as error:

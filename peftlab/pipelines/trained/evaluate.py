@@ -1,0 +1,76 @@
+"""Scores of what is stored on disk: a run, an adapter or a merged directory, on its recipe's task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch import nn
+
+from peftlab.checkpoints.adapter import load_adapter, read_adapter
+from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
+from peftlab.pipelines.answer_scores import asked_answers
+from peftlab.pipelines.finetune import load_task, model_source
+from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
+from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.tasks.prepared import Prepared
+from peftlab.tasks.table import find_task
+
+
+def evaluate(
+    reference: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Return the metrics by evaluation split of the model that ``reference`` names; its answers' as ``generate``.
+
+    The class names and their order are the trained model's, not those of the file that is scored.
+
+    Args:
+        reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
+        recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
+        overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
+
+    Raises:
+        PeftlabError: no recipe is found, there is no such model or one whose head is not trained, or the
+            data's labels are not the model's classes.
+    """
+    trained = find_trained(reference, recipe_name, overrides)
+    recipe, task = trained.recipe, _load(trained)
+    accelerator = Accelerator()
+    answers = asked_answers(task, recipe.generate, accelerator)
+    if task.refer is not None:
+        task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
+    model = accelerator.prepare(task.model)
+    with eval_mode(model):
+        scores = task.score(model)
+        return scores if answers is None else {**scores, "generate": answers(task.model)}
+
+
+def _load(trained: Trained) -> Prepared:
+    """Load model and data, whose labels are read as the model's classes.
+
+    An adapter of another library names none: then the labels must be class numbers.
+    """
+    recipe, classes = trained.recipe, trained.class_names()
+    task = load_task(recipe, classes)
+    if trained.adapter is None:
+        refuse_untrained(recipe.model, task.fresh)
+        return task
+    row = find_task(recipe.task)
+    own = row.labelled and not row.glue and task.task.labels
+    if classes is None and own and own != tuple(map(str, range(len(own)))):
+        raise PeftlabError(
+            f"{trained.place}: does not say what its classes are called, and the data calls them {', '.join(own)}; "
+            "label the rows by class number, from 0"
+        )
+    load_adapter(task.model, trained.adapter)
+    return task
+
+
+def _starting_model(recipe: FinetuneRecipe, task: Prepared) -> nn.Module:
+    """Load the model that training started from."""
+    model, _ = model_source(recipe).model(task.auto_class, recipe.train.max_length)
+    if recipe.init_from is not None:
+        load_adapter(model, read_adapter(recipe.init_from))
+    return model

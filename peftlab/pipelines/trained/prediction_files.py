@@ -1,0 +1,117 @@
+"""Predictions for the rows of a file or a stream, written beside them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from peftlab.errors import PeftlabError
+from peftlab.files import replacing, to_json, write_text
+from peftlab.pipelines.trained.finding import find_trained
+from peftlab.pipelines.trained.predict import Predictions, Texts, predict
+from peftlab.tasks.labels import is_missing
+from peftlab.tasks.reading.bad_rows import Fault, refuse
+from peftlab.tasks.reading.content import is_unicode
+from peftlab.tasks.reading.readers import Table, read_lines, read_table
+from peftlab.tasks.table import find_task
+
+STREAM = "-"
+Columns = Mapping[str, Sequence[object]]
+
+
+def predict_file(
+    reference: str | Path,
+    source: str,
+    out: str,
+    text: Sequence[str] = (),
+    recipe_name: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    overwrite: bool = False,
+    on_rows: Callable[[int], None] | None = None,
+) -> Predictions:
+    """Predict every row of a file and write the rows with ``prediction`` and, by class, ``probability NAME``.
+
+    Args:
+        reference, recipe_name, overrides, on_rows: as for ``predict``.
+        source: csv, tsv, json, jsonl (``.gz`` too) or parquet; ``-`` reads stdin: JSON objects or texts, one a line.
+        out: csv, jsonl or parquet; ``-`` writes JSON objects to stdout, one a line.
+        text: the text column, or the two columns of a pair; default: those that the recipe names.
+        overwrite: replace a file that is there.
+
+    Raises:
+        PeftlabError: what ``predict`` raises; a format, column or text that cannot be used; or ``out`` exists.
+    """
+    overrides = list(overrides)
+    write = _writer(out, overwrite)
+    trained = find_trained(reference, recipe_name, overrides)
+    names = tuple(text or trained.recipe.data.text or find_task(trained.recipe.task).text)
+    if not 1 <= len(names) <= 2:
+        raise PeftlabError(f"a row has one text column or two, not {len(names) or 'none'}; name them by --text")
+    table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
+    if len(table) == 0:
+        raise PeftlabError(f"{table.path}: no rows")
+    found = predict(reference, _texts(table, names), recipe_name, overrides, on_rows=on_rows)
+    taken = [name for name in found.columns() if name in table.columns]
+    if taken:
+        raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")
+    write({**dict(table.columns.items()), **found.columns()})
+    return found
+
+
+def _texts(table: Table, names: Sequence[str]) -> Texts:
+    """Return the texts, or pairs of texts, of all rows; every row without one is an error."""
+    columns = [table.column(name, "a text") for name in names]
+    faults: list[Fault] = []
+    for name, column in zip(names, columns, strict=True):
+        bad = [i for i, v in enumerate(column) if not isinstance(v, str) or is_missing(v) or not is_unicode(v)]
+        faults += table.fault(name, "is not a text", bad)
+    refuse(faults)
+    texts = [[str(value) for value in column] for column in columns]
+    return texts[0] if len(texts) == 1 else list(zip(texts[0], texts[1], strict=True))
+
+
+def _writer(out: str, overwrite: bool) -> Callable[[Columns], None]:
+    """Return the function that writes columns to ``out``; what is wrong with ``out`` is found before anything runs."""
+    if out == STREAM:
+        return lambda columns: print(_json_lines(columns), end="")
+    path = Path(out)
+    make = _FORMATS.get(path.suffix.lower())
+    if make is None:
+        raise PeftlabError(f"{path}: predictions are written as {', '.join(_FORMATS)}")
+    if path.exists() and not overwrite:
+        raise PeftlabError(f"{path} exists already; --overwrite replaces it")
+    return lambda columns: make(path, columns)
+
+
+def _json_lines(columns: Columns) -> str:
+    rows = zip(*columns.values(), strict=True)
+    written = (json.dumps(to_json(dict(zip(columns, row, strict=True))), ensure_ascii=False) for row in rows)
+    return "".join(f"{line}\n" for line in written)
+
+
+def _csv(path: Path, columns: Columns) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    write_text(path, text.getvalue())
+
+
+def _parquet(path: Path, columns: Columns) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    with replacing(path) as temporary:
+        parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), temporary)
+
+
+_FORMATS: dict[str, Callable[[Path, Columns], None]] = {
+    ".csv": _csv,
+    ".jsonl": lambda path, columns: write_text(path, _json_lines(columns)),
+    ".parquet": _parquet,
+}
