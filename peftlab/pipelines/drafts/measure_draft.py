@@ -163,4 +163,6 @@ def _watched(pair: Pair) -> list[Stopwatch]:
         pair.draft = watches[1]
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
+    if pair.network is not None:
+        pair.network = watches[0].including_network(pair.network)
     return watches
