@@ -20,12 +20,14 @@ from peftlab.drafting.vocabulary import frequent_tokens
 from peftlab.tasks.prompts import Request
 
 
-def eagle(target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0) -> Eagle3:
+def eagle(
+    target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0, features: tuple[int, ...] | None = None
+) -> Eagle3:
     """Return a layer on ``target`` with random weights."""
     torch.manual_seed(seed)
     head = head_weight(target).detach()
     network = Eagle3(
-        shape_for(target.config), input_embedding(target), head if tokens is None else head[tokens], tokens
+        shape_for(target.config, features), input_embedding(target), head if tokens is None else head[tokens], tokens
     )
     return network.eval()
 

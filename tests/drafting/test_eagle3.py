@@ -83,7 +83,7 @@ def test_which_rows_are_trained() -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("features", [(0,), (1, 3), (0, 2, 3)])
+@pytest.mark.parametrize("features", [(0,), (4,), (1, 3), (0, 2, 3)])
 def test_engines_report_the_states_entering_layers(target, flat, features) -> None:
     engine = build_engine(target, flat=flat, pack=False, features=features)
     ids = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -147,3 +147,22 @@ def test_the_loss_of_a_step_by_hand(target) -> None:
     expected = sum((p[t + 1].exp() * (p[t + 1] - q[t])).sum() for t in rows)
     found = FeatureLoss(Objective("kl"), 1, 1.0)(EagleModel(target, network), batch)
     torch.testing.assert_close(found, expected)
+
+
+def test_regression_brings_the_state_nearer(target) -> None:
+    """EAGLE-1 as a setting: the state that the LM head reads, in and out, one step."""
+    data, network = make_dataset(requests(8)), eagle(target, features=(4,)).train()
+    target.requires_grad_(False)
+    model, batch = EagleModel(target, network), Collate()([data[i] for i in range(8)])
+    alone, both = (FeatureLoss(Objective("kl"), 1, 1.0, weight) for weight in (0.0, 10.0))
+
+    def distance() -> float:
+        return float((both(model, batch) - alone(model, batch)).detach()) / 10
+
+    before = distance()
+    optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=5e-3)
+    for _ in range(40):
+        optimiser.zero_grad()
+        both(model, batch).backward()
+        optimiser.step()
+    assert 0 < distance() < 0.8 * before

@@ -239,7 +239,7 @@ def peftlab_raises(*arguments: object) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["draft={kind: eagle3, features: [2, 5]}"], "no layer 5; the target has 0 to 4"),
+        (["draft={kind: eagle3, features: [2, 6]}"], "no layer 6; the target has 0 to 4, and 5 is the state"),
         (["draft={kind: eagle3, features: [2, 1]}"], "must be layer numbers from 0, rising"),
         (["draft={kind: eagle3, from: nowhere}"], "nowhere is no eagle3 draft"),
         (["method={name: lora}"], "leaves the target as it is and trains its own layer"),

@@ -38,7 +38,8 @@ def build_engine(
         pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
             ``products.py``). Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
-        features: layers, rising, the states entering which ``Output.features`` is to have; none by default.
+        features: layers, rising, the states entering which ``Output.features`` is to have; their number stands for the
+            state that the LM head reads. None by default.
 
     Raises:
         PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.

@@ -98,6 +98,8 @@ class FlatEngine:
             keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
             after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = layer.down(layer.up(h if self._parallel else after), after)
+        if len(self._layers) in self._features:
+            entering.append(self._norm(h))
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)

@@ -24,6 +24,12 @@ class Eagle3Draft(DraftConfig):
         "(training-time test).",
     )
     decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+    regression: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
+        "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
+    )
     vocabulary: int | None = Field(
         default=8192,
         ge=1,
@@ -33,7 +39,8 @@ class Eagle3Draft(DraftConfig):
     features: list[int] | None = Field(
         default=None,
         min_length=1,
-        description="Layers of the target, from 0 and rising, whose entering states are read; null: 2, L/2 and L - 3.",
+        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
+        "LM head reads; null: 2, L/2 and L - 3.",
     )
     from_: str | None = Field(
         default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."

@@ -42,8 +42,11 @@ def check(job: DraftJob[Eagle3Draft], target: PretrainedConfig) -> None:
     """Refuse layers that the target does not have, and a draft to continue from that is none."""
     config, text = job.config, target.get_text_config(decoder=True)
     count = text.num_hidden_layers
-    if config.features is not None and config.features[-1] >= count:
-        raise PeftlabError(f"draft.features: no layer {config.features[-1]}; the target has 0 to {count - 1}")
+    if config.features is not None and config.features[-1] > count:
+        raise PeftlabError(
+            f"draft.features: no layer {config.features[-1]}; the target has 0 to {count - 1}, and {count} is the "
+            "state that its LM head reads"
+        )
     if config.from_ is not None and find(config.from_) is None:
         raise PeftlabError(
             f"draft.from: {config.from_} is no eagle3 draft (config.json, speculators_model_type eagle3)"
@@ -109,7 +112,8 @@ def prepare(job: DraftJob[Eagle3Draft], draft: EagleDraft, train: Dataset) -> No
 
 def loss(job: DraftJob[Eagle3Draft], draft: EagleDraft) -> Loss:
     """Return the weighted sum of the steps' losses."""
-    return FeatureLoss(make_objective(job.objective), job.config.steps, job.config.decay)
+    config = job.config
+    return FeatureLoss(make_objective(job.objective), config.steps, config.decay, config.regression)
 
 
 def score(draft: EagleDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
@@ -150,7 +154,7 @@ def open(reference: str, opening: Opening) -> Opened:
     for part in (network.fc, network.layers, network.norm, network.lm_head):
         part.to(target.device, opening.draft_dtype)
     count = target.config.get_text_config(decoder=True).num_hidden_layers
-    if max(network.features) >= count:
+    if max(network.features) > count:
         raise PeftlabError(
             f"{reference}: reads the state entering layer {max(network.features)}; the target has {count}"
         )

@@ -107,18 +107,22 @@ def target_states(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, 
 
 @dataclass
 class FeatureLoss:
-    """Σ_k decay^k · D(p_{t+1+k} ‖ q of step k at row t), over the tokens that the network can draft.
+    """Σ_k decay^k · (D(p_{t+1+k} ‖ q of step k at row t) + ρ · SmoothL1), over the tokens that the network can draft.
 
     The target's distribution is restricted to these tokens, and its logits are those of the network's own frozen rows
-    of the LM head; for ``ce`` a token of the text that cannot be drafted does not count.
+    of the LM head; for ``ce`` a token of the text that cannot be drafted does not count. SmoothL1 is the mean
+    over the numbers of the states that the LM head reads, the network's and the target's: EAGLE-1's regression
+    (arXiv 2401.15077).
 
     Attributes:
-        objective: what each step minimises. steps: of the training-time test. decay: of their weights.
+        objective: D, what each step minimises. steps: of the training-time test. decay: of their weights.
+        regression: ρ.
     """
 
     objective: Objective
     steps: int
     decay: float
+    regression: float = 0.0
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens and steps."""
@@ -130,12 +134,15 @@ class FeatureLoss:
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
             ahead = k + 1
             places = predictions(weights, ahead)
-            mine = network.norm(states[:, :-ahead][places])
+            mine, theirs = network.norm(states[:, :-ahead][places]), final[:, ahead:][places]
+            if self.regression:
+                distance = F.smooth_l1_loss(mine, theirs.to(mine.dtype), reduction="sum") / mine.shape[-1]
+                total = total + self.decay**k * self.regression * distance
             if self.objective.name == "ce":
                 labels = network.draft_ids(F.pad(ids[:, ahead + 1 :], (0, 1))[places])
                 mine, target, target_head = mine[labels >= 0], labels[labels >= 0], None
             else:
-                target, target_head = final[:, ahead:][places].to(head.dtype), head
+                target, target_head = theirs.to(head.dtype), head
             mean = chunked_loss(mine, head, target, target_head, self.objective.name, settings=self.objective.settings)
             total = total + self.decay**k * mean * len(mine)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
