@@ -20,7 +20,7 @@ from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
 from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
-from peftlab.drafting.kinds.eagle3.target_identity import check_target, identify
+from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
@@ -148,11 +148,12 @@ def find(reference: str) -> str | None:
 
 def open(reference: str, opening: Opening) -> Opened:
     """Read the layer and check it against the target: other tokens are refused, other weights a warning."""
+    check_tokenizer(Path(reference), opening.tokenizer)  # before any weights are read
     target = opening.target
     warnings = check_target(Path(reference), target, opening.tokenizer)
-    network = read_eagle(reference, input_embedding(target))
+    network = read_eagle(reference, input_embedding(target)).to(target.device)
     for part in (network.fc, network.layers, network.norm, network.lm_head):
-        part.to(target.device, opening.draft_dtype)
+        part.to(opening.draft_dtype)
     count = target.config.get_text_config(decoder=True).num_hidden_layers
     if max(network.features) > count:
         raise PeftlabError(
