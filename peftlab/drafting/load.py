@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
@@ -28,7 +29,7 @@ MODEL_FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycli
 
 @dataclass
 class Pair:
-    """A target with its tokenizer, and its draft if there is one: an engine, or heads.
+    """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
 
     Attributes:
         warnings: what to show the user.
@@ -39,6 +40,7 @@ class Pair:
     eos: frozenset[int]
     draft: Engine | None = None
     heads: Heads | None = None
+    network: FeatureNetwork | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -86,12 +88,14 @@ def load_pair(
         opened = resolve(kind.open)(place, opening)
     model = opening.target
     size = model.num_parameters()
-    engine = build_engine(model, vocabulary=opened.vocabulary if opened else None, pack=pack)
+    vocabulary, features = (opened.vocabulary, opened.features) if opened else (None, ())
+    engine = build_engine(model, vocabulary=vocabulary, pack=pack, features=features)
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_parameters=size)
     if opened is not None:
-        pair.draft, pair.heads, pair.draft_parameters = opened.engine, opened.heads, opened.parameters
+        pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
+        pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
         if opened.engine is not None:
-            pair.warnings = _size_warning(size, opened.parameters)
+            pair.warnings += _size_warning(size, opened.parameters)
     return pair
 
 
@@ -102,12 +106,12 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     before, and drafts elsewhere; the others are ``MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head that a tree may use; 1 is a chain.
+        width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain.
 
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
-    check_width(width, heads=pair.heads is not None)
+    check_width(width, heads=pair.heads is not None or pair.network is not None)
     if name in MODEL_FREE:
         return MODEL_FREE[name]()
     if name == LOOKUP_OR_DRAFT:
@@ -117,6 +121,8 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
+    if pair.network is not None:
+        return FeatureDrafter(pair.network, width)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)
@@ -130,7 +136,9 @@ def drafts_with_heads(draft: str | None) -> bool:
 def check_width(width: int, *, heads: bool) -> None:
     """Raise ``PeftlabError`` for a tree of no width, or for one without heads to fill it."""
     if width < 1 or (width > 1 and not heads):
-        raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
+        raise PeftlabError(
+            f"width {width}: 1, or more where the draft is a directory of Medusa heads or an eagle3 draft"
+        )
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

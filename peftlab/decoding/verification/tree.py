@@ -73,11 +73,17 @@ class TreeShape:
 def tree_shape(tree: tuple[Path, ...]) -> TreeShape:
     """Return the shape of a tree of paths."""
     place = {path: i for i, path in enumerate(tree)}
-    parents = tuple(place.get(path[:-1], -1) for path in tree)
-    below = torch.eye(len(tree) + 1, dtype=torch.bool)
+    return shape_of([place.get(path[:-1], -1) for path in tree])
+
+
+def shape_of(parents: Sequence[int]) -> TreeShape:
+    """Return the shape of a tree by its nodes' parents, -1 for the root; a parent comes before its children."""
+    lines = [[0]]  # of the root and each node: itself and those above it
     for node, parent in enumerate(parents):
-        below[node + 1] |= below[parent + 1]
-    return TreeShape(parents, (0, *(len(path) for path in tree)), below)
+        lines.append([*lines[parent + 1], node + 1])
+    below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+    below[[i for i, line in enumerate(lines) for _ in line], [i for line in lines for i in line]] = True
+    return TreeShape(tuple(parents), tuple(len(line) - 1 for line in lines), below)
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:

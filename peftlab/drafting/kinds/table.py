@@ -13,8 +13,8 @@ _KINDS = "peftlab.drafting.kinds"
 class DraftKind:
     """One kind of draft, named as ``"module:attribute"``; the types are those of ``kinds.base``.
 
-    Training calls ``check``, ``load``, ``loss``, ``score``, ``save`` and ``drafter`` in this order; ``find``, ``open``
-    and ``export`` read what is on disk, ``update`` continues it.
+    Training calls ``check``, ``load``, ``prepare``, ``loss``, ``score``, ``save`` and ``drafter`` in this order;
+    ``find``, ``open`` and ``export`` read what is on disk, ``update`` continues it.
 
     Attributes:
         config: the section of a recipe, a ``DraftConfig``; its ``kind`` is the name of the row.
@@ -27,9 +27,12 @@ class DraftKind:
         drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
         find: (reference) -> the reference of the draft of this kind that is there, or None.
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
-        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads.
+        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads, or an
+            ``Exporting`` that writes what it loads.
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
-        heads: whether it drafts from the target's hidden state: trees of candidates, no model of its own.
+        heads: whether it drafts from the target's hidden states: trees of candidates, no model of its own.
+        prepare: (job, draft, training rows) -> None; what the draft takes from the text before it trains on it. Empty:
+            nothing.
     """
 
     config: str
@@ -44,11 +47,13 @@ class DraftKind:
     export: str
     update: str
     heads: bool = False
+    prepare: str = ""
 
 
-def _row(config: str, module: str, *, heads: bool = False) -> DraftKind:
+def _row(config: str, module: str, *, heads: bool = False, prepares: bool = False) -> DraftKind:
     """Return the row of a kind whose functions have the names of the fields."""
-    names = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
+    names = ["check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update"]
+    names += ["prepare"] if prepares else []
     functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
     return DraftKind(config=f"{_KINDS}.{config}", heads=heads, **functions)
 
@@ -61,6 +66,7 @@ DRAFTS: Rows[DraftKind] = Rows(
         "model": _row("model.config:ModelDraft", "model.pair"),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
         "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True),
+        "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True),
     },
 )
 """The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""
