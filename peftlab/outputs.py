@@ -28,6 +28,7 @@ MARK = "peftlab.json"
 Inputs = Mapping[str, "str | Path | None"]
 """What an output must not destroy: paths by their names in messages ("the model"). A value that is not a path, such
 as a hub id, is ignored."""
+_REMOVED = f"{STAGING_PREFIX}removed-"
 
 
 @dataclass(frozen=True)
@@ -185,13 +186,25 @@ class Claim:
         place = real(self.path)
         if self._overwrite:
             refuse_loss(self.path, self._mark.kind, overwrite=True, inputs=self._inputs)
-            for path in place.iterdir():
+            for path in list(place.iterdir()):
                 if path.name not in (LOCK, MARK):  # kept: if this process is killed, the rest can still be removed
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    _remove_at_once(path)
+        for path in place.glob(f"{_REMOVED}*"):
+            shutil.rmtree(path)
         for path in place.glob(f"{STAGING_PREFIX}*"):
             if path.is_file() and not path.name.startswith(LOCK):
                 path.unlink()  # a half-written file of a process that was killed
         write_mark(place, self._mark)
+
+
+def _remove_at_once(path: Path) -> None:
+    """Remove a file or a directory, of which a process that is killed meanwhile leaves nothing under its name."""
+    if path.is_dir() and not path.is_symlink():
+        if not path.name.startswith(_REMOVED):
+            path = path.rename(path.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{path.name}"))
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextmanager

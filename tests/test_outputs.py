@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, write_text
-from peftlab.locks import locked
+from peftlab.locks import LOCK, locked
 from peftlab.outputs import (
     Mark,
     claimed,
@@ -82,6 +83,26 @@ class TestWhatIsReplaced:
         assert tree(tmp_path / "r").keys() == {"peftlab.json"}
         remove(tmp_path / "r", "run")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+    def test_a_kill_while_an_earlier_run_is_removed_leaves_no_torn_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run(tmp_path / "r")
+        whole = tree(tmp_path / "r" / "merged")
+
+        def killed(path: Path) -> None:
+            next(file for file in Path(path).rglob("*") if file.is_file()).unlink()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, claimed(tmp_path / "r", RUN, overwrite=True) as claim:
+            patch.setattr(shutil, "rmtree", killed)
+            with pytest.raises(KeyboardInterrupt):
+                claim.begin()
+        assert not (tmp_path / "r" / "merged").exists() or tree(tmp_path / "r" / "merged") == whole
+        assert not (tmp_path / "r" / "checkpoints").exists() or len(tree(tmp_path / "r" / "checkpoints")) == 1
+        with claimed(tmp_path / "r", RUN, overwrite=True) as claim:
+            claim.begin()
+        assert {path.name for path in (tmp_path / "r").rglob("*")} <= {"peftlab.json", LOCK}
 
     def test_not_unasked(self, tmp_path: Path) -> None:
         with pytest.raises(PeftlabError, match="m exists already; choose another directory or pass --overwrite"):

@@ -70,7 +70,8 @@ def check_whole(run: Path, whole: Path) -> None:
                 {name: value for name, value in found.items() if name.startswith(f"{part}/")}
                 for found in (sums(run), expected)
             )
-            assert there == full, f"{run / part} is torn"
+            differ = {name for name in {**there, **full} if there.get(name) != full.get(name)}
+            assert not differ, f"{run / part} is torn: {differ}, of {sorted(there)}"
             assert {file.name for file in (run / part).iterdir()} == {file.name for file in (whole / part).iterdir()}
     for file in (run / "checkpoints").glob("step-*.pt"):
         read_checkpoint(file)
