@@ -32,6 +32,10 @@ DraftDtype = Annotated[
     str | None,
     typer.Option("--draft-dtype", help="Dtype of the draft; default: the target's. The output stays lossless."),
 ]
+Corpus = Annotated[
+    str | None,
+    typer.Option("--corpus", help="Texts that the drafter suffix copies from, beside the prompt and the output."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
@@ -85,6 +89,7 @@ def bench(
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
+    corpus: Corpus = None,
     json: Json = None,
     html: Html = None,
 ) -> None:
@@ -94,7 +99,7 @@ def bench(
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
     )
     result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
     found = result.result
@@ -146,7 +151,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="lookup, recycling or ngram; with --draft: lookup+draft."),
+        typer.Option("--drafter", help="lookup, suffix, recycling or ngram; suffix goes with --draft, too."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
@@ -167,6 +172,7 @@ def generate(
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
+    corpus: Corpus = None,
 ) -> None:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
     from peftlab.cli.terminal import show, show_line, talk
@@ -176,7 +182,7 @@ def generate(
     from peftlab.pipelines.drafts.generate import load_writer
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
     )
     if prompt is not None:
         show_line(generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show))

@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
+from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
@@ -21,9 +23,14 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 
-LOOKUP_OR_DRAFT = "lookup+draft"
-MODEL_FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
-"""Name -> drafter that needs no model."""
+SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
+MODEL_FREE: dict[str, Callable[[SuffixAutomaton | None], Drafter]] = {
+    "lookup": lambda _: PromptLookup(),
+    SUFFIX: SuffixLookup,
+    "recycling": lambda _: Recycling(),
+    "ngram": lambda _: NGram(),
+}
+"""Name -> maker of a drafter that needs no model, given a corpus or None."""
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Pair:
     """A target with its tokenizer, and its draft if there is one: an engine, or heads.
 
     Attributes:
+        corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
 
@@ -39,6 +47,7 @@ class Pair:
     eos: frozenset[int]
     draft: Engine | None = None
     heads: Heads | None = None
+    corpus: SuffixAutomaton | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -98,8 +107,8 @@ def load_pair(
 def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     """Return a new drafter.
 
-    ``"draft"`` is the pair's model or heads; ``LOOKUP_OR_DRAFT`` copies what followed the same two or three tokens
-    before, and drafts elsewhere; the others are ``MODEL_FREE``.
+    ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
+    elsewhere joins copy and draft in one tree; the others are ``MODEL_FREE``.
 
     Args:
         width: choices of each Medusa head that a tree may use; 1 is a chain.
@@ -109,11 +118,11 @@ def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
     """
     check_width(width, heads=pair.heads is not None)
     if name in MODEL_FREE:
-        return MODEL_FREE[name]()
-    if name == LOOKUP_OR_DRAFT:
-        return LookupOrDraft(PromptLookup(shortest=2), make_drafter("draft", pair, width))
+        return MODEL_FREE[name](pair.corpus)
+    if name == SUFFIX_AND_DRAFT:
+        return SuffixAndDraft(SuffixLookup(pair.corpus, shortest=2), make_drafter("draft", pair, width))
     if name != "draft":
-        names = ("draft", LOOKUP_OR_DRAFT, *MODEL_FREE)
+        names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)

@@ -13,7 +13,9 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
+from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
@@ -31,12 +33,26 @@ DRAFTERS = {
     "recycling chain": lambda m, way: Recycling(width=1),
     "medusa": lambda m, way: HeadsDrafter(heads(m)),
     "medusa tree": lambda m, way: HeadsDrafter(heads(m), width=4),
-    "lookup+heads": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), HeadsDrafter(heads(m), width=3)),
-    "lookup+layers": lambda m, way: LookupOrDraft(PromptLookup(), DRAFTERS["first layers"](m, way)),
+    "suffix": lambda m, way: SuffixLookup(),
+    "suffix+heads tree": lambda m, way: fused(HeadsDrafter(heads(m), width=3)),
+    "suffix+layers": lambda m, way: fused(DRAFTERS["first layers"](m, way)),
+    "suffix+early exit": lambda m, way: fused(DRAFTERS["early exit"](m, way)),
     "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
+
+
+def fused(drafter):
+    """Copies join the draft's tree from two tokens on, and replace it from six."""
+    return SuffixAndDraft(SuffixLookup(corpus(), shortest=2, margin=0), drafter, long=6)
+
+
+def corpus():
+    """Text of the vocabulary's more frequent half: some matches, most of them wrong."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(250, 512, (4000,), generator=generator).tolist()
+    return SuffixAutomaton([*text[:2000], END, *text[2000:], END])
 
 
 def heads(model):

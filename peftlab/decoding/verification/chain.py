@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.verification.sampling import RandomSource
+from peftlab.decoding.verification.sampling import RandomSource, certain
 from peftlab.errors import PeftlabError
 
 
@@ -84,11 +84,7 @@ def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) ->
     Returns:
         n_accepted [...] and next_token [...].
     """
-    index = tokens.clamp_min(0)
-    drafted = (tokens >= 0).to(target_probs.dtype)
-    shape = (*tokens.shape, target_probs.shape[-1])
-    onehot = target_probs.new_zeros(shape).scatter_(-1, index[..., None], drafted[..., None])
-    return verify_chain(target_probs, onehot, index, random)
+    return verify_chain(target_probs, certain(tokens, target_probs), tokens.clamp_min(0), random)
 
 
 def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

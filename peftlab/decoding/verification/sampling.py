@@ -79,6 +79,20 @@ def probabilities(
     return torch.zeros_like(probs).scatter_(-1, order, ordered)
 
 
+def certain(tokens: Tensor, like: Tensor) -> Tensor:
+    """Return what deterministic tokens were drawn from: one-hot rows, zeros at -1, "nothing drafted".
+
+    Args:
+        tokens: [...].
+        like: [..., V], for V and the dtype.
+
+    Returns:
+        [..., V].
+    """
+    rows = like.new_zeros(*tokens.shape, like.shape[-1])
+    return rows.scatter_(-1, tokens.clamp_min(0)[..., None], (tokens >= 0).to(like.dtype)[..., None])
+
+
 def _check_settings(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not temperature >= 0:
         raise PeftlabError(f"temperature: {temperature} is not a number >= 0")

@@ -73,11 +73,16 @@ class TreeShape:
 def tree_shape(tree: tuple[Path, ...]) -> TreeShape:
     """Return the shape of a tree of paths."""
     place = {path: i for i, path in enumerate(tree)}
-    parents = tuple(place.get(path[:-1], -1) for path in tree)
-    below = torch.eye(len(tree) + 1, dtype=torch.bool)
+    return shape_of(tuple(place.get(path[:-1], -1) for path in tree))
+
+
+@lru_cache
+def shape_of(parents: tuple[int, ...]) -> TreeShape:
+    """Return the shape of the tree in which node i's parent is ``parents[i]``, an earlier node, or -1 for the root."""
+    below = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents):
         below[node + 1] |= below[parent + 1]
-    return TreeShape(parents, (0, *(len(path) for path in tree)), below)
+    return TreeShape(parents, tuple((below.sum(1) - 1).tolist()), below)
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:

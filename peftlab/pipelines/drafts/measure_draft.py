@@ -12,7 +12,7 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.drafting.load import LOOKUP_OR_DRAFT, MODEL_FREE, Pair, drafts_with_heads, make_drafter
+from peftlab.drafting.load import MODEL_FREE, SUFFIX_AND_DRAFT, Pair, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
@@ -105,7 +105,7 @@ def benchmark(
     settings.eos = pair.eos
     watches = _watched(pair)
     # The first drafter is the one that the result is about.
-    names = [*(("draft", LOOKUP_OR_DRAFT) if draft is not None else ()), *MODEL_FREE]
+    names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *MODEL_FREE]
     drafters: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     return DraftBenchmark(
