@@ -16,7 +16,10 @@ Target = Annotated[str, typer.Option("--target", help="The model whose output is
 DraftName = Annotated[str | None, typer.Option("--draft", help="A draft model, heads, a draft run, or exit:K.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Length of the longest output.")]
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted per target step.")]
-Width = Annotated[int, typer.Option("--width", help="Choices of each head in a tree of gamma tokens.")]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", help="Choices of each head in a tree of gamma tokens; default: the best tree as measured."),
+]
 Length = Annotated[
     str, typer.Option("--policy", help="Draft length: fixed, confidence (at most gamma), heuristic (from gamma).")
 ]
@@ -74,7 +77,7 @@ def bench(
     draft: DraftName = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
-    width: Width = 1,
+    width: Width = None,
     policy: Length = "fixed",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 1,
     temperature: Temperature = 0.0,
@@ -155,7 +158,7 @@ def generate(
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
-    width: Width = 1,
+    width: Width = None,
     policy: Length = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = None,

@@ -104,14 +104,14 @@ def load_pair(
     return pair
 
 
-def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
+def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
     elsewhere joins copy and draft in one tree; the others are ``MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head that a tree may use; 1 is a chain.
+        width: choices of each Medusa head that a tree may use; 1 is a chain, None as ``HeadsDrafter`` has it.
 
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
@@ -136,8 +136,10 @@ def drafts_with_heads(draft: str | None) -> bool:
     return draft is not None and find_draft(draft)[0].heads
 
 
-def check_width(width: int, *, heads: bool) -> None:
+def check_width(width: int | None, *, heads: bool) -> None:
     """Raise ``PeftlabError`` for a tree of no width, or for one without heads to fill it."""
+    if width is None:
+        return
     if width < 1 or (width > 1 and not heads):
         raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
 

@@ -239,6 +239,9 @@ def _save(
         options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
     tokens: torch.Tensor | None = resolve(kind.save)(job, draft, run_dir, sets.train)
+    if kind.calibrate is not None:
+        held_out = next(iter(sets.held_out.values()))
+        resolve(kind.calibrate)(draft, run_dir, held_out, recipe.train.eval_batch_size)
     return tokens
 
 

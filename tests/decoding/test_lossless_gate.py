@@ -37,6 +37,8 @@ DRAFTERS = {
     "suffix+heads tree": lambda m, way: fused(HeadsDrafter(heads(m), width=3)),
     "suffix+layers": lambda m, way: fused(DRAFTERS["first layers"](m, way)),
     "suffix+early exit": lambda m, way: fused(DRAFTERS["early exit"](m, way)),
+    "markov heads": lambda m, way: HeadsDrafter(markov_heads(m)),
+    "markov heads tree": lambda m, way: HeadsDrafter(markov_heads(m), width=4),
     "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
 }
@@ -66,6 +68,16 @@ def shared_heads(model):
     generator = torch.Generator().manual_seed(0)
     for block in heads.blocks:
         torch.nn.init.normal_(block.layers[0].weight, std=0.05, generator=generator)
+    return heads
+
+
+def markov_heads(model):
+    """Heads that differ after every token drafted before."""
+    weight = model.get_output_embeddings().weight
+    heads = MedusaHeads(weight, 3, shared=True, markov=8)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in heads.markov_head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     return heads
 
 

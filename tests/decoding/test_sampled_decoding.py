@@ -13,7 +13,7 @@ from scipy.stats import chi2
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
@@ -109,10 +109,10 @@ class Frequent(torch.nn.Module):
         for score, token in enumerate((432, 352, 388, 414, 259, 268), start=1):
             self.scores.data[token] = score
 
-        self.vocab_size = len(self.scores)
+        self.vocab_size, self.depth, self.ranks = len(self.scores), 3, None
 
-    def best(self, hidden, width):
-        return self.scores.topk(width).indices.expand(3, len(hidden), -1)
+    def tokens(self, hidden, last, tree):
+        return tree_tokens(self.scores.expand(3, len(hidden), -1), last, tree)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.tree import Path, RankRates
 from peftlab.untyped import Function
 
 ResultT = TypeVar("ResultT")
@@ -59,5 +60,13 @@ class _TimedHeads:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.heads.parameters()
 
-    def best(self, hidden: Tensor, width: int) -> Tensor:
-        return self.stopwatch.timed(self.heads.best, hidden, width)
+    @property
+    def depth(self) -> int:
+        return self.heads.depth
+
+    @property
+    def ranks(self) -> RankRates | None:
+        return self.heads.ranks
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
+        return self.stopwatch.timed(self.heads.tokens, hidden, last, tree)

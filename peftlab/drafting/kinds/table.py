@@ -24,6 +24,8 @@ class DraftKind:
         score: (draft, model, rows, batch size) -> metrics of a held-out split; ``acceptance`` decides.
         save: (job, draft, directory, training rows) -> the reduced vocabulary [V_d] or None. Called when adapter and
             merged model are written; writes what else the draft consists of.
+        calibrate: (draft, directory, held-out rows, batch size) -> None; called after ``save``, measures on held-out
+            text what the drafter's tree is made from and stores it with the draft. None: nothing is measured.
         drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
         find: (reference) -> the reference of the draft of this kind that is there, or None.
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
@@ -44,13 +46,14 @@ class DraftKind:
     export: str
     update: str
     heads: bool = False
+    calibrate: str | None = None
 
 
-def _row(config: str, module: str, *, heads: bool = False) -> DraftKind:
+def _row(config: str, module: str, *, heads: bool = False, calibrate: str | None = None) -> DraftKind:
     """Return the row of a kind whose functions have the names of the fields."""
     names = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
     functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
-    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, **functions)
+    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, calibrate=calibrate, **functions)
 
 
 DRAFTS: Rows[DraftKind] = Rows(
@@ -60,7 +63,12 @@ DRAFTS: Rows[DraftKind] = Rows(
     {
         "model": _row("model.config:ModelDraft", "model.pair"),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
-        "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True),
+        "medusa": _row(
+            "medusa.config:MedusaDraft",
+            "medusa.head_draft",
+            heads=True,
+            calibrate=f"{_KINDS}.medusa.head_draft:calibrate",
+        ),
     },
 )
 """The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""

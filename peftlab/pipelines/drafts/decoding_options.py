@@ -23,7 +23,8 @@ class DecodingOptions:
     Attributes:
         max_new_tokens: length of the longest output.
         gamma: tokens drafted for one target step; the most for ``confidence``, the first value for ``heuristic``.
-        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain.
+        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain, None the tree that is best by
+            what was measured for the heads.
         policy: how the draft length is chosen: ``fixed``, ``confidence`` or ``heuristic``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
@@ -33,7 +34,7 @@ class DecodingOptions:
 
     max_new_tokens: int = 64
     gamma: int = 4
-    width: int = 1
+    width: int | None = None
     policy: str = "fixed"
     temperature: float = 0.0
     top_k: int | None = None

@@ -47,7 +47,7 @@ class DraftBenchmark(Measured):
     """
 
     gamma: int
-    width: int
+    width: int | None
     policy: str
     result: BenchmarkResult
 

@@ -22,6 +22,12 @@ class MedusaDraft(DraftConfig):
         description="Every head uses the target's own LM head, which stays frozen (multi-token "
         "prediction); false: each trains a copy W2.",
     )
+    markov: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rank of a bias W2 W1[x] on the heads' logits, x the token drafted before; it trains with the "
+        "heads. null: heads do not see each other's choices.",
+    )
     decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
     preserve: float = Field(
         default=5.0,
