@@ -47,7 +47,10 @@ Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights 
 @draft_app.command()
 def plan(
     target: Target,
-    draft: Annotated[str, typer.Option("--draft", help="The draft model, trained or not.")],
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="The draft model, trained or not; none: compare the kinds of drafts.")
+    ] = None,
+    alpha: Annotated[float, typer.Option("--alpha", help="The acceptance to recommend for.")] = 0.5,
     max_gamma: Annotated[int, typer.Option("--max-gamma", help="Longest draft to consider.")] = 8,
     context: Annotated[int, typer.Option("--context", help="Tokens in the cache while measuring.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed passes of each kind.")] = 9,
@@ -57,17 +60,17 @@ def plan(
     json: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure target and draft on this device: can drafting be faster, and from what acceptance on?"""
+    """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import plan_draft
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack)
-    result = plan_draft(target, draft, options, max_gamma=max_gamma, context=context, repeats=repeats)
-    plan = result.result
-    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, result.warnings)
+    found = plan_draft(target, draft, options, alpha=alpha, max_gamma=max_gamma, context=context, repeats=repeats)
+    plan = found.result
+    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
-    _write(result.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
+    _write(found.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
 
 
 @draft_app.command()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -17,6 +18,7 @@ from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
@@ -38,6 +40,7 @@ class Pair:
     """A target with its tokenizer, and its draft if there is one: an engine, or heads.
 
     Attributes:
+        weights: what a step of the target reads.
         corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
@@ -45,6 +48,7 @@ class Pair:
     target: Engine
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
+    weights: TargetWeights
     draft: Engine | None = None
     heads: Heads | None = None
     corpus: SuffixAutomaton | None = None
@@ -96,12 +100,27 @@ def load_pair(
     model = opening.target
     size = model.num_parameters()
     engine = build_engine(model, vocabulary=opened.vocabulary if opened else None, pack=pack)
-    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_parameters=size)
+    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.draft_parameters = opened.engine, opened.heads, opened.parameters
         if opened.engine is not None:
             pair.warnings = _size_warning(size, opened.parameters)
     return pair
+
+
+def target_weights(model: PreTrainedModel) -> TargetWeights:
+    """Return how many numbers a step of the model reads; of a mixture of experts all of them."""
+    head = head_weight(model)
+    outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
+    body = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return TargetWeights(body / layers, layers, *head.shape)
+
+
+def draft_costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what drafting for a target costs with each kind, in the order of the table."""
+    rows = [DRAFTS[name] for name in DRAFTS]
+    return [cost for row in rows if row.costs is not None for cost in resolve(row.costs)(target)]
 
 
 def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:

@@ -289,10 +289,11 @@ def _line(scores: Scores) -> str:
 
 
 def _verdict(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
-    """Return the measured speed in a sentence."""
+    """Return the measured speed, where the time went, and the draft's best length, a line each."""
     earlier = f", {before.block_efficiency:.2f} before training" if before else ""
     rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"
-    return (
+    sentence = (
         f"greedy decoding with the draft: {after.verdict}; {rates}, {after.block_efficiency:.2f} tokens per "
         f"target step{earlier}"
     )
+    return "\n".join([sentence, *(part.line() for part in (after.time, after.gain) if part is not None)])

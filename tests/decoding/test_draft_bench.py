@@ -117,6 +117,12 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     assert all(of["lossless"] for of in result["drafters"].values())
     assert 0 < result["alpha"]["overlap"] < 1 and 0 < result["overhead"] < 1
     assert result["drafters"]["lookup"]["alpha"] is None
+    for found in result["drafters"].values():
+        assert sum(found["time"].values()) == pytest.approx(1) and min(found["time"].values()) > 0
+    assert result["drafters"]["draft"]["time"]["draft"] > result["drafters"]["lookup"]["time"]["draft"]
+    assert "draft: time: target" in shown.stdout and ("draft: S = tau / (C(4) + D)" in shown.stdout) == (batch == 1)
+    if batch == 1:
+        assert result["gain"]["gamma"] == 3 and result["gain"]["tau"] == result["tau"]
     assert [(p["id"], p["category"]) for p in result["prompts"]] == [
         ("81", "writing"), ("2", "roleplay"), ("x", "writing"),
     ]  # fmt: skip
@@ -150,7 +156,7 @@ def test_free_drafters_forget_between_passes(stories_model):
     settings = benches.Settings(8, repeats=3)
     questions = [benches.Question("1", "all", [1, 5])]
     benches.bench(build_engine(stories_model), {"recycling": make}, questions, settings)
-    assert len(made) == 1 + 3 + 1  # warm-up, passes, overlap
+    assert len(made) == 1 + 3 + 1 + 1  # warm-up, passes, overlap, its gain by parts
 
 
 def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, generate_greedy):

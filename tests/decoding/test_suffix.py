@@ -244,5 +244,5 @@ def test_a_corpus_is_read_once_and_refused_by_name(tmp_path, stories_tokenizer):
     for name, message in (("c.jsonl", "no column to copy from"), ("d.txt", "no text in it"), ("e.txt", "no such file")):
         with pytest.raises(PeftlabError, match=message):
             read_documents(str(tmp_path / name))
-    made = make_drafter("suffix", Pair(None, stories_tokenizer, frozenset(), corpus=corpus))
+    made = make_drafter("suffix", Pair(None, stories_tokenizer, frozenset(), None, corpus=corpus))
     assert made.corpus is corpus

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
@@ -19,22 +20,15 @@ from peftlab.untyped import Function
 ResultT = TypeVar("ResultT")
 
 
-class Stopwatch:
-    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
+class Clock:
+    """The time of the calls made through it.
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.seconds = 0.0
-        self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
+    Attributes:
+        seconds: so far. device: waited for after each call.
+    """
 
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        return self.timed(self._engine.forward, cache, tokens, block, keep)
-
-    def including(self, heads: Heads) -> Heads:
-        """Return ``heads`` with their time counted as this engine's."""
-        return _TimedHeads(heads, self)
+    def __init__(self, device: torch.device):
+        self.seconds, self.device = 0.0, device
 
     def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
         """Call ``work`` and add its time."""
@@ -44,6 +38,48 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - began
         return output
+
+
+class Stopwatch(Clock):
+    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine.device)
+        self._engine = engine
+        self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
+        self.layers = engine.layers
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        return self.timed(self._engine.forward, cache, tokens, block, keep)
+
+    def including(self, heads: Heads) -> Heads:
+        """Return ``heads`` with their time counted as this engine's."""
+        return _TimedHeads(heads, self)
+
+
+@dataclass(frozen=True)
+class TimedDrafter:
+    """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
+
+    drafter: Drafter
+    clock: Clock
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self.clock.timed(self.drafter.start, rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        return self.clock.timed(self.drafter.propose, rows, budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.clock.timed(self.drafter.accept, rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.clock.timed(self.drafter.select, slots)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class Drafter(Protocol):
         name: for reports.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         """Begin new sequences; earlier ones are finished."""

@@ -31,6 +31,7 @@ class DraftKind:
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
         export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads.
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
+        costs: (``TargetWeights``) -> list of ``DraftCost``: the sizes that ``draft plan`` compares. None: none.
         heads: whether it drafts from the target's hidden state: trees of candidates, no model of its own.
     """
 
@@ -47,13 +48,15 @@ class DraftKind:
     update: str
     heads: bool = False
     calibrate: str | None = None
+    costs: str | None = None
 
 
 def _row(config: str, module: str, *, heads: bool = False, calibrate: str | None = None) -> DraftKind:
     """Return the row of a kind whose functions have the names of the fields."""
     names = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
     functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
-    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, calibrate=calibrate, **functions)
+    costs = f"{_KINDS}.{config.partition(':')[0]}:costs"
+    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, calibrate=calibrate, costs=costs, **functions)
 
 
 DRAFTS: Rows[DraftKind] = Rows(

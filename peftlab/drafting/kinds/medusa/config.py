@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -50,3 +51,16 @@ class MedusaDraft(DraftConfig):
             yield "acceptance_head", "reads a draft model's states; there is none with heads"
         if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what four heads on one LM head cost, without and with a Markov bias."""
+    heads, rank, rows = 4, 64, min(target.vocabulary, REDUCED)
+    recipe = f"kind: medusa, heads: {heads}, shared_head: true"
+    recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+    once = (heads * target.hidden**2 + rows * target.hidden) / target.total
+    bias = rank * rows / target.total
+    return [
+        DraftCost("medusa", f"{heads} heads", recipe, once, 0.0, heads, tree=True),
+        DraftCost("medusa", f"{heads} heads, Markov", f"{recipe}, markov: {rank}", once, bias, heads, tree=True),
+    ]
