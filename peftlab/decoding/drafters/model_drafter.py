@@ -10,7 +10,7 @@ from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill, right_padded
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling
+from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, forked
 from peftlab.errors import PeftlabError
 
 
@@ -59,7 +59,8 @@ class ModelDrafter:
         gamma = max(budgets)
         if gamma == 0:
             return Draft.empty(len(rows), self.engine.device)
-        random, greedy = RowRandomSource([row.generator for row in rows]), self._sampling.greedy
+        # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
+        random, greedy = RowRandomSource(forked(row.generator for row in rows)), self._sampling.greedy
         watched = any(row.policy.needs_confidence for row in rows)  # only then is a greedy q worth its softmax
         lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]
         tokens, probs, logits = [], [], []

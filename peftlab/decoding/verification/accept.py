@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peftlab.decoding.verification.chain import verify_chain, verify_greedy, verify_onehot
+from peftlab.decoding.verification.chain import verify_block, verify_greedy, verify_onehot
 from peftlab.decoding.verification.multidraft import verify_tree
 from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, Sampling, certain
 from peftlab.decoding.verification.tree import walk_greedy
@@ -35,7 +35,7 @@ def accept_chains(
         if probs is None:
             counts, following = verify_onehot(p, tokens, random)
         else:
-            counts, following = verify_chain(p, probs, tokens.clamp_min(0), random)
+            counts, following = verify_block(p, probs, tokens.clamp_min(0), random)
     return [list(range(n)) for n in counts.tolist()], following.tolist()
 
 

@@ -113,16 +113,17 @@ class TreeShape:
 def tree_shape(tree: tuple[Path, ...]) -> TreeShape:
     """Return the shape of a tree of paths."""
     place = {path: i for i, path in enumerate(tree)}
-    return shape_of(tuple(place.get(path[:-1], -1) for path in tree))
+    return shape_of([place.get(path[:-1], -1) for path in tree])
 
 
-@lru_cache
-def shape_of(parents: tuple[int, ...]) -> TreeShape:
-    """Return the shape of the tree in which node i's parent is ``parents[i]``, an earlier node, or -1 for the root."""
-    below = torch.eye(len(parents) + 1, dtype=torch.bool)
+def shape_of(parents: Sequence[int]) -> TreeShape:
+    """Return the shape of a tree by its nodes' parents, -1 for the root; a parent comes before its children."""
+    lines = [[0]]  # of the root and each node: itself and those above it
     for node, parent in enumerate(parents):
-        below[node + 1] |= below[parent + 1]
-    return TreeShape(parents, tuple((below.sum(1) - 1).tolist()), below)
+        lines.append([*lines[parent + 1], node + 1])
+    below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+    below[[i for i, line in enumerate(lines) for _ in line], [i for line in lines for i in line]] = True
+    return TreeShape(tuple(parents), tuple(len(line) - 1 for line in lines), below)
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
