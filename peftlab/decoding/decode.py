@@ -176,9 +176,11 @@ class _Batch:
     def __post_init__(self) -> None:
         longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in self.rows)
         self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK)
-        hidden = prefill(self.target, self.cache, [row.tokens for row in self.rows], [row.slot for row in self.rows])
+        read = prefill(self.target, self.cache, [row.tokens for row in self.rows], [row.slot for row in self.rows])
         if self.drafter is not None:
-            self.drafter.start(self.rows, TargetState(self.cache, hidden, self.target.vocab_size, self.sampling))
+            vocabulary = self.target.vocab_size
+            state = TargetState(self.cache, read.hidden, vocabulary, self.sampling, read.features)
+            self.drafter.start(self.rows, state)
 
     def step(self, rows: list[Row]) -> None:
         """Draft for some of the rows, verify, and append what they emit."""

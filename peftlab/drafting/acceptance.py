@@ -89,12 +89,23 @@ def batches(data: Dataset, batch_size: int, device: torch.device) -> Iterator[tu
 
 
 def add_rates(
-    sums: Tensor, rows: Tensor, target: Tensor, draft: Tensor, target_head: Tensor, draft_head: Tensor
+    sums: Tensor,
+    rows: Tensor,
+    target: Tensor,
+    draft: Tensor,
+    target_head: Tensor,
+    draft_head: Tensor,
+    tokens: Tensor | None = None,
 ) -> None:
-    """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time."""
+    """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time.
+
+    ``tokens`` [V_d] says which tokens ``draft_head`` [V_d, H] is for; None for all. The draft never proposes another.
+    """
     for part in torch.arange(len(rows)).split(_CHUNK):
         p = F.linear(target[part], target_head).float().softmax(-1)
         q = F.linear(draft[part], draft_head).float().softmax(-1)
+        if tokens is not None:
+            q = torch.zeros_like(p).index_copy_(-1, tokens, q)
         best = q.argmax(-1)
         certain = p.gather(-1, best[:, None]).squeeze(-1)
         for total, rate in zip(

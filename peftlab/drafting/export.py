@@ -2,7 +2,8 @@
 
 ============  ==========================================================
 transformers  a plain directory, for ``generate(assistant_model=...)``
-vllm          a plain directory, for the speculative method ``draft_model``
+vllm          a plain directory, for the speculative method ``draft_model``; eagle3 for ``eagle3``
+sglang        eagle3, for the algorithm ``EAGLE3``
 ============  ==========================================================
 
 Which engine loads what is in ``docs/drafts/training_drafts.md``.
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from peftlab.drafting.checks import check_tokenizers
+from peftlab.drafting.kinds.base import Exporting
 from peftlab.drafting.load import find_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.finetuned import plain_directory
@@ -45,14 +47,23 @@ def export_draft(
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
             differs.
     """
-    if consumer not in CONSUMERS:
-        raise PeftlabError(f"--for {consumer}: one of {', '.join(CONSUMERS)}{did_you_mean(consumer, CONSUMERS)}")
+    if consumer not in KNOWN:
+        raise PeftlabError(f"--for {consumer}: one of {', '.join(KNOWN)}{did_you_mean(consumer, KNOWN)}")
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
     kind, place = find_draft(str(source))
     target = plain_directory(target)
-    plain: Path = resolve(kind.export)(place, consumer)
+    found: Path | Exporting = resolve(kind.export)(place, consumer)
+    inputs: dict[str, str | Path | None] = {"the draft": source, "the target": target}
+    if not isinstance(found, Path):
+        served = served_reference(target, consumer)
+        with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
+            difference = found.write(target, staging, gamma)
+        return found.command(served, os.path.abspath(out), gamma), difference
+    if consumer not in CONSUMERS:
+        raise PeftlabError(f"--for {consumer}: only eagle3 drafts; a draft model is for {' or '.join(CONSUMERS)}")
+    plain = found
     command = CONSUMERS[consumer](target, out, gamma)
     config, goal = load_config(str(plain)), load_config(target)
     check_tokenizers(load_tokenizer(target), load_tokenizer(str(plain)), chat=False)
@@ -62,7 +73,6 @@ def export_draft(
             f"--for {consumer}: the draft's vocab_size is {sizes[1]}, the target's {sizes[0]}; it would not be loaded. "
             f"model.resize_token_embeddings({sizes[0]}) before training makes them equal"
         )
-    inputs: dict[str, str | Path | None] = {"the draft": source, "the target": target}
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         for file in plain.iterdir():
             if file.is_file() and file.name not in ("merge.json", MARK):
@@ -105,18 +115,31 @@ def _assisted(target: str, out: Path, gamma: int) -> str:
     )
 
 
-def _serve(target: str, out: Path, gamma: int) -> str:
-    """Return the command that serves target and draft; it works in any directory."""
+def served_reference(target: str, consumer: str) -> str:
+    """Return a target as a server is told it, right in any directory.
+
+    Raises:
+        PeftlabError: it is a GGUF file.
+    """
     place = locate(target)
     if isinstance(place, Path) and place.is_file():
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[consumer]
         raise PeftlabError(
-            f"--for vllm: the target {target} is a GGUF file, which vLLM without a plugin does not load; load it with "
-            "from_pretrained(..., gguf_file=...), save_pretrained it to a directory and name that"
+            f"--for {consumer}: the target {target} is a GGUF file, which {name} without a plugin does not load; load "
+            "it with from_pretrained(..., gguf_file=...), save_pretrained it to a directory and name that"
         )
+    return target if isinstance(place, str) else os.path.abspath(place)
+
+
+def _serve(target: str, out: Path, gamma: int) -> str:
+    """Return the command that serves target and draft; it works in any directory."""
+    served = served_reference(target, "vllm")
     speculative = {"method": "draft_model", "model": os.path.abspath(out), "num_speculative_tokens": gamma}
-    served = target if isinstance(place, str) else os.path.abspath(place)
     return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
 CONSUMERS: dict[str, Callable[[str, Path, int], str]] = {"transformers": _assisted, "vllm": _serve}
-"""Name -> function of target, draft directory and gamma to how the draft is served."""
+"""Name -> function of target, draft directory and gamma to how a draft model is served."""
+
+KNOWN = (*CONSUMERS, "sglang")
+"""The consumers of which some kind of draft is for."""

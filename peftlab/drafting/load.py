@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
@@ -37,7 +38,7 @@ MODEL_FREE: dict[str, Callable[[SuffixAutomaton | None], Drafter]] = {
 
 @dataclass
 class Pair:
-    """A target with its tokenizer, and its draft if there is one: an engine, or heads.
+    """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
 
     Attributes:
         weights: what a step of the target reads.
@@ -51,6 +52,7 @@ class Pair:
     weights: TargetWeights
     draft: Engine | None = None
     heads: Heads | None = None
+    network: FeatureNetwork | None = None
     corpus: SuffixAutomaton | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
@@ -99,12 +101,14 @@ def load_pair(
         opened = resolve(kind.open)(place, opening)
     model = opening.target
     size = model.num_parameters()
-    engine = build_engine(model, vocabulary=opened.vocabulary if opened else None, pack=pack)
+    vocabulary, features = (opened.vocabulary, opened.features) if opened else (None, ())
+    engine = build_engine(model, vocabulary=vocabulary, pack=pack, features=features)
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
-        pair.draft, pair.heads, pair.draft_parameters = opened.engine, opened.heads, opened.parameters
+        pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
+        pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
         if opened.engine is not None:
-            pair.warnings = _size_warning(size, opened.parameters)
+            pair.warnings += _size_warning(size, opened.parameters)
     return pair
 
 
@@ -130,12 +134,12 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     elsewhere joins copy and draft in one tree; the others are ``MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head that a tree may use; 1 is a chain, None as ``HeadsDrafter`` has it.
+        width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain, None the default.
 
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
-    check_width(width, heads=pair.heads is not None)
+    check_width(width, heads=pair.heads is not None or pair.network is not None)
     if name in MODEL_FREE:
         return MODEL_FREE[name](pair.corpus)
     if name == SUFFIX_AND_DRAFT:
@@ -145,6 +149,8 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
+    if pair.network is not None:
+        return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)
@@ -160,7 +166,9 @@ def check_width(width: int | None, *, heads: bool) -> None:
     if width is None:
         return
     if width < 1 or (width > 1 and not heads):
-        raise PeftlabError(f"width {width}: 1, or more where the draft is a directory of Medusa heads")
+        raise PeftlabError(
+            f"width {width}: 1, or more where the draft is a directory of Medusa heads or an eagle3 draft"
+        )
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

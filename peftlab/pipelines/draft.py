@@ -78,6 +78,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
         if untrained is not None:
             before_speed = decoding_speed(recipe, untrained, sets.prompts, draft.eos, repeats=1)
     accelerator.wait_for_everyone()
+    if kind.prepare:
+        resolve(kind.prepare)(job, draft, sets.train)
     if recipe.method is not None:
         inject(draft.adapted, recipe.method)
     trainable, total = count_parameters(draft.model)

@@ -16,7 +16,8 @@ from peftlab.recipe.source import Keys, Place, Source, dotted, parse
 from peftlab.recipe.table_cells import SHARED
 
 SWEEP = "sweep."
-_OF_A_ROW = ("method", "objective", "init_from")  # what a table has no key of its own for
+_OF_A_ROW = ("method", "objective", "init_from", "generate")  # what a table has no key of its own for
+_NAMED_WHOLE = ("generate",)  # sections whose keys are never meant by a bare one: theirs change no training
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ def sweep(recipe: Recipe, source: Source, texts: Sequence[tuple[int, str]]) -> S
     """Return the table that a finetune recipe and its ``sweep.KEY=[...]`` overrides describe.
 
     Its rows are the combinations of all swept keys but the task and the seed, which are the table's own axes.
-    A bare key means the one section that has it: ``lr`` is ``train.lr``, ``r`` is ``method.r``.
+    A bare key means the one section that has it: ``lr`` is ``train.lr``, ``r`` is ``method.r``; ``seed`` is
+    ``train.seed``, not the one that answers are sampled with.
 
     Args:
         recipe, source: the validated recipe without the sweeps, and its source.
@@ -103,7 +105,7 @@ def _axis(source: Source, number: int, text: str) -> _Axis | None:
         source.complain(at, f"{dotted(keys)}: a value occurs twice")
         return None
     sections = dict(all_sections(FinetuneRecipe, source.data))
-    owners = [section for section, fields in sections.items() if section and keys[0] in fields]
+    owners = [name for name, fields in sections.items() if name not in ("", *_NAMED_WHOLE) and keys[0] in fields]
     if len(keys) == 1 and keys[0] not in sections[""] and owners:
         if len(owners) > 1:
             full = " or ".join(f"{SWEEP}{section}.{keys[0]}" for section in owners)

@@ -14,9 +14,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
+from tests.eagle_models import eagle
 
 NEW, CONTEXT, WINDOW = 20, 64, 10
 # A tied head of a random model repeats the token that it reads.
@@ -126,6 +128,19 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
         statistics = acceptance_statistics(outputs)
         if drafter is not None:
             assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize(("width", "gamma"), [(1, 4), (4, 12)])
+def test_a_layer_on_its_states(model, prompts, expected, width, gamma):
+    """Chains and growing trees of an untrained EAGLE-3 layer: single rows and batches, past the window."""
+    network = eagle(model)
+    engine = build_engine(model, features=network.features)
+    for batch in (1, 3, 8):
+        for i in range(0, len(prompts), batch):
+            drafter, some = FeatureDrafter(network, width), prompts[i : i + batch]
+            outputs = decode(engine, some, StoppingCriteria(NEW), drafter, policy=partial(Fixed, gamma))
+            for prompt, want, output in zip(some, expected[i : i + batch], outputs, strict=True):
+                assert output.tokens == want or parted_at_a_tie(model, prompt, want, output.tokens)
 
 
 def test_outputs_are_not_all_alike(expected):

@@ -11,16 +11,20 @@ from transformers import MistralConfig, MistralForCausalLM
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
+from tests.eagle_models import eagle, trained_eagle
 
 NEW = 32
+FEATURES = usual_features(5)  # of both models here
 DRAFTERS = {
     "itself": lambda m, way: ModelDrafter(build_engine(m, **way)),
     "first layers": lambda m, way: ModelDrafter(build_engine(truncate(m, range(4)), **way)),
@@ -41,6 +45,10 @@ DRAFTERS = {
     "markov heads tree": lambda m, way: HeadsDrafter(markov_heads(m), width=4),
     "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
+    "eagle": lambda m, way: features_drafter(m),
+    "eagle tree": lambda m, way: features_drafter(m, 3),
+    "suffix+eagle": lambda m, way: fused(features_drafter(m)),
+    "suffix+eagle tree": lambda m, way: fused(features_drafter(m, 3)),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
 
@@ -81,6 +89,11 @@ def markov_heads(model):
     return heads
 
 
+def features_drafter(model, width=1):
+    """An EAGLE-3 layer: one that has learned from the stories, or, for another model, a random one."""
+    return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else eagle(model), width)
+
+
 @pytest.fixture(scope="module")
 def expected(stories_model, uneven_prompts, generate_greedy):
     return [generate_greedy(stories_model, prompt, NEW) for prompt in uneven_prompts]
@@ -88,7 +101,7 @@ def expected(stories_model, uneven_prompts, generate_greedy):
 
 @pytest.fixture(scope="module")
 def engines(stories_model):
-    return {name: build_engine(stories_model, **way) for name, way in WAYS.items()}
+    return {name: build_engine(stories_model, features=FEATURES, **way) for name, way in WAYS.items()}
 
 
 def run(target, prompts, batch, drafter=None, gamma=1, new=NEW, **settings):
@@ -157,7 +170,7 @@ def test_every_policy(stories_model, engines, uneven_prompts, expected, policy, 
 
 def test_drafts_do_stand_and_do_fall(stories_model, engines, uneven_prompts):
     """The gate would be empty if nothing were accepted, or nothing rejected."""
-    for name in ("first layers", "lookup", "recycling", "medusa tree"):
+    for name in ("first layers", "lookup", "recycling", "medusa tree", "eagle", "eagle tree"):
         drafter = DRAFTERS[name](stories_model, WAYS["flat"])
         statistics = acceptance_statistics(run(engines["flat"], uneven_prompts, 3, drafter, 4))
         assert 0 < statistics.accepted < statistics.drafted, name
@@ -181,7 +194,7 @@ def windowed():
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=2,
         sliding_window=10,
@@ -198,7 +211,7 @@ def test_past_a_sliding_window(windowed, generate_greedy, name, way):
     prompts = [torch.randint(64, (n,), generator=generator).tolist() for n in (3, 25, 9)]
     want = [generate_greedy(windowed, prompt, 30) for prompt in prompts]
     assert len({token for output in want for token in output}) > 5
-    target = build_engine(windowed, **WAYS[way])
+    target = build_engine(windowed, features=FEATURES, **WAYS[way])
     for batch, gamma in ((1, 6), (3, 4)):
         drafter = DRAFTERS[name](windowed, WAYS[way])
         assert tokens(run(target, prompts, batch, drafter, gamma, new=30)) == want

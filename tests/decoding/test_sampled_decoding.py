@@ -13,14 +13,17 @@ from scipy.stats import chi2
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
+from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
+from tests.eagle_models import trained_eagle
 
 SAMPLES = 1500
 SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
@@ -28,7 +31,7 @@ SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
 @pytest.fixture(scope="module")
 def target(stories_model):
-    return build_engine(stories_model, pack=False)
+    return build_engine(stories_model, pack=False, features=usual_features(5))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,8 @@ DRAFTERS = {
     "medusa": (lambda m: HeadsDrafter(Frequent(m)), Fixed),
     "medusa tree": (lambda m: HeadsDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
+    "eagle": (lambda m: FeatureDrafter(trained_eagle(m)), Fixed),
+    "eagle confidence": (lambda m: FeatureDrafter(trained_eagle(m)), partial(Confidence, threshold=0.3)),
 }
 
 
@@ -141,6 +146,25 @@ def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, p
         ending, policy = StoppingCriteria(3), partial(Fixed, 4)
         outputs += decode(target, [prompt] * batch, ending, drafter, policy=policy, sampling=sampling, observe=observe)
     assert any(branched) and p_value(law, outputs) > 1e-3
+
+
+def test_a_tree_that_grows_follows_the_target(stories_model, target, prompt, law):
+    """One row at a time: only then is there a tree."""
+    network = trained_eagle(stories_model)
+    outputs = [
+        decode(
+            target,
+            [prompt],
+            StoppingCriteria(3),
+            FeatureDrafter(network, width=4),
+            policy=partial(Fixed, 8),
+            sampling=replace(SAMPLING, seed=1000 + i),
+        )[0]
+        for i in range(600)
+    ]
+    statistics = acceptance_statistics(outputs)
+    assert statistics.accepted > 50 and statistics.acceptance < 1
+    assert p_value(law, outputs) > 1e-3
 
 
 def test_the_check_would_see_a_slight_error(target, prompt, law):

@@ -116,7 +116,7 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
         (bare, "vllm", "contains no plain model directory"),
         (tmp_path / "bear", "vllm", r"bear: no such directory \(did you mean 'bare'\?\)"),
         (draft, "llama.cpp", "one of transformers, vllm"),
-        (draft, "vllm-medusa", r"one of transformers, vllm \(did you mean 'vllm'\?\)"),
+        (draft, "vllm-medusa", r"one of transformers, vllm, sglang \(did you mean 'vllm'\?\)"),
         (draft, "speculators", "one of transformers, vllm"),
     ):
         with pytest.raises(PeftlabError, match=message):

@@ -240,6 +240,7 @@ def _worker(rank: int, folder: str) -> None:
     wrapped = DistributedDataParallel(model)
     wrapped(IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
     torch.save({name: p.grad for name, p in peftlab.trainable_parameters(model).items()}, f"{folder}/{rank}.pt")
+    del wrapped  # its reducer would otherwise free the process group, which can hang in torch
     dist.destroy_process_group()
 
 

@@ -23,6 +23,9 @@ def _worker(rank: int, folder: str) -> None:
         half = {key: value.chunk(2)[rank] for key, value in batch(architecture, n=8).items()}
         model(**half).loss.backward()
         gradients[method] = {name: p.grad for name, p in trainable_parameters(model.module).items()}
+        # Freed after the process group, its reducer would free that in turn, and wait with Python's lock for gloo's
+        # thread, which may be waiting for the lock.
+        del model
     torch.save(gradients, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
@@ -56,6 +57,10 @@ class Stopwatch(Clock):
     def including(self, heads: Heads) -> Heads:
         """Return ``heads`` with their time counted as this engine's."""
         return _TimedHeads(heads, self)
+
+    def including_network(self, network: FeatureNetwork) -> FeatureNetwork:
+        """Return ``network`` with its time counted as this engine's."""
+        return _TimedNetwork(network, self)
 
 
 @dataclass(frozen=True)
@@ -106,3 +111,23 @@ class _TimedHeads:
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
         return self.stopwatch.timed(self.heads.tokens, hidden, last, tree)
+
+
+class _TimedNetwork:
+    """A network on the target's states whose time a stopwatch adds up; to a drafter it is the network."""
+
+    def __init__(self, network: FeatureNetwork, stopwatch: Stopwatch):
+        self._network, self._stopwatch = network, stopwatch
+        self.features, self.vocab_size = network.features, network.vocab_size
+        self.tokens, self.device = network.tokens, network.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self._stopwatch.timed(self._network.fuse, features)
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        return self._stopwatch.timed(self._network.advance, cache, tokens, states, block, positions, visible)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._stopwatch.timed(self._network.logits, states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -87,12 +87,15 @@ class TargetState:
         hidden: last hidden state of each row, [H]; None for a prompt of one token.
         vocab_size: V of the target.
         sampling: how tokens are chosen.
+        features: of each row's tokens but the last, [length - 1, F]; None for a prompt of one token, or where the
+            engine reports none (``Output.features``).
     """
 
     cache: KVCache
     hidden: list[Tensor | None]
     vocab_size: int
     sampling: Sampling
+    features: list[Tensor | None] = field(default_factory=list)
 
 
 class Drafter(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill, right_padded
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, forked
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 
@@ -56,38 +58,19 @@ class ModelDrafter:
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
         budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]
-        gamma = max(budgets)
-        if gamma == 0:
+        if max(budgets) == 0:
             return Draft.empty(len(rows), self.engine.device)
-        # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
-        random, greedy = RowRandomSource(forked(row.generator for row in rows)), self._sampling.greedy
-        watched = any(row.policy.needs_confidence for row in rows)  # only then is a greedy q worth its softmax
         lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]
-        tokens, probs, logits = [], [], []
-        output = self._catch_up(rows)
-        for i in range(gamma):
-            step = output.logits[:, -1]
-            q = self._sampling.probabilities(step) if not greedy else step.softmax(-1) if watched else step
-            x = step.argmax(-1) if greedy else random.draw(q)
-            active = torch.tensor([i < budget for budget in budgets], device=x.device)
-            tokens.append(torch.where(active, x, -1))
-            logits.append(step)
-            if not greedy:
-                probs.append(torch.where(active[:, None], q, 0))
-            if watched:
-                confidence = q.gather(-1, x[:, None])[:, 0].tolist()
-                for j, row in enumerate(rows):
-                    if i < budgets[j] and not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
-                        budgets[j] = i + 1
-            if i + 1 >= max(budgets):
-                break
-            block = self._cache.block(slots, [length + i for length in lengths], 1)
-            output = self.engine.forward(self._cache, x[:, None], block)
-        drafted = torch.stack(tokens, 1)
+
+        def following(x: Tensor, output: Output, drawn: int) -> Output:
+            block = self._cache.block(slots, [length + drawn for length in lengths], 1)
+            return self.engine.forward(self._cache, x[:, None], block)
+
+        draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling)
         # Each row has drafted its budget by now, and the last of these tokens was not read.
-        for row, length, budget, ahead in zip(rows, lengths, budgets, drafted.tolist(), strict=True):
-            self._read[row.index], self._ahead[row.index] = length, ahead[: max(0, budget - 1)]
-        return Draft(drafted, torch.stack(probs, 1) if probs else None, torch.stack(logits, 1))
+        for row, length, budget, drafted in zip(rows, lengths, budgets, draft.tokens.tolist(), strict=True):
+            self._read[row.index], self._ahead[row.index] = length, drafted[: max(0, budget - 1)]
+        return draft
 
     def _catch_up(self, rows: list[Row]) -> Output:
         """Read the tokens that the last steps added; return the output of each row's last token."""

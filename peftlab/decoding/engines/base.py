@@ -18,10 +18,13 @@ class Output:
     Attributes:
         logits: [b, kept, V].
         hidden: [b, kept, H], the input of the LM head (after the final norm).
+        features: [b, n, F], of all tokens that were read: the states that enter the layers that the engine was built to
+            report, one after the other; None for an engine that reports none.
     """
 
     logits: Tensor
     hidden: Tensor
+    features: Tensor | None = None
 
 
 class Engine(Protocol):

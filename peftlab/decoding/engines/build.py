@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +17,12 @@ from peftlab.errors import PeftlabError
 
 
 def build_engine(
-    model: PreTrainedModel, *, vocabulary: int | None = None, pack: bool = True, flat: bool = True
+    model: PreTrainedModel,
+    *,
+    vocabulary: int | None = None,
+    pack: bool = True,
+    flat: bool = True,
+    features: Sequence[int] = (),
 ) -> Engine:
     """Return the fastest engine that gives ``model``'s own logits.
 
@@ -33,11 +38,13 @@ def build_engine(
         pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
             ``products.py``). Sums are then rounded in another order than in ``transformers``.
         flat: use the flattened step where the architecture is known.
+        features: layers, rising, the states entering which ``Output.features`` is to have; their number stands for the
+            state that the LM head reads. None by default.
 
     Raises:
         PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
     """
-    library = TransformersEngine(model, vocabulary)
+    library = TransformersEngine(model, vocabulary, features=features)
     name = type(model).__name__
     try:
         trial = Trial(model)
@@ -46,11 +53,11 @@ def build_engine(
     if not trial.causal:
         raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
     if flat and (structure := structure_of(model)) is not None:
-        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack), trial, [])
+        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
         if engine is not None:
             return engine
     failures: list[str] = []
-    for engine in (library, TransformersEngine(model, vocabulary, masks=False)):
+    for engine in (library, TransformersEngine(model, vocabulary, masks=False, features=features)):
         if exact := _exact(engine, trial, failures):
             return exact
     raise PeftlabError(

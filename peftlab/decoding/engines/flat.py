@@ -47,13 +47,20 @@ class FlatEngine:
     """See ``base.Engine``; made by ``build.build_engine`` from a model and its structure."""
 
     def __init__(
-        self, model: PreTrainedModel, structure: Structure, vocabulary: int | None = None, *, pack: bool = True
+        self,
+        model: PreTrainedModel,
+        structure: Structure,
+        vocabulary: int | None = None,
+        *,
+        pack: bool = True,
+        features: Sequence[int] = (),
     ):
         pack = pack and can_pack(model)
         self.device = model.device
         self.vocab_size = vocabulary or structure.head.weight.shape[0]
         self.limit: int | None = structure.limit
         self.layers = len(structure.layers)
+        self._features = tuple(features)
         self._heads, self._kv_heads, self._dim = structure.heads, structure.kv_heads, structure.dim
         self._embedding, self._embedding_scale = structure.embedding, structure.embedding_scale
         self._positions, self._parallel, self._cap = structure.positions, structure.parallel, structure.cap
@@ -77,7 +84,10 @@ class FlatEngine:
         h = self._embedded(tokens, block)
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
         masks = {w: self._mask(block, w) for w in {layer.window for layer in self._layers}}
+        entering: list[Tensor] = []
         for i, layer in enumerate(self._layers):
+            if i in self._features:
+                entering.append(h)
             x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
             if layer.norm_heads is not None:
                 layer.norm_heads(x)
@@ -88,11 +98,14 @@ class FlatEngine:
             keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
             after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = layer.down(layer.up(h if self._parallel else after), after)
+        if len(self._layers) in self._features:
+            entering.append(self._norm(h))
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        return Output(logits if self._cap is None else _capped(logits, self._cap), h)
+        features = torch.cat(entering, -1) if entering else None
+        return Output(logits if self._cap is None else _capped(logits, self._cap), h, features)
 
     def _embedded(self, tokens: Tensor, block: Block) -> Tensor:
         h = F.embedding(tokens, self._embedding)

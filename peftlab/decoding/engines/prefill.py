@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,22 +12,33 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
 
 
-def prefill(
-    engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int]
-) -> list[Tensor | None]:
-    """Read all tokens but the last of each sequence into its slot of the cache.
+@dataclass(frozen=True)
+class Prefilled:
+    """What was read of each sequence: all tokens but the last.
 
-    Returns:
-        The hidden state [H] of the last token read of each sequence; None for a sequence of one token.
+    Attributes:
+        hidden: state [H] of the last token read; None for a sequence of one token.
+        features: [length - 1, F] of all tokens read; None for a sequence of one token, or an engine without features.
     """
+
+    hidden: list[Tensor | None]
+    features: list[Tensor | None]
+
+
+def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> Prefilled:
+    """Read all tokens but the last of each sequence into its slot of the cache."""
     lengths = [len(sequence) - 1 for sequence in sequences]
     if not any(lengths):
-        return [None] * len(sequences)
+        return Prefilled([None] * len(sequences), [None] * len(sequences))
     block = cache.block(slots, [0] * len(sequences), max(lengths))
     tokens = right_padded([sequence[:-1] for sequence in sequences], block.n).to(engine.device)
     keep = sorted({length - 1 for length in lengths if length})
-    hidden = engine.forward(cache, tokens, block, keep).hidden
-    return [hidden[i, keep.index(n - 1)] if n else None for i, n in enumerate(lengths)]
+    output = engine.forward(cache, tokens, block, keep)
+    features = output.features
+    return Prefilled(
+        [output.hidden[i, keep.index(n - 1)] if n else None for i, n in enumerate(lengths)],
+        [features[i, :n] if n and features is not None else None for i, n in enumerate(lengths)],
+    )
 
 
 def right_padded(sequences: Sequence[Sequence[int]], n: int, filler: int = 0) -> Tensor:

@@ -35,6 +35,7 @@ class EqualLengths:
         slots = block.rows or range(len(block.starts))
         wanted = list(range(block.n)) if keep is None else keep
         logits = hidden = torch.empty(0)
+        features: Tensor | None = None
         for start, places in by_start.items():
             # A model that places tokens by their slots has none past its limit.
             n = block.n if self.limit is None or block.tree else min(block.n, self.limit - start)
@@ -48,7 +49,11 @@ class EqualLengths:
                 logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
             rectangle = torch.tensor(places)[:, None], torch.tensor(kept)
             logits[rectangle], hidden[rectangle] = out.logits, out.hidden
-        return Output(logits, hidden)
+            if out.features is not None:
+                if features is None:
+                    features = out.features.new_zeros(*tokens.shape, out.features.shape[-1])
+                features[places, :n] = out.features
+        return Output(logits, hidden, features)
 
 
 class PathByPath:
@@ -78,7 +83,10 @@ class PathByPath:
                 cache.write(layer, stored[row, :, slot].transpose(1, 2), block)
         wanted = slice(None) if keep is None else keep
         logits, hidden = (x.unflatten(0, (b, leaves))[:, paths.leaf, paths.depth] for x in (out.logits, out.hidden))
-        return Output(logits[:, wanted], hidden[:, wanted])
+        features = None
+        if out.features is not None:
+            features = out.features.unflatten(0, (b, leaves))[:, paths.leaf, paths.depth]
+        return Output(logits[:, wanted], hidden[:, wanted], features)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
@@ -19,12 +21,20 @@ class TransformersEngine:
         model: a causal language model. vocabulary: see ``build.build_engine``.
         masks: give the model a mask of what each token sees. Without, the model masks as in its own ``generate``, which
             is right for rows of one length without trees only.
+        features: see ``build.build_engine``.
 
     Raises:
         PeftlabError: the model keeps a state that cannot be cropped, or is not a decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, *, masks: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: int | None = None,
+        *,
+        masks: bool = True,
+        features: Sequence[int] = (),
+    ):
         config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
@@ -38,7 +48,7 @@ class TransformersEngine:
         self.limit = limit_of(config)
         self.layers = config.num_hidden_layers
         self.device = model.device
-        self._masks = masks
+        self._masks, self._features = masks, tuple(features)
         self._window = getattr(config, "sliding_window", None)
         self._types = set(getattr(config, "layer_types", None) or ())
 
@@ -53,23 +63,26 @@ class TransformersEngine:
             lambda _, inputs: head_inputs.append(inputs[0])
         )
         try:
-            logits = self._logits(cache, tokens, positions, block, keep)
+            logits, features = self._logits(cache, tokens, positions, block, keep)
         finally:
             hook.remove()
-        return Output(logits[..., : self.vocab_size], head_inputs[0])
+        return Output(logits[..., : self.vocab_size], head_inputs[0], features)
 
     def _logits(
         self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         slots = _Slots if self._masks else _Copies
-        return self.model(
+        output = self.model(
             input_ids=tokens,
             attention_mask=self._mask(block) if self._masks else None,
             position_ids=positions,
             past_key_values=Cache(layers=[slots(cache, block, i, self._seen(block)) for i in range(self.layers)]),
             use_cache=True,
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
-        ).logits
+            output_hidden_states=bool(self._features),
+        )
+        features = [output.hidden_states[layer] for layer in self._features]
+        return output.logits, torch.cat(features, -1) if features else None
 
     def _seen(self, block: Block) -> int:
         """How many slots the model is shown. In a chain none past its limit: it may have no bias or mask for them."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
@@ -95,10 +96,35 @@ class Saved:
 
 @dataclass(frozen=True)
 class Served:
-    """What decodes: the model whose output it is, and the maker of its drafter."""
+    """What decodes.
+
+    Attributes:
+        model: whose output it is. drafter: makes its drafter.
+        features: layers whose entering states the drafter reads (``decoding.engines.build.build_engine``).
+    """
 
     model: PreTrainedModel
     drafter: Callable[[], Drafter]
+    features: tuple[int, ...] = ()
+
+
+class Exporting(Protocol):
+    """How a draft that is no plain model is written for a consumer and served by it."""
+
+    def write(self, target: str, directory: Path, gamma: int) -> float:
+        """Write it into an existing directory, load it back, and return the largest difference of a logit.
+
+        Args:
+            target: reference of the model that it drafts for. gamma: drafted tokens per step.
+
+        Raises:
+            PeftlabError: it is not for this target, or what was written differs.
+        """
+        ...
+
+    def command(self, target: str, directory: str, gamma: int) -> str:
+        """Return the command that serves ``target`` with the draft in ``directory``."""
+        ...
 
 
 class Opening:
@@ -128,14 +154,18 @@ class Opening:
 
 @dataclass(frozen=True)
 class Opened:
-    """A stored draft, ready to decode with: an engine, or heads.
+    """A stored draft, ready to decode with: an engine, heads, or a network that reads the target's states.
 
     Attributes:
         parameters: how many it has.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
+        features: layers whose entering states ``network`` reads. warnings: what to show the user.
     """
 
     parameters: int
     engine: Engine | None = None
     heads: Heads | None = None
     vocabulary: int | None = None
+    network: FeatureNetwork | None = None
+    features: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ _KINDS = "peftlab.drafting.kinds"
 class DraftKind:
     """One kind of draft, named as ``"module:attribute"``; the types are those of ``kinds.base``.
 
-    Training calls ``check``, ``load``, ``loss``, ``score``, ``save`` and ``drafter`` in this order; ``find``, ``open``
-    and ``export`` read what is on disk, ``update`` continues it.
+    Training calls ``check``, ``load``, ``prepare``, ``loss``, ``score``, ``save`` and ``drafter`` in this order;
+    ``find``, ``open`` and ``export`` read what is on disk, ``update`` continues it.
 
     Attributes:
         config: the section of a recipe, a ``DraftConfig``; its ``kind`` is the name of the row.
@@ -29,10 +29,13 @@ class DraftKind:
         drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
         find: (reference) -> the reference of the draft of this kind that is there, or None.
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
-        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads.
+        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads, or an
+            ``Exporting`` that writes what it loads.
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
         costs: (``TargetWeights``) -> list of ``DraftCost``: the sizes that ``draft plan`` compares. None: none.
-        heads: whether it drafts from the target's hidden state: trees of candidates, no model of its own.
+        heads: whether it drafts from the target's hidden states: trees of candidates, no model of its own.
+        prepare: (job, draft, training rows) -> None; what the draft takes from the text before it trains on it. Empty:
+            nothing.
     """
 
     config: str
@@ -47,16 +50,21 @@ class DraftKind:
     export: str
     update: str
     heads: bool = False
+    prepare: str = ""
     calibrate: str | None = None
     costs: str | None = None
 
 
-def _row(config: str, module: str, *, heads: bool = False, calibrate: str | None = None) -> DraftKind:
+def _row(
+    config: str, module: str, *, heads: bool = False, prepares: bool = False, calibrates: bool = False
+) -> DraftKind:
     """Return the row of a kind whose functions have the names of the fields."""
-    names = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
+    names = ["check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update"]
+    names += ["prepare"] if prepares else []
+    names += ["calibrate"] if calibrates else []
     functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
     costs = f"{_KINDS}.{config.partition(':')[0]}:costs"
-    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, calibrate=calibrate, costs=costs, **functions)
+    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, costs=costs, **functions)
 
 
 DRAFTS: Rows[DraftKind] = Rows(
@@ -66,12 +74,8 @@ DRAFTS: Rows[DraftKind] = Rows(
     {
         "model": _row("model.config:ModelDraft", "model.pair"),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
-        "medusa": _row(
-            "medusa.config:MedusaDraft",
-            "medusa.head_draft",
-            heads=True,
-            calibrate=f"{_KINDS}.medusa.head_draft:calibrate",
-        ),
+        "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
+        "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True),
     },
 )
 """The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""

@@ -32,7 +32,8 @@ def decoding_speed(
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts[:_DECODED])]
     settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=repeats)
-    run = compare(build_engine(served.model), {"draft": served.drafter}, questions, settings)
+    engine = build_engine(served.model, features=served.features)
+    run = compare(engine, {"draft": served.drafter}, questions, settings)
     found = run.result("draft")
     return DecodingSpeed(
         block_efficiency=found.statistics.tau,

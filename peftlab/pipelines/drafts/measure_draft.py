@@ -145,14 +145,14 @@ def plan_draft(
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
 
     Raises:
-        PeftlabError: the draft is a directory of heads, which have no step of their own, or cannot be loaded.
+        PeftlabError: the draft is a directory of heads or eagle3, which have no step of their own, or cannot be loaded.
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if drafts_with_heads(draft):
-        raise PeftlabError(f"draft {draft}: heads have no step of their own to plan; time them with draft bench")
+        raise PeftlabError(f"draft {draft}: heads and eagle3 have no step of their own to plan; use draft bench")
     pair = options.load(target, draft)
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     result: planning.MeasuredPlan | planning.MeasuredAdvice
@@ -179,4 +179,6 @@ def _watched(pair: Pair) -> list[Stopwatch]:
         pair.draft = watches[1]
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
+    if pair.network is not None:
+        pair.network = watches[0].including_network(pair.network)
     return watches

@@ -1,0 +1,77 @@
+"""The section ``draft: {kind: eagle3}``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.drafting.config import DraftConfig, OtherKeys
+
+
+class Eagle3Draft(DraftConfig):
+    """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    kind: Literal["eagle3"] = "eagle3"
+    usual_method: ClassVar[str | None] = None
+    steps: int = Field(
+        default=3,
+        ge=1,
+        description="Tokens that each position drafts in training, one after the other, on its own states "
+        "(training-time test).",
+    )
+    decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+    regression: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
+        "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
+    )
+    vocabulary: int | None = Field(
+        default=8192,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text, and report the ceiling p(V_d). null, "
+        "or as many as the target has: all.",
+    )
+    features: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
+        "LM head reads; null: 2, L/2 and L - 3.",
+    )
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
+    )
+
+    @field_validator("features")
+    @classmethod
+    def _rising(cls, layers: list[int] | None) -> list[int] | None:
+        if layers is not None and (min(layers) < 0 or layers != sorted(set(layers))):
+            raise ValueError("must be layer numbers from 0, rising")
+        return layers
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        objective = recipe.objective
+        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
+            yield "objective", "eagle3 trains without topk_kl, selective and on_policy"
+        if recipe.acceptance_head:
+            yield "acceptance_head", "reads a draft model's states; eagle3 is not a model of its own"
+        if recipe.method is not None:
+            yield "method", "eagle3 leaves the target as it is and trains its own layer whole; write method: null"
+        elif recipe.merge:
+            yield "merge", "eagle3 leaves the target as it is; there is nothing to merge"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what a layer over [embedding; feature] costs: a layer with q, k and v twice as wide, and a reduced head.
+
+    The fusion of the target's states is read once per step.
+    """
+    rows = min(target.vocabulary, REDUCED)
+    recipe = "kind: eagle3" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+    each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
+    return [DraftCost("eagle3", "1 layer", recipe, 3 * target.hidden**2 / target.total, each)]

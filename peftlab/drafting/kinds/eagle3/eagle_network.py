@@ -1,0 +1,209 @@
+"""EAGLE-3: one decoder layer over a token's embedding and the target's states (Li et al. 2025, arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from peftlab.decoding.engines.cache import Block, KVCache
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """The sizes of a network, those of a layer of a Llama.
+
+    Attributes:
+        features: layers of the target, rising, whose entering states are fused.
+        theta: base of the rotary angles. eps: of the norms. limit: positions of the target.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    limit: int
+    features: tuple[int, ...]
+
+
+def usual_features(layers: int) -> tuple[int, ...]:
+    """Return which of the target's layers give their entering states: 2, L/2 and L - 3, spread out below 7 layers."""
+    three = (2, layers // 2, layers - 3) if layers >= 7 else (layers // 4, layers // 2, layers - 1)
+    return tuple(sorted(set(three)))
+
+
+def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> EagleShape:
+    """Return the sizes of a network for a target: those of its own layers, where it names them as a Llama does."""
+    config = target.get_text_config(decoder=True)
+    width, heads = config.hidden_size, config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    return EagleShape(
+        vocab_size=config.vocab_size,
+        hidden_size=width,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * width,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or width // heads,
+        eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
+        theta=float(theta),
+        limit=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 2048,
+        features=features or usual_features(config.num_hidden_layers),
+    )
+
+
+class RMSNorm(nn.Module):
+    """h / rms(h) · w, the root mean square in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+
+
+class EagleAttention(nn.Module):
+    """Attention whose queries, keys and values are read from two states next to each other, [..., 2 H]."""
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+
+    def forward(self, both: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        b, n = both.shape[:2]
+        q, k, v = (
+            project(both).view(b, n, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        seen = attend(_rotated(q, *rotation), _rotated(k, *rotation), v)
+        return self.o_proj(seen.transpose(1, 2).reshape(b, n, -1))
+
+
+class EagleMLP(nn.Module):
+    """down(SiLU(gate h) · up h)."""
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)], with the residual g_t as it is (not its norm)."""
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        self.self_attn, self.mlp = EagleAttention(shape), EagleMLP(shape)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            RMSNorm(shape.hidden_size, shape.eps) for _ in range(3)
+        )
+
+    def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
+        hidden = states + self.self_attn(both, rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(nn.Module):
+    """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
+
+    Row t reads token t + 1 and g_t, or in its place the output of row t - 1; its output, before the final norm, is the
+    state of the next row, and after the norm gives the logits of token t + 2. Parameters are named as in the files of
+    speculators' ``eagle3``; the embeddings are the target's and no parameter.
+
+    Args:
+        shape: sizes. embedding: the target's, [V, H]. head: rows of the target's LM head, [V_d, H], frozen.
+        tokens: whose rows they are, rising, [V_d]; None for all.
+    """
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__()
+        self.shape, self.features, self.vocab_size = shape, shape.features, shape.vocab_size
+        self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([EagleLayer(shape)])
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+        self.lm_head = nn.Linear(shape.hidden_size, len(head), bias=False, device="meta")
+        self.embedding: Tensor
+        self.tokens: Tensor | None
+        self.angles: Tensor
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        halves = torch.arange(0, shape.head_dim, 2, device=embedding.device) / shape.head_dim
+        self.register_buffer("angles", shape.theta ** -halves.float(), persistent=False)
+        self.register_buffer("tokens", None, persistent=False)
+        self.draft_only(head, tokens)
+
+    def draft_only(self, head: Tensor, tokens: Tensor | None) -> None:
+        """Draft ``tokens`` [V_d] alone, with these rows [V_d, H] of the LM head; None for all."""
+        self.lm_head.weight = nn.Parameter(head.detach(), requires_grad=False)
+        self.lm_head.out_features = len(head)
+        self.tokens = tokens
+
+    def draft_ids(self, ids: Tensor) -> Tensor:
+        """Return the places of token ids among ``tokens``, -1 for those that cannot be drafted."""
+        if self.tokens is None:
+            return ids
+        places = torch.full((self.vocab_size,), -1, device=ids.device)
+        places[self.tokens] = torch.arange(len(self.tokens), device=ids.device)
+        return places[ids]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.fc.weight.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return g for the target's states, [..., F] -> [..., H]."""
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def rows(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the outputs of rows that read these tokens [b, n] and states [b, n, H] at [b or 1, n], [b, n, H]."""
+        embedded = F.embedding(tokens, self.embedding).to(states.dtype)
+        layer = self.layers[0]
+        return layer(embedded, states, self._rotation(positions, states.dtype), attend)
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        """See ``decoding.drafters.feature_drafter.FeatureNetwork``."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.write(0, torch.cat((k, v), 1), block)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
+
+        return self.rows(tokens, states, positions, attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
+        return self.lm_head(self.norm(states))
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [b or 1, 1, n, D]."""
+        angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

@@ -1,0 +1,168 @@
+"""EAGLE-3: training is what drafting computes, which tokens it can draft, and what its files contain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draft_models import VOCAB, requests, tiny
+
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.cache import KVCache
+from peftlab.drafting.hidden_states import forward_hidden, head_weight
+from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
+from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.vocabulary import ceiling
+from tests.eagle_models import eagle
+
+TOKENS = torch.tensor([0, 1, 2, 5, 7, 8, 11, 20, 21, 33, 39])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(3, layers=4)
+
+
+def fed_back(network, features, ids, read, steps):
+    """Draft after ``read`` tokens as a decoder does, but on the text: the cache grows by one row at a time."""
+    cache, rows = KVCache(1, 1, 64), read - 1  # the last token read has no state yet
+    block = cache.block([0], [0], rows)
+    device = ids.device
+    state = network.advance(
+        cache, ids[None, 1:read], network.fuse(features[None, :rows]), block, block.positions(device),
+        block.visible(None, device),
+    )[:, -1:]  # fmt: skip
+    outputs = [state]
+    for k in range(1, steps):
+        block = cache.block([0], [rows - 1 + k], 1)
+        token = ids[None, rows + k : rows + k + 1]
+        state = network.advance(cache, token, state, block, block.positions(device), block.visible(None, device))
+        outputs.append(state)
+    return torch.cat([network.logits(o)[0] for o in outputs])
+
+
+def test_a_step_of_training_is_a_drafted_token(target) -> None:
+    """Training-time test, step k at row t: the logits of the k + 1st token drafted after t + 2 tokens, with a cache."""
+    network, ids = eagle(target, TOKENS), torch.randint(3, VOCAB, (14,), generator=torch.Generator().manual_seed(1))
+    hidden = forward_hidden(target, ids[None], torch.ones(1, 14))
+    features = torch.cat([hidden[i] for i in network.features], -1)
+    with torch.no_grad():
+        trained = [network.logits(states)[0] for states in unroll(network, features, ids[None], 4)]
+        for row in range(9):
+            drafted = fed_back(network, features[0], ids, row + 2, 4)
+            for k in range(4):
+                torch.testing.assert_close(trained[k][row], drafted[k], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(trained[1][0], trained[0][1], atol=1e-2), "a step reads its own output, not the target's"
+
+
+def test_no_row_sees_a_later_token(target) -> None:
+    network, ids = eagle(target), torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(2))
+    changed = ids.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % VOCAB
+    features = torch.randn(1, 12, 3 * 16, generator=torch.Generator().manual_seed(0))
+    other = features.clone()
+    other[0, 7] += 1
+    with torch.no_grad():
+        for k, (one, two, three) in enumerate(
+            zip(
+                *(list(unroll(network, f, x, 3)) for f, x in ((features, ids), (features, changed), (other, ids))),
+                strict=True,
+            )
+        ):
+            assert torch.equal(one[0, : 7 - k], two[0, : 7 - k]) and not torch.equal(one[0, 7 - k], two[0, 7 - k])
+            assert torch.equal(one[0, :7], three[0, :7]) and not torch.equal(one[0, 7], three[0, 7])
+
+
+def test_which_rows_are_trained() -> None:
+    """Prompt of 3 tokens, continuation of 4: the first token drafted is the continuation's second, by row 2."""
+    weights = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]])
+    assert predictions(weights, 1).int().tolist() == [[0, 1, 1, 1, 1, 0, 0]]
+    assert predictions(weights, 2).int().tolist() == [[0, 1, 1, 1, 0, 0]]
+    assert predictions(weights, 3).int().tolist() == [[0, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("features", [(0,), (4,), (1, 3), (0, 2, 3)])
+def test_engines_report_the_states_entering_layers(target, flat, features) -> None:
+    engine = build_engine(target, flat=flat, pack=False, features=features)
+    ids = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    cache = KVCache(engine.layers, 2, 16)
+    hidden = forward_hidden(target, ids, torch.ones_like(ids))
+    out = engine.forward(cache, ids, cache.block([0, 1], [0, 0], 6), [5])
+    expected = torch.cat([hidden[i] for i in features], -1)
+    assert out.logits.shape[1] == 1
+    torch.testing.assert_close(out.features, expected, atol=1e-5, rtol=1e-4)
+    assert (
+        build_engine(target, flat=flat, pack=False).forward(cache, ids, cache.block([0, 1], [0, 0], 6)).features is None
+    )
+
+
+def test_usual_features() -> None:
+    assert usual_features(30) == (2, 15, 27)
+    assert usual_features(7) == (2, 3, 4)
+    assert [usual_features(n) for n in (1, 2, 3, 5)] == [(0,), (0, 1), (0, 1, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("name", ["kl", "lk_hybrid", "ce"])
+@pytest.mark.parametrize("tokens", [None, TOKENS])
+def test_training_lowers_the_loss_of_every_step(target, name, tokens) -> None:
+    data = make_dataset(requests(8))
+    network = eagle(target, tokens).train()
+    model = EagleModel(target, network)
+    target.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for p in trained} == {id(p) for n, p in network.named_parameters() if n != "lm_head.weight"}
+    optimiser = torch.optim.AdamW(trained, lr=5e-3)
+    batch, loss = Collate()([data[i] for i in range(8)]), FeatureLoss(Objective(name), 3, 0.8)
+    before, first_loss = measure_features(model, data, 3), loss(model, batch).detach()
+    head = network.lm_head.weight.clone()
+    for _ in range(40):
+        optimiser.zero_grad()
+        loss(model, batch).backward()
+        optimiser.step()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained), "each parameter is reached"
+    assert torch.equal(head, network.lm_head.weight)
+    after = measure_features(model, data, 3)
+    assert loss(model, batch) < 0.8 * first_loss
+    for first, last in zip(before, after, strict=True):
+        # Random text is not the target's own: only what compares with the target's distribution comes nearer to it.
+        assert name == "ce" or last.rates()["acceptance"] > first.rates()["acceptance"] + 0.05
+    if tokens is not None:
+        cap = ceiling(target, data, tokens)
+        assert all(each.rates()["acceptance"] <= cap + 1e-6 for each in after)
+
+
+def test_the_loss_of_a_step_by_hand(target) -> None:
+    """Only step 0, batch of one: KL between the target's distribution over the drafted tokens and the network's."""
+    data = make_dataset(requests(1))
+    network = eagle(target, TOKENS)
+    batch = Collate()([data[0]])
+    ids = batch["input_ids"]
+    hidden = forward_hidden(target, ids, batch["attention_mask"])
+    states = next(unroll(network, torch.cat([hidden[i] for i in network.features], -1), ids, 1))
+    rows = range(data[0]["prompt"] - 2, data[0]["length"] - 2)
+    p = (hidden[-1] @ head_weight(target)[TOKENS].T).log_softmax(-1)[0]
+    q = network.logits(states).log_softmax(-1)[0]
+    expected = sum((p[t + 1].exp() * (p[t + 1] - q[t])).sum() for t in rows)
+    found = FeatureLoss(Objective("kl"), 1, 1.0)(EagleModel(target, network), batch)
+    torch.testing.assert_close(found, expected)
+
+
+def test_regression_brings_the_state_nearer(target) -> None:
+    """EAGLE-1 as a setting: the state that the LM head reads, in and out, one step."""
+    data, network = make_dataset(requests(8)), eagle(target, features=(4,)).train()
+    target.requires_grad_(False)
+    model, batch = EagleModel(target, network), Collate()([data[i] for i in range(8)])
+    alone, both = (FeatureLoss(Objective("kl"), 1, 1.0, weight) for weight in (0.0, 10.0))
+
+    def distance() -> float:
+        return float((both(model, batch) - alone(model, batch)).detach()) / 10
+
+    before = distance()
+    optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=5e-3)
+    for _ in range(40):
+        optimiser.zero_grad()
+        both(model, batch).backward()
+        optimiser.step()
+    assert 0 < distance() < 0.8 * before

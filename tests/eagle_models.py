@@ -1,0 +1,53 @@
+"""EAGLE-3 layers on a target, for the tests: one with random weights, one that has learned a little."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.sampling import Sampling
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
+from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
+from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.vocabulary import frequent_tokens
+from peftlab.tasks.prompts import Request
+
+
+def eagle(
+    target: Any, tokens: torch.Tensor | None = None, *, seed: int = 0, features: tuple[int, ...] | None = None
+) -> Eagle3:
+    """Return a layer on ``target`` with random weights."""
+    torch.manual_seed(seed)
+    head = head_weight(target).detach()
+    network = Eagle3(
+        shape_for(target.config, features), input_embedding(target), head if tokens is None else head[tokens], tokens
+    )
+    return network.eval()
+
+
+@lru_cache(maxsize=2)
+def trained_eagle(target: Any, steps: int = 50) -> Eagle3:
+    """Return a layer that has learned from a little of the target's own text, over three quarters of its tokens."""
+    outputs = decode(build_engine(target), [[1]] * 32, StoppingCriteria(48), sampling=Sampling(temperature=0.7))
+    data = make_dataset([Request([1], output.tokens) for output in outputs])
+    vocabulary = len(head_weight(target))
+    tokens = frequent_tokens((output.tokens for output in outputs), vocabulary * 3 // 4, vocabulary)
+    network = eagle(target, tokens).train()
+    frozen = [parameter.requires_grad for parameter in target.parameters()]
+    target.requires_grad_(False)
+    model, loss = EagleModel(target, network), FeatureLoss(Objective("kl"), 3, 1.0)
+    optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=4e-3)
+    for step in range(steps):
+        optimiser.zero_grad()
+        (loss(model, Collate()([data[(8 * step + i) % 32] for i in range(8)])) / 300).backward()
+        optimiser.step()
+    for parameter, wanted in zip(target.parameters(), frozen, strict=True):
+        parameter.requires_grad_(wanted)
+    return network.eval().requires_grad_(False)
