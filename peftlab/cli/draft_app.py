@@ -16,7 +16,10 @@ Target = Annotated[str, typer.Option("--target", help="The model whose output is
 DraftName = Annotated[str | None, typer.Option("--draft", help="A draft model, heads, a draft run, or exit:K.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Length of the longest output.")]
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted per target step.")]
-Width = Annotated[int, typer.Option("--width", help="Choices of each head in a tree of gamma tokens.")]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", help="Choices of each head in a tree of gamma tokens; default: the best tree as measured."),
+]
 Length = Annotated[
     str, typer.Option("--policy", help="Draft length: fixed, confidence (at most gamma), heuristic (from gamma).")
 ]
@@ -32,6 +35,10 @@ DraftDtype = Annotated[
     str | None,
     typer.Option("--draft-dtype", help="Dtype of the draft; default: the target's. The output stays lossless."),
 ]
+Corpus = Annotated[
+    str | None,
+    typer.Option("--corpus", help="Texts that the drafter suffix copies from, beside the prompt and the output."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
@@ -40,7 +47,10 @@ Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights 
 @draft_app.command()
 def plan(
     target: Target,
-    draft: Annotated[str, typer.Option("--draft", help="The draft model, trained or not.")],
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="The draft model, trained or not; none: compare the kinds of drafts.")
+    ] = None,
+    alpha: Annotated[float, typer.Option("--alpha", help="The acceptance to recommend for.")] = 0.5,
     max_gamma: Annotated[int, typer.Option("--max-gamma", help="Longest draft to consider.")] = 8,
     context: Annotated[int, typer.Option("--context", help="Tokens in the cache while measuring.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed passes of each kind.")] = 9,
@@ -50,17 +60,17 @@ def plan(
     json: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure target and draft on this device: can drafting be faster, and from what acceptance on?"""
+    """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import plan_draft
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack)
-    result = plan_draft(target, draft, options, max_gamma=max_gamma, context=context, repeats=repeats)
-    plan = result.result
-    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, result.warnings)
+    found = plan_draft(target, draft, options, alpha=alpha, max_gamma=max_gamma, context=context, repeats=repeats)
+    plan = found.result
+    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
-    _write(result.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
+    _write(found.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
 
 
 @draft_app.command()
@@ -70,7 +80,7 @@ def bench(
     draft: DraftName = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
-    width: Width = 1,
+    width: Width = None,
     policy: Length = "fixed",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 1,
     temperature: Temperature = 0.0,
@@ -85,6 +95,7 @@ def bench(
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
+    corpus: Corpus = None,
     json: Json = None,
     html: Html = None,
 ) -> None:
@@ -94,7 +105,7 @@ def bench(
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
     )
     result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
     found = result.result
@@ -146,11 +157,11 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="lookup, recycling or ngram; with --draft: lookup+draft."),
+        typer.Option("--drafter", help="lookup, suffix, recycling or ngram; suffix goes with --draft, too."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
-    width: Width = 1,
+    width: Width = None,
     policy: Length = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -167,6 +178,7 @@ def generate(
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
+    corpus: Corpus = None,
 ) -> None:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
     from peftlab.cli.terminal import show, show_line, talk
@@ -176,7 +188,7 @@ def generate(
     from peftlab.pipelines.drafts.generate import load_writer
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
     )
     if prompt is not None:
         show_line(generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show))

@@ -220,7 +220,8 @@ class _Batch:
         if draft.shape is None:
             accepted = accept_chains(output.logits, draft.tokens, draft.probs, self.sampling, generators)
         else:
-            accepted = accept_trees(output.logits, draft.tokens, draft.shape.parents, self.sampling, generators)
+            parents = draft.shape.parents
+            accepted = accept_trees(output.logits, draft.tokens, draft.probs, parents, self.sampling, generators)
         return Verified(inputs, draft, output, *accepted)
 
     def _emit(self, row: Row, shape: TreeShape | None, tokens: list[int], path: list[int], following: int) -> bool:

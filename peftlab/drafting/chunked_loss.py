@@ -23,11 +23,12 @@ def chunked_loss(
     weights: Tensor | None = None,
     chunk: int = 128,
     settings: Mapping[str, float] = MappingProxyType({}),
+    addend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return ``weighted_mean(OBJECTIVES[objective](target, hidden @ head_weightᵀ), weights)`` in chunks.
 
     Logits of ``chunk`` tokens exist at a time, the target's among them (see ``chunked_sum``). The gradient flows to
-    ``hidden`` and ``head_weight``; the target receives none.
+    ``hidden``, ``head_weight`` and ``addend``; the target receives none.
 
     Args:
         hidden: [T, H], the draft's last hidden states, after its final norm.
@@ -39,19 +40,12 @@ def chunked_loss(
         weights: [T], not negative; None weighs all tokens alike. A token of weight 0 is never computed with.
         chunk: tokens at a time; each costs some 5·V numbers.
         settings: of the objective: ``beta`` of jsd, ``eta`` of lk_hybrid.
+        addend: [T, r] and [V, r], whose product is added to the logits; None: nothing.
 
     Raises:
         PeftlabError: an unknown objective, a chunk below 1, or heads over different vocabularies.
     """
-    if objective not in OBJECTIVES:
-        raise PeftlabError(f"objective {objective!r} is unknown{did_you_mean(objective, OBJECTIVES)}")
-    if chunk < 1:
-        raise PeftlabError(f"chunk: {chunk} contains no token; give 1 or more")
-    if target_head is not None and len(target_head) != len(head_weight):
-        raise PeftlabError(
-            f"target_head: vocabulary of {len(target_head)}, but the draft's head has {len(head_weight)}; "
-            "cut the padding rows of the larger head"
-        )
+    _check(objective, chunk, head_weight, target_head)
     divergence = OBJECTIVES[objective]
 
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -62,8 +56,14 @@ def chunked_loss(
         kept, shares = weights.nonzero().squeeze(-1), weights.to(wide)
         shares = shares / shares.sum()
 
+    width, parameters = hidden.shape[-1], [head_weight]
+    if addend is not None:
+        hidden, parameters = torch.cat((hidden, addend[0]), -1), [head_weight, addend[1]]
+
     def loss(rows: Tensor, states: Tensor) -> Tensor:
-        logits = F.linear(states, head_weight)
+        logits = F.linear(states[:, :width], head_weight)
+        if addend is not None:
+            logits = logits + F.linear(states[:, width:], addend[1])
         if isinstance(target, TopK):
             losses = divergence(TopK(*(part[rows] for part in target)), logits, **settings)
         else:
@@ -71,4 +71,16 @@ def chunked_loss(
             losses = divergence(picked.detach(), logits, **settings)
         return (shares[rows] * losses).sum()
 
-    return chunked_sum(loss, hidden, kept, chunk, [head_weight])
+    return chunked_sum(loss, hidden, kept, chunk, parameters)
+
+
+def _check(objective: str, chunk: int, head_weight: Tensor, target_head: Tensor | None) -> None:
+    if objective not in OBJECTIVES:
+        raise PeftlabError(f"objective {objective!r} is unknown{did_you_mean(objective, OBJECTIVES)}")
+    if chunk < 1:
+        raise PeftlabError(f"chunk: {chunk} contains no token; give 1 or more")
+    if target_head is not None and len(target_head) != len(head_weight):
+        raise PeftlabError(
+            f"target_head: vocabulary of {len(target_head)}, but the draft's head has {len(head_weight)}; "
+            "cut the padding rows of the larger head"
+        )

@@ -6,25 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
+from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
+from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 
-LOOKUP_OR_DRAFT = "lookup+draft"
-MODEL_FREE: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling, "ngram": NGram}
-"""Name -> drafter that needs no model."""
+SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
+MODEL_FREE: dict[str, Callable[[SuffixAutomaton | None], Drafter]] = {
+    "lookup": lambda _: PromptLookup(),
+    SUFFIX: SuffixLookup,
+    "recycling": lambda _: Recycling(),
+    "ngram": lambda _: NGram(),
+}
+"""Name -> maker of a drafter that needs no model, given a corpus or None."""
 
 
 @dataclass
@@ -32,15 +41,19 @@ class Pair:
     """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
 
     Attributes:
+        weights: what a step of the target reads.
+        corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
 
     target: Engine
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
+    weights: TargetWeights
     draft: Engine | None = None
     heads: Heads | None = None
     network: FeatureNetwork | None = None
+    corpus: SuffixAutomaton | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -90,7 +103,7 @@ def load_pair(
     size = model.num_parameters()
     vocabulary, features = (opened.vocabulary, opened.features) if opened else (None, ())
     engine = build_engine(model, vocabulary=vocabulary, pack=pack, features=features)
-    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_parameters=size)
+    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
         pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
@@ -99,30 +112,45 @@ def load_pair(
     return pair
 
 
-def make_drafter(name: str, pair: Pair, width: int = 1) -> Drafter:
+def target_weights(model: PreTrainedModel) -> TargetWeights:
+    """Return how many numbers a step of the model reads; of a mixture of experts all of them."""
+    head = head_weight(model)
+    outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
+    body = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return TargetWeights(body / layers, layers, *head.shape)
+
+
+def draft_costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what drafting for a target costs with each kind, in the order of the table."""
+    rows = [DRAFTS[name] for name in DRAFTS]
+    return [cost for row in rows if row.costs is not None for cost in resolve(row.costs)(target)]
+
+
+def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     """Return a new drafter.
 
-    ``"draft"`` is the pair's model or heads; ``LOOKUP_OR_DRAFT`` copies what followed the same two or three tokens
-    before, and drafts elsewhere; the others are ``MODEL_FREE``.
+    ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
+    elsewhere joins copy and draft in one tree; the others are ``MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain.
+        width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain, None the default.
 
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
     check_width(width, heads=pair.heads is not None or pair.network is not None)
     if name in MODEL_FREE:
-        return MODEL_FREE[name]()
-    if name == LOOKUP_OR_DRAFT:
-        return LookupOrDraft(PromptLookup(shortest=2), make_drafter("draft", pair, width))
+        return MODEL_FREE[name](pair.corpus)
+    if name == SUFFIX_AND_DRAFT:
+        return SuffixAndDraft(SuffixLookup(pair.corpus, shortest=2), make_drafter("draft", pair, width))
     if name != "draft":
-        names = ("draft", LOOKUP_OR_DRAFT, *MODEL_FREE)
+        names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:
-        return FeatureDrafter(pair.network, width)
+        return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     return ModelDrafter(pair.draft)
@@ -133,8 +161,10 @@ def drafts_with_heads(draft: str | None) -> bool:
     return draft is not None and find_draft(draft)[0].heads
 
 
-def check_width(width: int, *, heads: bool) -> None:
+def check_width(width: int | None, *, heads: bool) -> None:
     """Raise ``PeftlabError`` for a tree of no width, or for one without heads to fill it."""
+    if width is None:
+        return
     if width < 1 or (width > 1 and not heads):
         raise PeftlabError(
             f"width {width}: 1, or more where the draft is a directory of Medusa heads or an eagle3 draft"

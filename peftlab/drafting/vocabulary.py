@@ -52,6 +52,7 @@ def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
 
 
 def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return heads' tensors with only the LM-head rows of ``tokens``, and the map as ``token_map``."""
-    some = {name: t[tokens].clone() if name.startswith("lm_heads.") else t for name, t in tensors.items()}
+    """Return heads' tensors with only the rows of ``tokens`` in what gives logits, and the map as ``token_map``."""
+    rows = ("lm_heads.", "markov_head.markov_w2.")
+    some = {name: t[tokens].clone() if name.startswith(rows) else t for name, t in tensors.items()}
     return some | {"token_map": tokens}

@@ -241,6 +241,9 @@ def _save(
         options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
     tokens: torch.Tensor | None = resolve(kind.save)(job, draft, run_dir, sets.train)
+    if kind.calibrate is not None:
+        held_out = next(iter(sets.held_out.values()))
+        resolve(kind.calibrate)(draft, run_dir, held_out, recipe.train.eval_batch_size)
     return tokens
 
 
@@ -288,10 +291,11 @@ def _line(scores: Scores) -> str:
 
 
 def _verdict(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
-    """Return the measured speed in a sentence."""
+    """Return the measured speed, where the time went, and the draft's best length, a line each."""
     earlier = f", {before.block_efficiency:.2f} before training" if before else ""
     rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"
-    return (
+    sentence = (
         f"greedy decoding with the draft: {after.verdict}; {rates}, {after.block_efficiency:.2f} tokens per "
         f"target step{earlier}"
     )
+    return "\n".join([sentence, *(part.line() for part in (after.time, after.gain) if part is not None)])

@@ -11,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peftlab.decoding.analysis.planning import DraftPlan, finite
+from peftlab.decoding.analysis.advice import GAIN_ALPHAS, Choice, KindAdvice
+from peftlab.decoding.analysis.planning import DraftPlan, MeasuredAdvice, best_gamma_at, finite
 from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.errors import PeftlabError
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 Rows = Sequence[Sequence[str]]
 
 
-def plan_tables(plan: DraftPlan) -> list[tuple[str, list[str], Rows]]:
+def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[tuple[str, list[str], Rows]]:
     """Return the tables of a plan: title, header, rows."""
     steps = zip(plan.target_seconds, plan.target_range, strict=True)
     verification = [
         (str(k), f"{1e3 * seconds:.1f} ms", _milliseconds(ends), f"{seconds / plan.target_seconds[0]:.2f}")
         for k, (seconds, ends) in enumerate(steps, start=1)
     ]
+    tables: list[tuple[str, list[str], Rows]] = [
+        ("one target step", ["tokens", "median", "shortest to longest", "C(n)"], verification)
+    ]
+    if isinstance(plan, MeasuredAdvice):
+        return [*tables, _kinds_table(plan.kinds)]
     gammas = [(str(row.gamma), finite(row.break_even), finite(row.cap)) for row in plan.gammas]
     alphas = [
         (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x")
@@ -37,19 +43,46 @@ def plan_tables(plan: DraftPlan) -> list[tuple[str, list[str], Rows]]:
         if row.alpha >= 0.3
     ]
     return [
-        ("one target step", ["tokens", "median", "shortest to longest", "of one token"], verification),
+        *tables,
         ("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas),
         ("best draft length", ["alpha", "gamma", "gain"], alphas),
     ]
 
 
-def plan_facts(plan: DraftPlan, warnings: Sequence[str]) -> list[str]:
-    """Return a plan in sentences, the verdict last."""
+def _kinds_table(kinds: Sequence[KindAdvice]) -> tuple[str, list[str], Rows]:
+    def cell(choice: Choice) -> str:
+        return f"{choice.gain:.2f} {'t' if choice.tree else 'c'}{choice.nodes}" if choice.nodes else "-"
+
+    rows = [
+        (of.cost.kind, of.cost.size, f"{of.drafting:.2f}", finite(of.break_even), *map(cell, of.choices))
+        for of in kinds
+    ]
+    header = ["kind", "size", "D", "pays from", *(f"S at {alpha:.1f}".replace("0.", ".") for alpha in GAIN_ALPHAS)]
+    return ("kinds of drafts: S, with a chain (c) or a tree (t) of n tokens", header, rows)
+
+
+def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha: float) -> list[str]:
+    """Return a plan in sentences, the verdict last.
+
+    Args:
+        alpha: the acceptance asked about.
+    """
+    warned = [f"warning: {w}" for w in warnings]
+    if isinstance(plan, MeasuredAdvice):
+        return [
+            "D (of one token) and S are estimates: drafting is taken to cost what reading its weights does, and each "
+            "first choice to be accepted with the same alpha; larger drafts have a higher one, later heads a lower one",
+            *warned,
+            plan.verdict,
+        ]
     seconds, ends = 1e3 * plan.draft_seconds, _milliseconds(plan.draft_range)
     c = f"c = {plan.c:.3f}{_between(plan.c_interval, 3)} of a target step"
+    best = best_gamma_at(plan, alpha)
+    length = f"gamma {best.gamma}, {best.gain:.2f}x" if best.gamma else "do not draft"
     return [
         f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
-        *(f"warning: {w}" for w in warnings),
+        f"at an acceptance of {alpha:.2f}: {length}",
+        *warned,
         plan.verdict,
     ]
 
@@ -98,6 +131,7 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
         facts.append(
             f"alpha as overlap {of.overlap:.3f}, as equal argmax {of.argmax:.3f}, as p(argmax q) {of.p_of_argmax:.3f}"
         )
+    facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")
     spread = result.conditions.spread
@@ -130,7 +164,7 @@ def page(title: str, tables: list[tuple[str, list[str], Rows]], facts: list[str]
     return render("draft.html.j2", {"title": title, "tables": tables, "facts": facts, "drawings": drawings})
 
 
-def plan_drawings(plan: DraftPlan) -> list[str]:
+def plan_drawings(plan: DraftPlan | MeasuredAdvice) -> list[str]:
     """Draw the cost of verification over tokens, and the best gain over acceptance."""
 
     def verification(axes: Axes) -> None:
@@ -138,10 +172,13 @@ def plan_drawings(plan: DraftPlan) -> list[str]:
         axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
 
     def gains(axes: Axes) -> None:
+        assert not isinstance(plan, MeasuredAdvice)
         axes.plot([row.alpha for row in plan.alphas], [row.gain for row in plan.alphas])
         axes.axhline(1, linestyle="--", linewidth=1, color="gray")
         axes.set(xlabel="acceptance", ylabel="gain at the best gamma")
 
+    if isinstance(plan, MeasuredAdvice):
+        return [drawing(verification, "cost of verification")]
     return [drawing(verification, "cost of verification"), drawing(gains, "best gain over acceptance")]
 
 

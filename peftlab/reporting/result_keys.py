@@ -63,7 +63,8 @@ DRAFT = {
     "vocabulary": "`tokens` of a reduced vocabulary, and the `ceiling` that it puts on acceptance",
     "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
     "decoding": "`before` and `after` training: `block_efficiency`, `accepted`, `tokens_per_second`, "
-    "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `kernel`, `conditions`; "
+    "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `kernel`, `conditions`, "
+    "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length); "
     "and `gamma`, tokens drafted per target step",
 }
 

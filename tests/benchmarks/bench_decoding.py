@@ -27,7 +27,7 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.load import LOOKUP_OR_DRAFT, load_pair, make_drafter
+from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
@@ -106,8 +106,8 @@ def contest(target: str, dtype: torch.dtype) -> None:
         pair.heads = watches[0].including(pair.heads)
         drafters["heads"] = partial(make_drafter, "draft", pair)
         drafters["heads, tree of 3 choices"] = partial(make_drafter, "draft", pair, 3)
-        drafters["lookup, else heads"] = partial(make_drafter, LOOKUP_OR_DRAFT, pair)
-        drafters["lookup, else tree of 3"] = partial(make_drafter, LOOKUP_OR_DRAFT, pair, 3)
+        drafters["suffix and heads"] = partial(make_drafter, SUFFIX_AND_DRAFT, pair)
+        drafters["suffix and tree of 3"] = partial(make_drafter, SUFFIX_AND_DRAFT, pair, 3)
     settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), repeats=REPEATS)
     run = compare(watches[0], drafters, asked, settings, models=watches, others=others)
     within = sum(watch.seconds for watch in watches)

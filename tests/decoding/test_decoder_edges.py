@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.build import build_engine
@@ -210,15 +210,15 @@ class Oracle(torch.nn.Module):
         with torch.inference_mode():
             states = model.model(torch.tensor([text])).last_hidden_state[0]
         self.states = torch.nn.Parameter(states.clone())
-        self.text, self.vocab_size = text, 512
+        self.text, self.vocab_size, self.depth, self.ranks = text, 512, 3, None
 
-    def best(self, hidden, width):
+    def tokens(self, hidden, last, tree):
         logits = torch.zeros(3, len(hidden), 512)
         for row, t in enumerate(torch.cdist(hidden, self.states).argmin(-1).tolist()):
             for head in range(3):
                 if t + 2 + head < len(self.text):
                     logits[head, row, self.text[t + 2 + head]] = 1
-        return logits.topk(width).indices
+        return tree_tokens(logits, last, tree)
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -113,10 +113,16 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     assert result["tau"] == pytest.approx(
         sum(int(n) * steps for n, steps in result["histogram"].items()) / sum(result["histogram"].values())
     )
-    assert list(result["drafters"]) == ["draft", "lookup+draft", "lookup", "recycling", "ngram"]
+    assert list(result["drafters"]) == ["draft", "suffix+draft", "lookup", "suffix", "recycling", "ngram"]
     assert all(of["lossless"] for of in result["drafters"].values())
     assert 0 < result["alpha"]["overlap"] < 1 and 0 < result["overhead"] < 1
     assert result["drafters"]["lookup"]["alpha"] is None
+    for found in result["drafters"].values():
+        assert sum(found["time"].values()) == pytest.approx(1) and min(found["time"].values()) > 0
+    assert result["drafters"]["draft"]["time"]["draft"] > result["drafters"]["lookup"]["time"]["draft"]
+    assert "draft: time: target" in shown.stdout and ("draft: S = tau / (C(4) + D)" in shown.stdout) == (batch == 1)
+    if batch == 1:
+        assert result["gain"]["gamma"] == 3 and result["gain"]["tau"] == result["tau"]
     assert [(p["id"], p["category"]) for p in result["prompts"]] == [
         ("81", "writing"), ("2", "roleplay"), ("x", "writing"),
     ]  # fmt: skip
@@ -150,7 +156,7 @@ def test_free_drafters_forget_between_passes(stories_model):
     settings = benches.Settings(8, repeats=3)
     questions = [benches.Question("1", "all", [1, 5])]
     benches.bench(build_engine(stories_model), {"recycling": make}, questions, settings)
-    assert len(made) == 1 + 3 + 1  # warm-up, passes, overlap
+    assert len(made) == 1 + 3 + 1 + 1  # warm-up, passes, overlap, its gain by parts
 
 
 def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, generate_greedy):
@@ -194,9 +200,16 @@ def test_plan_verb(stories, draft_dir, tmp_path):
     assert "parameters) is no smaller than the target (214,592)" in shown.stdout
 
 
-@pytest.mark.parametrize("how", ["plain", "lookup", "draft"])
-def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, generate_greedy, how):
-    extra = {"plain": [], "lookup": ["--drafter", "lookup"], "draft": ["--draft", draft_dir]}[how]
+@pytest.mark.parametrize("how", ["plain", "lookup", "draft", "suffix and draft"])
+def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, generate_greedy, how, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"answer": "Once upon a time, there was a little girl named Lily."}\n', encoding="utf-8")
+    extra = {
+        "plain": [],
+        "lookup": ["--drafter", "lookup"],
+        "draft": ["--draft", draft_dir],
+        "suffix and draft": ["--drafter", "suffix", "--draft", draft_dir, "--corpus", corpus],
+    }[how]
     shown = invoke(
         "generate", "--target", stories, "--prompt", "Once upon a time", "--max-new-tokens", 30, "--no-pack", *extra
     )
@@ -215,7 +228,10 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--drafter", "lokup"], r"did you mean 'lookup'\?"),
         (["--drafter", "draft"], "no draft model given"),
         (["--draft", "nowhere/else/is"], "no such file"),
-        (["--draft", "x", "--drafter", "lookup"], "give one of them"),
+        (["--draft", "x", "--drafter", "lookup"], "give one of them; only drafter suffix"),
+        (["--draft", "x", "--drafter", "lookup+draft"], "only drafter suffix goes with a draft"),
+        (["--drafter", "lookup", "--corpus", "x"], "only drafter suffix copies from it"),
+        (["--drafter", "suffix", "--corpus", "no/such"], "corpus 'no/such': no such file"),
         (["--dtype", "int4"], "one of fp32, bf16, fp16"),
         (["--dtype", "float32"], "write fp32"),
         (["--draft-dtype", "bfloat16"], "draft_dtype bfloat16: .* write bf16"),

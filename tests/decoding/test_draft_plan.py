@@ -63,7 +63,7 @@ def test_measures(stories_model):
     assert len(result.target_seconds) == 4 and all(t > 0 for t in result.target_seconds)
     assert result.c > 0 and result.c_interval[0] <= result.c <= result.c_interval[1]
     assert result.verification[0] == 1 and len(result.gammas) == 3
-    html = page("Plan", plan_tables(result), plan_facts(result, ["a & b"]), plan_drawings(result))
+    html = page("Plan", plan_tables(result), plan_facts(result, ["a & b"], 0.5), plan_drawings(result))
     assert html.count("<svg") == 2 and "a &amp; b" in html and "http" not in html.replace("http://www.w3.org", "")
     assert math.isfinite(result.draft_seconds)
 

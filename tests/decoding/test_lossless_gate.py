@@ -14,7 +14,9 @@ from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heu
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
+from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
@@ -35,15 +37,32 @@ DRAFTERS = {
     "recycling chain": lambda m, way: Recycling(width=1),
     "medusa": lambda m, way: HeadsDrafter(heads(m)),
     "medusa tree": lambda m, way: HeadsDrafter(heads(m), width=4),
-    "lookup+heads": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), HeadsDrafter(heads(m), width=3)),
-    "lookup+layers": lambda m, way: LookupOrDraft(PromptLookup(), DRAFTERS["first layers"](m, way)),
+    "suffix": lambda m, way: SuffixLookup(),
+    "suffix+heads tree": lambda m, way: fused(HeadsDrafter(heads(m), width=3)),
+    "suffix+layers": lambda m, way: fused(DRAFTERS["first layers"](m, way)),
+    "suffix+early exit": lambda m, way: fused(DRAFTERS["early exit"](m, way)),
+    "markov heads": lambda m, way: HeadsDrafter(markov_heads(m)),
+    "markov heads tree": lambda m, way: HeadsDrafter(markov_heads(m), width=4),
     "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
     "eagle": lambda m, way: features_drafter(m),
     "eagle tree": lambda m, way: features_drafter(m, 3),
-    "lookup+eagle": lambda m, way: LookupOrDraft(PromptLookup(shortest=2), features_drafter(m, 3)),
+    "suffix+eagle": lambda m, way: fused(features_drafter(m)),
+    "suffix+eagle tree": lambda m, way: fused(features_drafter(m, 3)),
 }
 WAYS = {"flat": {"pack": False}, "packed": {}, "transformers": {"flat": False}}
+
+
+def fused(drafter):
+    """Copies join the draft's tree from two tokens on, and replace it from six."""
+    return SuffixAndDraft(SuffixLookup(corpus(), shortest=2, margin=0), drafter, long=6)
+
+
+def corpus():
+    """Text of the vocabulary's more frequent half: some matches, most of them wrong."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(250, 512, (4000,), generator=generator).tolist()
+    return SuffixAutomaton([*text[:2000], END, *text[2000:], END])
 
 
 def heads(model):
@@ -57,6 +76,16 @@ def shared_heads(model):
     generator = torch.Generator().manual_seed(0)
     for block in heads.blocks:
         torch.nn.init.normal_(block.layers[0].weight, std=0.05, generator=generator)
+    return heads
+
+
+def markov_heads(model):
+    """Heads that differ after every token drafted before."""
+    weight = model.get_output_embeddings().weight
+    heads = MedusaHeads(weight, 3, shared=True, markov=8)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in heads.markov_head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     return heads
 
 

@@ -14,9 +14,10 @@ from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import LookupOrDraft, NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
@@ -77,6 +78,11 @@ def warmed(model):
     return drafter
 
 
+def fused(drafter):
+    """Copies and drafts in one tree, even where one token matches."""
+    return SuffixAndDraft(SuffixLookup(), drafter, long=100, top=300)
+
+
 DRAFTERS = {
     "plain": (None, Fixed),
     "first layers": (lambda m: ModelDrafter(build_engine(truncate(m, range(3)), pack=False)), Fixed),
@@ -86,7 +92,11 @@ DRAFTERS = {
     ),
     "lookup": (lambda m: PromptLookup(), Fixed),
     "n-gram": (lambda m: NGram(), Fixed),
-    "lookup+medusa": (lambda m: LookupOrDraft(PromptLookup(), HeadsDrafter(Frequent(m), width=3)), Fixed),
+    "suffix": (lambda m: SuffixLookup(), Fixed),
+    "suffix+medusa": (lambda m: fused(HeadsDrafter(Frequent(m))), Fixed),
+    "suffix+medusa tree": (lambda m: fused(HeadsDrafter(Frequent(m), width=3)), Fixed),
+    "suffix+layers": (lambda m: fused(DRAFTERS["first layers"][0](m)), Fixed),
+    "suffix+confidence": (lambda m: fused(DRAFTERS["first layers"][0](m)), partial(Confidence, threshold=0.5)),
     "medusa": (lambda m: HeadsDrafter(Frequent(m)), Fixed),
     "medusa tree": (lambda m: HeadsDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),
@@ -104,10 +114,10 @@ class Frequent(torch.nn.Module):
         for score, token in enumerate((432, 352, 388, 414, 259, 268), start=1):
             self.scores.data[token] = score
 
-        self.vocab_size = len(self.scores)
+        self.vocab_size, self.depth, self.ranks = len(self.scores), 3, None
 
-    def best(self, hidden, width):
-        return self.scores.topk(width).indices.expand(3, len(hidden), -1)
+    def tokens(self, hidden, last, tree):
+        return tree_tokens(self.scores.expand(3, len(hidden), -1), last, tree)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -121,6 +131,21 @@ def test_follows_the_target(stories_model, target, prompt, law, name):
         statistics = acceptance_statistics(outputs)
         assert statistics.accepted > 50 and statistics.acceptance < 1
     assert p_value(law, outputs) > 1e-3
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", ["suffix+layers", "suffix+medusa tree"])
+def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, prompt, law, name, batch):
+    drafter, outputs, branched = DRAFTERS[name][0](stories_model), [], []
+
+    def observe(rows, verified):
+        branched.append(verified.draft.shape is not None)
+
+    for i in range(0, 480, batch):
+        sampling = replace(SAMPLING, seed=1000 + i)
+        ending, policy = StoppingCriteria(3), partial(Fixed, 4)
+        outputs += decode(target, [prompt] * batch, ending, drafter, policy=policy, sampling=sampling, observe=observe)
+    assert any(branched) and p_value(law, outputs) > 1e-3
 
 
 def test_a_tree_that_grows_follows_the_target(stories_model, target, prompt, law):

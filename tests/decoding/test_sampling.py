@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
+from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, probabilities, sample
 from peftlab.errors import PeftlabError
 
 ROWS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
@@ -130,3 +130,14 @@ def test_a_coin_never_falls_at_zero_and_always_at_one():
     assert not random.bernoulli(half).any()
     assert random.bernoulli(half + 1).all()
     assert abs(float(random.bernoulli(torch.full((100_000,), 0.3)).float().mean()) - 0.3) < 0.006
+
+
+def test_padding_does_not_change_what_is_drawn_next():
+    """A row's luck is its own, whatever the length of its neighbours' drafts."""
+    after = set()
+    for padding in range(4):
+        random = RowRandomSource([torch.Generator().manual_seed(4)])
+        decided = random.bernoulli(torch.tensor([[0.3, 0.6, *[0.0] * padding]]))[0].tolist()
+        assert not any(decided[2:])
+        after.add((*decided[:2], int(random.draw(torch.full((1, 50), 0.02)))))
+    assert len(after) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import best_tree, rank_probability, tree_shape, walk_greedy
+from peftlab.decoding.verification.tree import RankRates, best_tree, rank_probability, reach, tree_shape, walk_greedy
 
 
 def row(tokens, place=0):
@@ -39,6 +40,16 @@ def test_best_tree_is_the_best(size, depth, width):
     torch.testing.assert_close(torch.stack([score(path) for path in tree]), torch.stack(best))
     assert all(len(path) == 1 or path[:-1] in tree[:i] for i, path in enumerate(tree))
     assert best_tree(size + 1, depth, width)[: len(tree)] == tree
+
+
+def test_a_tree_of_measured_rates():
+    """Counts to rates, rates to the tree: head 2 is good at its second choice, head 1 only at its first."""
+    rates = RankRates.counted([[60, 5, 9], [30, 29, 1]], [99, 59])
+    assert rates.rates == ((0.605, 0.055, 0.055), (30.5 / 60, 29.5 / 60, 1.5 / 60))  # a later rank is never better
+    tree = best_tree(4, 2, rates.width, rates)
+    assert tree == ((0,), (0, 0), (0, 1), (1,))
+    assert reach(tree, rates) == pytest.approx([0.605, 0.605 * 30.5 / 60, 0.605 * 29.5 / 60, 0.055])
+    assert RankRates.counted([[0, 0]], [0]).rates == ((0.5, 0.5),)
 
 
 def test_shape_of_a_tree():

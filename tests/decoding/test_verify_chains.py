@@ -11,6 +11,7 @@ from peftlab.decoding.verification import multidraft
 from peftlab.decoding.verification.chain import (
     acceptance_probability,
     residual,
+    verify_block,
     verify_chain,
     verify_greedy,
     verify_onehot,
@@ -20,14 +21,16 @@ from peftlab.decoding.verification.sampling import RandomSource, probabilities, 
 from peftlab.errors import PeftlabError
 
 
-def chain_step(target, draft, gamma, random):
-    """Draft γ tokens, verify them, and return what is emitted."""
+def chain_step(target, draft, gamma, random, scheme=verify_chain, stop=None):
+    """Draft γ tokens, or fewer where ``stop`` ends the draft after a token; verify them, and return what is emitted."""
     prefix: tuple[int, ...] = ()
-    for _ in range(gamma):
+    while len(prefix) < gamma and (not prefix or prefix[-1] != stop):
         prefix = (*prefix, int(random.draw(draft(prefix))))
-    p = torch.stack([target(prefix[:i]) for i in range(gamma + 1)])
-    q = torch.stack([draft(prefix[:i]) for i in range(gamma)])
-    n, token = verify_chain(p, q, torch.tensor(prefix), random)
+    length, padded = len(prefix), (*prefix, *[0] * (gamma - len(prefix)))
+    p = torch.stack([target(padded[:i]) for i in range(gamma + 1)])
+    q = torch.stack([draft(prefix[:i]) if i < length else torch.zeros_like(p[0]) for i in range(gamma)])
+    n, token = scheme(p, q, torch.tensor(padded), random)
+    assert n <= length
     return (*prefix[: int(n)], int(token))
 
 
@@ -39,6 +42,41 @@ def test_a_chain_follows_the_target_exactly(enumerate_law, model, assert_follows
         law = enumerate_law(lambda random, t=target, d=draft: chain_step(t, d, gamma, random))
         assert_follows(law, target, 1)
         assert_follows(law, target, gamma + 1)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
+@pytest.mark.parametrize("vocab, gamma, seeds", [(2, 1, 20), (3, 1, 20), (3, 2, 12), (3, 3, 4)])
+def test_a_block_follows_the_target_exactly_and_accepts_no_less(
+    enumerate_law, model, assert_follows, vocab, gamma, seeds, zeros
+):
+    more = 0
+    for seed in range(seeds):
+        target, draft = model(vocab, 2 * seed, zeros), model(vocab, 2 * seed + 1, zeros)
+        block, single = (
+            enumerate_law(lambda random, t=target, d=draft, s=scheme: chain_step(t, d, gamma, random, s))
+            for scheme in (verify_block, verify_chain)
+        )
+        assert_follows(block, target, gamma + 1)
+        lengths = [math.fsum(weight * len(emitted) for emitted, weight in law.items()) for law in (block, single)]
+        assert lengths[0] >= lengths[1] - 1e-12
+        more += lengths[0] > lengths[1] + 1e-3
+    assert (more > 0) == (gamma > 1), "alike for one token, better for several"
+
+
+def test_a_block_whose_draft_ended_early_follows_the_target_exactly(enumerate_law, model, assert_follows):
+    for seed in range(4):
+        target, draft = model(3, 2 * seed), model(3, 2 * seed + 1)
+        law = enumerate_law(lambda random, t=target, d=draft: chain_step(t, d, 3, random, verify_block, stop=0))
+        assert_follows(law, target, 4)
+
+
+def test_a_block_by_hand(enumerate_law):
+    """The example of the paper: 10/9 tokens one by one, 11/9 as a block."""
+    p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    for scheme, expected in ((verify_chain, 10 / 9), (verify_block, 11 / 9)):
+        law = enumerate_law(lambda random, s=scheme: chain_step(lambda _: p, lambda _: q, 2, random, s))
+        accepted = math.fsum(weight * (len(emitted) - 1) for emitted, weight in law.items())
+        assert accepted == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_expected_length_is_the_block_efficiency(enumerate_law, model):
@@ -54,8 +92,9 @@ def test_a_draft_equal_to_the_target_is_always_accepted(enumerate_law, model):
     assert law == {3: pytest.approx(1, abs=1e-12)}
     probs = probabilities(torch.randn(64, 5, 4000, generator=torch.Generator().manual_seed(0)))
     random = RandomSource(torch.Generator().manual_seed(1))
-    n, _ = verify_chain(probs, probs[:, :4], sample(probs[:, :4], random.generator), random)
-    assert (n == 4).all()
+    for scheme in (verify_chain, verify_block):
+        n, _ = scheme(probs, probs[:, :4], sample(probs[:, :4], random.generator), random)
+        assert (n == 4).all()
 
 
 def test_at_temperature_zero_a_chain_is_the_greedy_comparison():
@@ -115,9 +154,12 @@ def test_a_row_of_zeros_ends_a_shorter_draft(enumerate_law, model):
 
 def test_no_draft_at_all_is_a_plain_draw(enumerate_law, model):
     p = model(4, 0)()
-    law = enumerate_law(
-        lambda c: tuple(int(x) for x in verify_chain(p[None], p.new_zeros(0, 4), torch.zeros(0, dtype=torch.long), c))
+    nothing = torch.zeros(0, dtype=torch.long)
+    law, block = (
+        enumerate_law(lambda c, s=scheme: tuple(int(x) for x in s(p[None], p.new_zeros(0, 4), nothing, c)))
+        for scheme in (verify_chain, verify_block)
     )
+    assert law == block
     assert law == pytest.approx({(0, x): float(p[x]) for x in range(4)}, abs=1e-15)
 
 

@@ -239,19 +239,25 @@ class TestRun:
     @pytest.fixture(scope="class")
     def run(self, stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = tmp_path_factory.mktemp("shared") / "run"
-        overrides = ["method=null", "draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 400}"]
+        overrides = ["method=null", "draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 400, markov: 8}"]
         small = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=15", "train.max_length=64", "train.lr=1e-2"]
         peftlab("run", "draft/ci", f"target={stories}", *overrides, *small, f"output_dir={out}")
         return out
 
+    def test_rates_by_head_and_rank_are_stored_with_the_heads(self, run: Path) -> None:
+        ranks = read_medusa(run / "heads").ranks
+        assert ranks is not None and len(ranks.rates) == 3 and ranks(0, 0) > ranks(0, 1)
+
     def test_acceptance_rises(self, run: Path) -> None:
         results = json.loads((run / "results.json").read_text())
         assert results["score"] > results["baseline_score"] + 0.05
-        assert results["trainable_parameters"] == 3 * 64 * 64
-        assert results["decoding"]["after"]["block_efficiency"] > 1
+        assert results["trainable_parameters"] == 3 * 64 * 64 + 2 * 512 * 8
+        after = results["decoding"]["after"]
+        assert after["block_efficiency"] > 1 and sum(after["time"].values()) == pytest.approx(1)
+        assert after["gain"]["tau"] == after["block_efficiency"] and len(after["gain"]["verification"]) == 9
 
-    @pytest.mark.parametrize("width", [1, 4], ids=["chain", "tree"])
-    def test_decoding_is_the_targets_own(self, run: Path, stories: Path, width: int) -> None:
+    @pytest.mark.parametrize("width", [1, 4, None], ids=["chain", "tree", "measured"])
+    def test_decoding_is_the_targets_own(self, run: Path, stories: Path, width: int | None) -> None:
         model, _ = load_base(str(stories), "AutoModelForCausalLM")
         engine, prompts = build_engine(model), [[1, 403, 407, 261], [1, 410], [1, 300, 320, 290, 270, 280]]
         plain = [output.tokens for output in decode(engine, prompts, StoppingCriteria(40))]

@@ -42,7 +42,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, last_hidden
@@ -54,9 +54,9 @@ class Ahead(nn.Module):
         super().__init__()
         self.map = nn.Linear(*reversed(weight.shape), bias=False)
         self.map.weight = nn.Parameter(weight.detach().clone())
-        self.vocab_size = len(weight)
-    def best(self, hidden, width):
-        return self.map(hidden).topk(width, -1).indices[None]
+        self.vocab_size, self.depth, self.ranks = len(weight), 1, None
+    def tokens(self, hidden, last, tree):
+        return tree_tokens(self.map(hidden)[None], last, tree)
 
 class Trained(nn.Module):
     def __init__(self, target, head):

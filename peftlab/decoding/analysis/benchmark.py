@@ -12,12 +12,14 @@ from types import MappingProxyType
 import torch
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
+from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain
 from peftlab.decoding.analysis.results import (
     BenchmarkResult,
     CategoryResult,
     DrafterResult,
     PromptDivergence,
     PromptResult,
+    TimeShares,
 )
 from peftlab.decoding.analysis.statistics import (
     Interval,
@@ -28,7 +30,7 @@ from peftlab.decoding.analysis.statistics import (
     divergence,
     rate_intervals,
 )
-from peftlab.decoding.analysis.stopwatch import Stopwatch
+from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, TimedDrafter
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, Policy
 from peftlab.decoding.drafters.base import Drafter
@@ -88,10 +90,11 @@ class Settings:
 
 @dataclass
 class _Record:
-    """One contender: seconds of each batch in each repeat, and the outputs of the last."""
+    """One contender: seconds of each batch in each repeat, those in the target, and the outputs of the last repeat."""
 
     seconds: list[list[float]]
     outputs: list[Generation]
+    target_seconds: float = 0.0
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Comparison:
     Attributes:
         target, settings: what was measured, and how.
         batches: the prompts as they were decoded together.
+        drafting: each drafter's time.
         conditions: what the machine was like meanwhile.
     """
 
@@ -108,6 +112,7 @@ class Comparison:
     settings: Settings
     batches: list[Sequence[Question]]
     records: dict[str, _Record]
+    drafting: dict[str, Clock]
     conditions: Conditions
 
     def result(self, name: str) -> DrafterResult:
@@ -129,7 +134,34 @@ class Comparison:
             lossless=not differing,
             lossless_by="comparison" if self.settings.sampling.greedy else "construction",
             divergences=differing,
+            time=self._shares(name),
         )
+
+    def gain(self, name: str, drafter: Drafter) -> MeasuredGain | None:
+        """Return what one drafter gains by its parts; None for batches of several prompts.
+
+        Args:
+            drafter: one like it.
+        """
+        record, found = self.records[name], acceptance_statistics(self.records[name].outputs)
+        if self.settings.batch_size > 1 or found.tau is None:
+            return None
+        return measured_gain(
+            self.target,
+            drafter,
+            found.histogram,
+            gamma=self.settings.policy().budget(),
+            tau=found.tau,
+            drafting=self.drafting[name].seconds / len(record.seconds[0]) / found.steps,
+        )
+
+    def _shares(self, name: str) -> TimeShares | None:
+        if name not in self.drafting:  # another library's decoding
+            return None
+        record = self.records[name]
+        whole = sum(map(sum, record.seconds))
+        target, draft = record.target_seconds / whole, self.drafting[name].seconds / whole
+        return TimeShares(target, draft, 1 - target - draft)
 
     def _divergences(self, name: str) -> list[PromptDivergence]:
         """Where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
@@ -181,6 +213,7 @@ def bench(
         drafter=first,
         drafters=found,
         overhead=1 - within / everything if models else None,
+        gain=run.gain(first, drafters[first]()),
         batch_size=settings.batch_size,
         temperature=settings.sampling.temperature,
         max_new_tokens=settings.max_new_tokens,
@@ -225,17 +258,22 @@ def compare(
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
     batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
-    contenders: dict[str, Callable[[], Decode]] = {
-        name: partial(_decoder, target, settings, make) for name, make in {PLAIN: None, **drafters}.items()
-    }
+    watched, drafting = Stopwatch(target), {name: Clock(target.device) for name in drafters}
+    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, None)}
+    for name, make in drafters.items():
+        contenders[name] = partial(_decoder, watched, settings, partial(_timed_drafter, make, drafting[name]))
     contenders |= others
-    for make in contenders.values():
-        make()(batches[0])
-    for model in models:
-        model.seconds = 0.0
+    for make_decoder in contenders.values():
+        make_decoder()(batches[0])
+    for clock in (*models, *drafting.values()):
+        clock.seconds = 0.0
     with Watch(target.device) as watch:
-        records = _timed(batches, contenders, settings.repeats)
-    return Comparison(target, settings, batches, records, watch.conditions(records[PLAIN].seconds))
+        records = _timed(batches, contenders, settings.repeats, watched)
+    return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
+
+
+def _timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
+    return TimedDrafter(make(), clock)
 
 
 def _fits(target: Engine, question: Question) -> bool:
@@ -266,9 +304,9 @@ def _decode(
 
 
 def _timed(
-    batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int
+    batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int, target: Clock
 ) -> dict[str, _Record]:
-    """Decode every batch with every contender in turn, as often as asked."""
+    """Decode every batch with every contender in turn, as often as asked; ``target`` is the clock of its steps."""
     records = {name: _Record([[] for _ in batches], []) for name in contenders}
     names = list(contenders)
     for repeat in range(repeats):
@@ -278,9 +316,10 @@ def _timed(
         for i, batch in enumerate(batches):
             turn = (i + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
-                began = time.perf_counter()
+                before, began = target.seconds, time.perf_counter()
                 outputs = decoders[name](batch)
                 records[name].seconds[i].append(time.perf_counter() - began)
+                records[name].target_seconds += target.seconds - before
                 records[name].outputs += outputs
     return records
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from peftlab.decoding.analysis.advice import DraftCost, KindAdvice, advise, recommendation
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.decoding.analysis.theory import goodput
@@ -240,6 +241,13 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
     return (float(c_low), float(c_high)), (float(cap_low), float(cap_high))
 
 
+def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
+    """Return the draft length of the largest gain at an acceptance."""
+    gain = partial(_gain, plan.target_seconds, plan.draft_seconds, alpha)
+    best = max(range(len(plan.target_seconds)), key=gain)
+    return AcceptanceGain(alpha, best, gain(best))
+
+
 def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
     return goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft) * target[0]
 
@@ -290,6 +298,72 @@ def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 12
         kernels={"target": target.kind, "draft": draft.kind},
         threads=torch.get_num_threads(),
         device=str(target.device),
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredAdvice:
+    """What each kind of draft could gain for a target on this device.
+
+    Attributes:
+        target_seconds: t(1), t(2), ..., medians. target_range: shortest and longest repeat. verification: t(k)/t(1).
+        kinds: by kind and size. verdict: the one to train, in words.
+        context: tokens in the cache. kernel: how the target computes a step. threads, device: where.
+        conditions: of the machine.
+    """
+
+    target_seconds: list[float]
+    target_range: list[tuple[float, float]]
+    verification: list[float]
+    kinds: list[KindAdvice]
+    verdict: str
+    context: int
+    kernel: str
+    threads: int
+    device: str
+    conditions: Conditions
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the attributes, and the doubts beside the conditions."""
+        return to_json(self) | {"conditions": self.conditions.as_json()}
+
+
+def compare_kinds(
+    target: Engine,
+    costs: Sequence[DraftCost],
+    alpha: float,
+    *,
+    max_gamma: int = 8,
+    context: int = 128,
+    repeats: int = 9,
+) -> MeasuredAdvice:
+    """Measure the target's steps over 1 to ``max_gamma`` + 1 tokens, and compare kinds of drafts by them.
+
+    Args:
+        costs: of drafting with each kind. alpha: the acceptance to recommend for.
+
+    Raises:
+        PeftlabError: ``max_gamma`` or ``repeats`` below 1, a context that does not fit, or no probability.
+    """
+    check_plan(max_gamma, repeats)
+    with Watch(target.device) as watch:
+        seconds = step_seconds({"target": (target, max_gamma + 1)}, context=context, repeats=repeats)
+    times = [seconds["target", k] for k in range(1, max_gamma + 2)]
+    medians = [statistics.median(each) for each in times]
+    verification = [each / medians[0] for each in medians]
+    conditions = watch.conditions(times)
+    kinds = advise(costs, verification, alpha)
+    return MeasuredAdvice(
+        target_seconds=medians,
+        target_range=[(min(each), max(each)) for each in times],
+        verification=verification,
+        kinds=kinds,
+        verdict=uncertain(conditions.doubts(), recommendation(kinds)),
+        context=context,
+        kernel=target.kind,
+        threads=torch.get_num_threads(),
+        device=str(target.device),
+        conditions=conditions,
     )
 
 

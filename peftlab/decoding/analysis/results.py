@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
 from peftlab.files import Json, to_json
 
@@ -21,6 +22,24 @@ class PromptDivergence(Divergence):
 
 
 @dataclass(frozen=True)
+class TimeShares:
+    """Where the time of decoding went, as shares of 1.
+
+    Attributes:
+        target: in the target's forward passes. draft: in the drafter and its model. outside: in neither.
+    """
+
+    target: float
+    draft: float
+    outside: float
+
+    def line(self) -> str:
+        """Return it in a sentence."""
+        shares = (("target", self.target), ("drafting", self.draft), ("outside both", self.outside))
+        return "time: " + ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares)
+
+
+@dataclass(frozen=True)
 class DrafterResult:
     """One drafter against plain decoding.
 
@@ -34,6 +53,7 @@ class DrafterResult:
         lossless_by: "comparison" of greedy outputs, or "construction": that the scheme keeps the target's
             distribution is proved elsewhere.
         divergences: the outputs that differ.
+        time: where it went; None for another library's decoding.
         alpha: agreement of draft and target; None without a draft model, or where it was not measured.
     """
 
@@ -48,6 +68,7 @@ class DrafterResult:
     lossless: bool
     lossless_by: str
     divergences: list[PromptDivergence]
+    time: TimeShares | None
     alpha: OverlapRates | None = None
 
     def as_json(self) -> dict[str, Json]:
@@ -99,6 +120,7 @@ class BenchmarkResult:
         drafter: the one that ``categories`` and ``prompts`` are about.
         drafters: name -> figures.
         overhead: share of the time outside the models; None where it was not measured.
+        gain: of ``drafter`` by its parts; None for batches of several prompts, or where it was not measured.
         batch_size, temperature, max_new_tokens, repeats: the settings.
         kernel: how the target's step is computed. threads, device: where.
         conditions: of the machine.
@@ -108,6 +130,7 @@ class BenchmarkResult:
     drafter: str
     drafters: dict[str, DrafterResult]
     overhead: float | None
+    gain: MeasuredGain | None
     batch_size: int
     temperature: float
     max_new_tokens: int

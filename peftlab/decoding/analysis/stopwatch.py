@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.tree import Path, RankRates
 from peftlab.untyped import Function
 
 ResultT = TypeVar("ResultT")
 
 
-class Stopwatch:
+class Clock:
+    """The time of the calls made through it.
+
+    Attributes:
+        seconds: so far. device: waited for after each call.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.device = 0.0, device
+
+    def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
+        """Call ``work`` and add its time."""
+        began = time.perf_counter()
+        output = work(*arguments)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - began
+        return output
+
+
+class Stopwatch(Clock):
     """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
 
     def __init__(self, engine: Engine):
+        super().__init__(engine.device)
         self._engine = engine
-        self.seconds = 0.0
         self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
+        self.layers = engine.layers
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
@@ -40,14 +62,29 @@ class Stopwatch:
         """Return ``network`` with its time counted as this engine's."""
         return _TimedNetwork(network, self)
 
-    def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
-        """Call ``work`` and add its time."""
-        began = time.perf_counter()
-        output = work(*arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds += time.perf_counter() - began
-        return output
+
+@dataclass(frozen=True)
+class TimedDrafter:
+    """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
+
+    drafter: Drafter
+    clock: Clock
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self.clock.timed(self.drafter.start, rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        return self.clock.timed(self.drafter.propose, rows, budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.clock.timed(self.drafter.accept, rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.clock.timed(self.drafter.select, slots)
 
 
 @dataclass(frozen=True)
@@ -64,8 +101,16 @@ class _TimedHeads:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.heads.parameters()
 
-    def best(self, hidden: Tensor, width: int) -> Tensor:
-        return self.stopwatch.timed(self.heads.best, hidden, width)
+    @property
+    def depth(self) -> int:
+        return self.heads.depth
+
+    @property
+    def ranks(self) -> RankRates | None:
+        return self.heads.ranks
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
+        return self.stopwatch.timed(self.heads.tokens, hidden, last, tree)
 
 
 class _TimedNetwork:

@@ -42,7 +42,8 @@ class Draft:
 
     Attributes:
         tokens: [b, N]; -1 where a row has fewer.
-        probs: [b, N, V], what each token was drawn from, zeros at -1; None if the draft is deterministic.
+        probs: [b, N, V], what each token was drawn from given its elder siblings, zeros at -1; None if the draft is
+            deterministic.
         logits: [b, N, V] of the draft model before temperature, for measurements; None without a model.
         shape: the tree the tokens form; None for a chain.
     """
@@ -104,7 +105,8 @@ class Drafter(Protocol):
         name: for reports.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         """Begin new sequences; earlier ones are finished."""
@@ -115,7 +117,10 @@ class Drafter(Protocol):
         ...
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
-        """Learn from the verification; ``rows`` contain their new tokens already."""
+        """Learn from the verification; ``rows`` contain their new tokens already.
+
+        What was verified may contain more than this drafter proposed, or nothing of it.
+        """
         ...
 
     def select(self, slots: list[int]) -> None:

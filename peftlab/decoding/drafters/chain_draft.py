@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peftlab.decoding.drafters.base import Draft, Row
 from peftlab.decoding.engines.base import Output
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling
+from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, forked
 
 
 def draft_chain(
@@ -28,7 +28,8 @@ def draft_chain(
         following: (tokens [b], the output they were drawn from, how many were drawn before) -> the next output.
         sampling: as the target's.
     """
-    random, greedy = RowRandomSource([row.generator for row in rows]), sampling.greedy
+    # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
+    random, greedy = RowRandomSource(forked(row.generator for row in rows)), sampling.greedy
     watched = any(row.policy.needs_confidence for row in rows)  # only then is a greedy q worth its softmax
     tokens, probs, logits = [], [], []
     output = first

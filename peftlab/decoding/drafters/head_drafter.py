@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
-from peftlab.decoding.verification.tree import best_tree, tree_shape
+from peftlab.decoding.verification.tree import Path, RankRates, best_tree, rank_probability, tree_shape
 from peftlab.errors import PeftlabError
 
 
@@ -19,35 +19,83 @@ class Heads(Protocol):
 
     Attributes:
         vocab_size: V.
+        depth: K.
+        ranks: how often each head's choices are right, as measured; None: not measured.
     """
 
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def ranks(self) -> RankRates | None: ...
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the weights; their dtype and device are those of the computation."""
         ...
 
-    def best(self, hidden: Tensor, width: int) -> Tensor:
-        """Return each head's ``width`` most probable tokens, the best first: [..., H] -> [K, ..., width]."""
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
+        """Return the tokens of a tree's nodes: (.., r) is the choice of rank r after its parent's token.
+
+        Args:
+            hidden: [b, H], the states from which the last tokens were chosen. last: [b], these tokens.
+            tree: N paths, a parent before its children, at most K deep.
+
+        Returns:
+            [b, N].
+        """
         ...
+
+
+def tree_tokens(
+    logits: Tensor,
+    last: Tensor,
+    tree: Sequence[Path],
+    bias: Callable[[Tensor], Tensor] | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens of a tree's nodes, level by level; arguments as for ``Heads.tokens``.
+
+    Args:
+        logits: [K, b, V] of the heads.
+        bias: tokens [b, n] -> [b, n, V], added to the logits of what follows them: children of different parents then
+            have different choices. None: a head's choices are the same after every parent.
+        ids: [V], the token of each logit; None: its own number.
+    """
+    tokens: dict[Path, Tensor] = {(): last}
+    for level, scores in enumerate(logits):
+        here = [path for path in tree if len(path) == level + 1]
+        if not here:
+            break
+        parents = list(dict.fromkeys(path[:-1] for path in here))
+        scores = scores[:, None]  # [b, 1, V]: one for all parents
+        if bias is not None:
+            scores = scores + bias(torch.stack([tokens[parent] for parent in parents], 1))
+        best = scores.topk(1 + max(path[-1] for path in here), -1).indices
+        best = (best if ids is None else ids[best]).expand(-1, len(parents), -1)
+        for path in here:
+            tokens[path] = best[:, parents.index(path[:-1]), path[-1]]
+    return torch.stack([tokens[path] for path in tree], 1)
 
 
 @dataclass
 class HeadsDrafter:
     """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
 
-    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ most probable nodes over
-    the heads' best choices. Candidates are the heads' top tokens, so verification treats them as deterministic.
+    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ nodes most likely to be reached.
+    Candidates are the heads' top tokens, so verification treats them as deterministic.
 
     Attributes:
         heads: head i predicts i + 2 positions ahead.
-        width: choices of a head that a tree may use; 1 is a chain.
+        width: choices of a head that a tree may use; 1 is a chain. None: all that were measured for the heads, a chain
+            where nothing was.
         name: for reports.
     """
 
     heads: Heads
-    width: int = 1
+    width: int | None = None
     name: str = "heads"
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
@@ -68,11 +116,18 @@ class HeadsDrafter:
         hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
         if self.heads.vocab_size != self._vocab:
             raise PeftlabError(f"heads: vocabulary of {self.heads.vocab_size}, but the target's has {self._vocab}")
-        best = self.heads.best(hidden.to(weight.dtype), self.width)  # [K, b, width]
-        tree = best_tree(max(budgets), len(best), self.width)
-        tokens = torch.stack([best[len(path) - 1, :, path[-1]] for path in tree], 1)
+        tree = self.tree(max(budgets))
+        last = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        tokens = self.heads.tokens(hidden.to(weight.dtype), last, tree)
         allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
-        return Draft(torch.where(allowed, tokens, -1), shape=tree_shape(tree) if self.width > 1 else None)
+        chain = all(set(path) == {0} for path in tree)
+        return Draft(torch.where(allowed, tokens, -1), shape=None if chain else tree_shape(tree))
+
+    def tree(self, size: int) -> tuple[Path, ...]:
+        """Return the best tree of at most ``size`` nodes."""
+        ranks = self.heads.ranks
+        width = self.width or (1 if ranks is None else ranks.width)
+        return best_tree(size, self.heads.depth, width, ranks or rank_probability)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         # The state from which a row's newest token was chosen: that of the last accepted node, or of the root.

@@ -32,7 +32,9 @@ class ModelDrafter:
     shares_cache: bool = False
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
+    # Of each row: how many of its tokens are in the cache, and the drafted ones in the slots after them.
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    _ahead: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         if self.engine.vocab_size != state.vocab_size:
@@ -42,6 +44,7 @@ class ModelDrafter:
             )
         self._sampling = state.sampling
         self._read = {row.index: len(row.tokens) - 1 for row in rows}
+        self._ahead = {}
         self._cache = state.cache
         if not self.shares_cache:
             self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity)
@@ -65,12 +68,12 @@ class ModelDrafter:
 
         draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling)
         # Each row has drafted its budget by now, and the last of these tokens was not read.
-        for row, length, budget in zip(rows, lengths, budgets, strict=True):
-            self._read[row.index] = length + max(0, budget - 1)
+        for row, length, budget, drafted in zip(rows, lengths, budgets, draft.tokens.tolist(), strict=True):
+            self._read[row.index], self._ahead[row.index] = length, drafted[: max(0, budget - 1)]
         return draft
 
     def _catch_up(self, rows: list[Row]) -> Output:
-        """Read the tokens that the last step added, one or two; return the output of each row's last token."""
+        """Read the tokens that the last steps added; return the output of each row's last token."""
         starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         n = max(map(len, new))
@@ -84,9 +87,14 @@ class ModelDrafter:
         return Output(output.logits[each, last][:, None], output.hidden[each, last][:, None])
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
-        # Slots past the first rejection contain rejected tokens; a smaller length is the whole crop.
+        # Slots past the first token that differs from the output contain rejected tokens; a smaller length is the whole
+        # crop. The output may have followed a branch that another drafter proposed.
         for row in rows:
-            self._read[row.index] = min(self._read[row.index], len(row.tokens) - 1)
+            for token in self._ahead.pop(row.index, ()):
+                read = self._read[row.index]
+                if read + 1 >= len(row.tokens) or row.tokens[read] != token:
+                    break
+                self._read[row.index] = read + 1
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.tree import best_tree, tree_shape
 
@@ -143,38 +143,3 @@ class Recycling:
 
     def select(self, slots: list[int]) -> None:
         pass
-
-
-@dataclass
-class LookupOrDraft:
-    """Prompt lookup; a trained draft in every step in which lookup has no proposal for some row.
-
-    Copied text is long and usually accepted where there is any; a draft proposes everywhere. Each step uses one of the
-    two for all rows, so the draft may sample its tokens and form trees.
-
-    Attributes:
-        first: used first in every step; it must not learn from what it did not propose.
-        second: used where ``first`` leaves a row empty; it must accept the outcome of steps that it did not propose.
-    """
-
-    first: PromptLookup
-    second: Drafter
-    name: str = "lookup+draft"
-
-    def start(self, rows: list[Row], state: TargetState) -> None:
-        self.first.start(rows, state)
-        self.second.start(rows, state)
-
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
-        copied = self.first.propose(rows, budgets)
-        if copied.tokens.shape[1] and bool((copied.tokens[:, 0] >= 0).all()):
-            return copied
-        return self.second.propose(rows, budgets)
-
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        self.first.accept(rows, verified)
-        self.second.accept(rows, verified)
-
-    def select(self, slots: list[int]) -> None:
-        self.first.select(slots)
-        self.second.select(slots)

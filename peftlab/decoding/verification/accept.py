@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peftlab.decoding.verification.chain import verify_chain, verify_greedy, verify_onehot
+from peftlab.decoding.verification.chain import verify_block, verify_greedy, verify_onehot
 from peftlab.decoding.verification.multidraft import verify_tree
-from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, Sampling
+from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, Sampling, certain
 from peftlab.decoding.verification.tree import walk_greedy
 
 Accepted = tuple[list[list[int]], list[int]]
@@ -35,14 +35,19 @@ def accept_chains(
         if probs is None:
             counts, following = verify_onehot(p, tokens, random)
         else:
-            counts, following = verify_chain(p, probs, tokens.clamp_min(0), random)
+            counts, following = verify_block(p, probs, tokens.clamp_min(0), random)
     return [list(range(n)) for n in counts.tolist()], following.tolist()
 
 
 def accept_trees(
-    logits: Tensor, tokens: Tensor, parents: Sequence[int], sampling: Sampling, generators: Sequence[torch.Generator]
+    logits: Tensor,
+    tokens: Tensor,
+    probs: Tensor | None,
+    parents: Sequence[int],
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
 ) -> Accepted:
-    """Accept one path of each row's tree; its tokens are deterministic. Arguments as for ``accept_chains``.
+    """Accept one path of each row's tree. Arguments as for ``accept_chains``.
 
     Args:
         parents: of the N nodes, -1 for the root; the same for all rows.
@@ -54,8 +59,6 @@ def accept_trees(
         p = sampling.probabilities(logits)
         walks = []
         for i, (drafted, generator) in enumerate(zip(tokens, generators, strict=True)):
-            # Each node's q is one-hot, or zeros where nothing was drafted.
-            mass = (drafted >= 0).to(p.dtype)[:, None]
-            q = torch.zeros_like(p[i, 1:]).scatter_(-1, drafted.clamp_min(0)[:, None], mass)
+            q = certain(drafted, p) if probs is None else probs[i]
             walks.append(verify_tree(p[i], q, drafted, parents, RandomSource(generator)))
     return [path for path, _ in walks], [token for _, token in walks]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.verification.sampling import RandomSource
+from peftlab.decoding.verification.sampling import RandomSource, certain
 from peftlab.errors import PeftlabError
 
 
@@ -71,6 +71,34 @@ def verify_chain(
     return n_accepted, random.draw(residual(p, q))
 
 
+def verify_block(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
+) -> tuple[Tensor, Tensor]:
+    """Verify a drafted chain as a whole: accepts at least as many tokens as ``verify_chain``, in expectation.
+
+    Block verification (Sun et al. 2024, arXiv 2403.10444). With P_0 = 1, P_i = min(1, P_{i-1}·p(x_i)/q(x_i)) and
+    S_i = Σ_x max(0, P_i·p(x) - q(x)) over the distributions after i tokens, token i passes with
+    h_i = S_i / (S_i + 1 - P_i), on its own; the chain is accepted up to the last token that passes, and
+    norm(max(0, P_i·p - q)) is drawn there. Lossless as ``verify_chain``, with the same arguments and results. After the
+    last drafted token q is a row of zeros, which makes h = P and the draw one from p.
+    """
+    _check_shapes(target_probs, draft_probs, tokens)
+    drafted = F.pad(draft_probs, (0, 0, 0, 1))  # [..., γ+1, V]
+    p_x, q_x = _at(target_probs[..., :-1, :], tokens), _at(draft_probs, tokens)
+    ratios = torch.where(q_x > 0, p_x / q_x, 0)
+    path = [torch.ones_like(ratios[..., 0])] if ratios.shape[-1] else []
+    for ratio in ratios.unbind(-1):
+        path.append((path[-1] * ratio).clamp_max(1))
+    kept = torch.stack(path, -1) if path else target_probs.new_ones(target_probs.shape[:-1])  # P, [..., γ+1]
+    surplus = (kept[..., None] * target_probs - drafted).clamp_min(0).sum(-1)  # S, [..., γ+1]
+    room = surplus + (1 - kept)  # in this order: exactly S where P = 1, and so h = 1
+    passed = random.bernoulli(torch.where(room > 0, surplus / room, 1)[..., 1:])
+    places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
+    n_accepted = F.pad(passed * places, (1, 0)).amax(-1)
+    p = _row(kept[..., None] * target_probs, n_accepted)
+    return n_accepted, random.draw(residual(p, _row(drafted, n_accepted)))
+
+
 def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) -> tuple[Tensor, Tensor]:
     """Verify a deterministic draft (greedy, n-gram): accept x with p(x), else sample p without x.
 
@@ -84,11 +112,7 @@ def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) ->
     Returns:
         n_accepted [...] and next_token [...].
     """
-    index = tokens.clamp_min(0)
-    drafted = (tokens >= 0).to(target_probs.dtype)
-    shape = (*tokens.shape, target_probs.shape[-1])
-    onehot = target_probs.new_zeros(shape).scatter_(-1, index[..., None], drafted[..., None])
-    return verify_chain(target_probs, onehot, index, random)
+    return verify_chain(target_probs, certain(tokens, target_probs), tokens.clamp_min(0), random)
 
 
 def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,20 @@ def probabilities(
     return torch.zeros_like(probs).scatter_(-1, order, ordered)
 
 
+def certain(tokens: Tensor, like: Tensor) -> Tensor:
+    """Return what deterministic tokens were drawn from: one-hot rows, zeros at -1, "nothing drafted".
+
+    Args:
+        tokens: [...].
+        like: [..., V], for V and the dtype.
+
+    Returns:
+        [..., V].
+    """
+    rows = like.new_zeros(*tokens.shape, like.shape[-1])
+    return rows.scatter_(-1, tokens.clamp_min(0)[..., None], (tokens >= 0).to(like.dtype)[..., None])
+
+
 def _check_settings(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not temperature >= 0:
         raise PeftlabError(f"temperature: {temperature} is not a number >= 0")
@@ -141,10 +155,20 @@ class RowRandomSource(RandomSource):
         self.generators = generators
 
     def bernoulli(self, probability: Tensor) -> Tensor:
-        """Return booleans [b, ...], row i's from generator i."""
-        rows = zip(self.generators, probability, strict=True)
+        """Return booleans [b, ...], row i's from generator i.
+
+        Each row takes one number from its generator, the seed of its decisions: however far they are padded to the
+        length of another row's draft, what the row draws next is the same.
+        """
+        rows = zip(forked(self.generators), probability, strict=True)
         return torch.stack([RandomSource(generator).bernoulli(row) for generator, row in rows])
 
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index per row: [b, ..., V] -> [b, ...], row i's from generator i."""
         return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])
+
+
+def forked(generators: Iterable[torch.Generator]) -> list[torch.Generator]:
+    """Return generators seeded by one number of each: what is drawn from them does not change what these draw next."""
+    seeds = [torch.randint(2**62, (), generator=generator, device=generator.device) for generator in generators]
+    return [torch.Generator(seed.device).manual_seed(int(seed)) for seed in seeds]

@@ -7,9 +7,11 @@ lists of paths in which a parent comes before its children.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,6 +22,39 @@ Path = tuple[int, ...]
 def rank_probability(depth: int, rank: int) -> float:
     """Return an estimate of how often the candidate of this rank (from 0) is the right one: .55, .19, .07, ..."""
     return 0.55 * 0.35**rank
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """How often the candidates of each depth and rank are right where their parent is, measured on text.
+
+    Attributes:
+        rates: rates[depth][rank], positive and falling in rank.
+    """
+
+    rates: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def counted(cls, right: Sequence[Sequence[float]], tried: Sequence[float]) -> RankRates:
+        """Return the rates of counts, each rank at most as good as the one before it.
+
+        Half a candidate is added to ``right`` and one to ``tried``: what was never right is not known to be impossible.
+
+        Args:
+            right: how often the candidate of each depth and rank was right. tried: how often each depth was tried.
+        """
+        rates = (((one + 0.5) / (n + 1) for one in ones) for ones, n in zip(right, tried, strict=True))
+        return cls(tuple(tuple(accumulate(each, min)) for each in rates))
+
+    @property
+    def width(self) -> int:
+        """Ranks that were measured."""
+        return len(self.rates[0])
+
+    def __call__(self, depth: int, rank: int) -> float:
+        """Return a rate; past what was measured, that of the last depth or rank."""
+        of_depth = self.rates[min(depth, len(self.rates) - 1)]
+        return of_depth[min(rank, len(of_depth) - 1)]
 
 
 @lru_cache
@@ -38,7 +73,7 @@ def best_tree(
         size: nodes, at most.
         depth: levels, at most.
         width: children of a node, at most.
-        probability: (depth from 0, rank from 0) -> probability, falling in rank.
+        probability: (depth from 0, rank from 0) -> probability, positive and falling in rank.
     """
     tree: list[Path] = []
     heap: list[tuple[float, Path]] = [(-probability(0, 0), (0,))]
@@ -52,6 +87,11 @@ def best_tree(
         if level < depth:
             heapq.heappush(heap, (score * probability(level, 0), (*path, 0)))
     return tuple(tree)
+
+
+def reach(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
+    """Return the probability that each node of a tree is accepted: the product of its path's rank probabilities."""
+    return [math.prod(probability(depth, rank) for depth, rank in enumerate(path)) for path in tree]
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,15 @@ class DraftKind:
         score: (draft, model, rows, batch size) -> metrics of a held-out split; ``acceptance`` decides.
         save: (job, draft, directory, training rows) -> the reduced vocabulary [V_d] or None. Called when adapter and
             merged model are written; writes what else the draft consists of.
+        calibrate: (draft, directory, held-out rows, batch size) -> None; called after ``save``, measures on held-out
+            text what the drafter's tree is made from and stores it with the draft. None: nothing is measured.
         drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
         find: (reference) -> the reference of the draft of this kind that is there, or None.
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
         export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads, or an
             ``Exporting`` that writes what it loads.
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
+        costs: (``TargetWeights``) -> list of ``DraftCost``: the sizes that ``draft plan`` compares. None: none.
         heads: whether it drafts from the target's hidden states: trees of candidates, no model of its own.
         prepare: (job, draft, training rows) -> None; what the draft takes from the text before it trains on it. Empty:
             nothing.
@@ -48,14 +51,20 @@ class DraftKind:
     update: str
     heads: bool = False
     prepare: str = ""
+    calibrate: str | None = None
+    costs: str | None = None
 
 
-def _row(config: str, module: str, *, heads: bool = False, prepares: bool = False) -> DraftKind:
+def _row(
+    config: str, module: str, *, heads: bool = False, prepares: bool = False, calibrates: bool = False
+) -> DraftKind:
     """Return the row of a kind whose functions have the names of the fields."""
     names = ["check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update"]
     names += ["prepare"] if prepares else []
+    names += ["calibrate"] if calibrates else []
     functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
-    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, **functions)
+    costs = f"{_KINDS}.{config.partition(':')[0]}:costs"
+    return DraftKind(config=f"{_KINDS}.{config}", heads=heads, costs=costs, **functions)
 
 
 DRAFTS: Rows[DraftKind] = Rows(
@@ -65,7 +74,7 @@ DRAFTS: Rows[DraftKind] = Rows(
     {
         "model": _row("model.config:ModelDraft", "model.pair"),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
-        "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True),
+        "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
         "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True),
     },
 )

@@ -9,6 +9,7 @@ from functools import partial
 from peftlab.decoding.draft_length import Confidence, Fixed, Heuristic, Policy
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
+from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.dtypes import torch_dtype
 
@@ -22,16 +23,18 @@ class DecodingOptions:
     Attributes:
         max_new_tokens: length of the longest output.
         gamma: tokens drafted for one target step; the most for ``confidence``, the first value for ``heuristic``.
-        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain.
+        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain, None the tree that is best by
+            what was measured for the heads.
         policy: how the draft length is chosen: ``fixed``, ``confidence`` or ``heuristic``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
         pack: store the weights in the layout of fast kernels (CPU).
+        corpus: file of texts that ``suffix`` copies from, as ``read_documents`` takes it.
     """
 
     max_new_tokens: int = 64
     gamma: int = 4
-    width: int = 1
+    width: int | None = None
     policy: str = "fixed"
     temperature: float = 0.0
     top_k: int | None = None
@@ -40,6 +43,7 @@ class DecodingOptions:
     dtype: str = "fp32"
     draft_dtype: str | None = None
     pack: bool = True
+    corpus: str | None = None
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen."""
@@ -62,4 +66,8 @@ class DecodingOptions:
         check_width(self.width, heads=drafts_with_heads(draft))
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
-        return load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, pack=self.pack)
+        documents = None if self.corpus is None else read_documents(self.corpus)
+        pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, pack=self.pack)
+        if documents is not None:
+            pair.corpus = index_corpus(documents, pair.tokenizer)
+        return pair

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from peftlab.checkpoints.merge.verify import MergeCheck
 from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.measured_gain import MeasuredGain
+from peftlab.decoding.analysis.results import TimeShares
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.files import Json, to_json
 from peftlab.training.spec import Scores
@@ -20,6 +22,7 @@ class DecodingSpeed:
         plain_tokens_per_second, tokens_per_second: plain, and with the draft.
         speed_up: their ratio. speed_up_interval: of 95 %.
         lossless: every output is plain decoding's. verdict: in words.
+        time: where it went. gain: by its parts, and the best draft length; None where not measured.
         kernel: how the target's step is computed. conditions: of the machine.
     """
 
@@ -31,6 +34,8 @@ class DecodingSpeed:
     speed_up_interval: Interval
     lossless: bool
     verdict: str
+    time: TimeShares | None
+    gain: MeasuredGain | None
     kernel: str
     conditions: Conditions
 

@@ -44,6 +44,8 @@ def decoding_speed(
         speed_up_interval=found.speedup_interval,
         lossless=found.lossless,
         verdict=found.verdict,
+        time=found.time,
+        gain=run.gain("draft", served.drafter()),
         kernel=run.target.kind,
         conditions=run.conditions,
     )

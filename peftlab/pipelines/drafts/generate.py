@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.text_stream import TextStream, stop_at
-from peftlab.drafting.load import LOOKUP_OR_DRAFT, Pair, make_drafter
+from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -100,14 +100,18 @@ def load_writer(
     In a chat the marker that the template puts after an answer ends an output, too, whatever the model calls its end.
     """
     options = options or DecodingOptions()
-    if draft is not None and drafter not in (None, "draft", LOOKUP_OR_DRAFT):
-        raise PeftlabError(f"draft and drafter {drafter}: give one of them, or drafter {LOOKUP_OR_DRAFT}")
+    if draft is not None and drafter not in (None, "draft", SUFFIX, SUFFIX_AND_DRAFT):
+        raise PeftlabError(f"draft and drafter {drafter}: give one of them; only drafter {SUFFIX} goes with a draft")
+    if options.corpus is not None and drafter not in (SUFFIX, SUFFIX_AND_DRAFT):
+        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it")
     options.make_policy(), options.sampling()  # a wrong setting is found before anything is loaded
     if chat and not getattr(load_tokenizer(target), "chat_template", None):
         raise PeftlabError(f"chat: the tokenizer of {target!r} has no chat template")
     pair = options.load(target, draft)
     ends = end_of_turn(pair.tokenizer) if chat else frozenset[int]()
-    return Writer(pair, options, drafter or ("draft" if draft is not None else None), pair.eos | ends, stop)
+    name = drafter or ("draft" if draft is not None else None)
+    name = SUFFIX_AND_DRAFT if name == SUFFIX and draft is not None else name
+    return Writer(pair, options, name, pair.eos | ends, stop)
 
 
 def generate(
@@ -126,7 +130,8 @@ def generate(
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         options: of decoding; None for the defaults.
-        drafter: ``lookup``, ``recycling`` or ``ngram``, which need no draft, or ``lookup+draft``; None: the draft.
+        drafter: ``lookup``, ``suffix``, ``recycling`` or ``ngram``, which need no draft; ``suffix`` goes with a draft,
+            too. None: the draft.
         stop: texts before which the output ends. chat: ask through the tokenizer's chat template.
         on_text: called with each piece of text as soon as it is final.
 

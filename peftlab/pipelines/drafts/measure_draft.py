@@ -12,7 +12,7 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.drafting.load import LOOKUP_OR_DRAFT, MODEL_FREE, Pair, drafts_with_heads, make_drafter
+from peftlab.drafting.load import MODEL_FREE, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
@@ -47,7 +47,7 @@ class DraftBenchmark(Measured):
     """
 
     gamma: int
-    width: int
+    width: int | None
     policy: str
     result: BenchmarkResult
 
@@ -58,9 +58,14 @@ class DraftBenchmark(Measured):
 
 @dataclass(frozen=True)
 class MeasuredDraftPlan(Measured):
-    """A plan for a target and a draft model: ``result``."""
+    """A plan for a target and a draft model, or without one for the kinds of drafts: ``result``.
 
-    result: planning.MeasuredPlan
+    Attributes:
+        alpha: the acceptance asked about.
+    """
+
+    alpha: float
+    result: planning.MeasuredPlan | planning.MeasuredAdvice
 
     def as_json(self) -> dict[str, object]:
         """Return what ``draft plan --json`` writes: the settings, and the keys of the result beside them."""
@@ -105,7 +110,7 @@ def benchmark(
     settings.eos = pair.eos
     watches = _watched(pair)
     # The first drafter is the one that the result is about.
-    names = [*(("draft", LOOKUP_OR_DRAFT) if draft is not None else ()), *MODEL_FREE]
+    names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *MODEL_FREE]
     drafters: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     return DraftBenchmark(
@@ -123,17 +128,20 @@ def benchmark(
 
 def plan_draft(
     target: str,
-    draft: str,
+    draft: str | None = None,
     options: DecodingOptions | None = None,
     *,
+    alpha: float = 0.5,
     max_gamma: int = 8,
     context: int = 128,
     repeats: int = 9,
 ) -> MeasuredDraftPlan:
-    """Measure the step times of target and draft: whether a draft can make decoding faster, and from what acceptance.
+    """Measure whether a draft can make decoding faster, and from what acceptance.
 
     Args:
-        target, draft: references of models; the draft may be untrained. options: only dtypes and ``pack`` count.
+        target: reference of a model. draft: of a model, which may be untrained; None: the target alone is timed, and
+            the kinds of drafts are compared by the weights that they read.
+        options: only dtypes and ``pack`` count. alpha: the acceptance to recommend for.
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
 
     Raises:
@@ -141,17 +149,25 @@ def plan_draft(
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats)
+    if not 0 <= alpha <= 1:
+        raise PeftlabError(f"alpha: {alpha} is not a probability")
     if drafts_with_heads(draft):
         raise PeftlabError(f"draft {draft}: heads and eagle3 have no step of their own to plan; use draft bench")
     pair = options.load(target, draft)
-    assert pair.draft is not None
+    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
+    result: planning.MeasuredPlan | planning.MeasuredAdvice
+    if pair.draft is None:
+        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, **how)
+    else:
+        result = planning.plan(pair.target, pair.draft, **how)
     return MeasuredDraftPlan(
         target=target,
         draft=draft,
         dtype=options.dtype,
         draft_dtype=options.draft_dtype or options.dtype,
         warnings=list(pair.warnings),
-        result=planning.plan(pair.target, pair.draft, max_gamma=max_gamma, context=context, repeats=repeats),
+        alpha=alpha,
+        result=result,
     )
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -63,3 +64,14 @@ class Eagle3Draft(DraftConfig):
             yield "method", "eagle3 leaves the target as it is and trains its own layer whole; write method: null"
         elif recipe.merge:
             yield "merge", "eagle3 leaves the target as it is; there is nothing to merge"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what a layer over [embedding; feature] costs: a layer with q, k and v twice as wide, and a reduced head.
+
+    The fusion of the target's states is read once per step.
+    """
+    rows = min(target.vocabulary, REDUCED)
+    recipe = "kind: eagle3" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+    each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
+    return [DraftCost("eagle3", "1 layer", recipe, 3 * target.hidden**2 / target.total, each)]

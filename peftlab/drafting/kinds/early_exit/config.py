@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -28,3 +29,10 @@ class EarlyExitDraft(DraftConfig):
             yield "objective", "an early exit trains without topk_kl, selective and on_policy"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads a draft model's states; there is none with an early exit"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what an exit after an eighth of the layers costs."""
+    exit_ = max(1, target.layers // 8)
+    each = (exit_ * target.layer + target.vocabulary * target.hidden) / target.total
+    return [DraftCost("early_exit", f"exit {exit_}", f"kind: early_exit, exits: [{exit_}]", 0.0, each)]

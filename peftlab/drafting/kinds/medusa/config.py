@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -21,6 +22,12 @@ class MedusaDraft(DraftConfig):
         default=False,
         description="Every head uses the target's own LM head, which stays frozen (multi-token "
         "prediction); false: each trains a copy W2.",
+    )
+    markov: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rank of a bias W2 W1[x] on the heads' logits, x the token drafted before; it trains with the "
+        "heads. null: heads do not see each other's choices.",
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
     preserve: float = Field(
@@ -44,3 +51,16 @@ class MedusaDraft(DraftConfig):
             yield "acceptance_head", "reads a draft model's states; there is none with heads"
         if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what four heads on one LM head cost, without and with a Markov bias."""
+    heads, rank, rows = 4, 64, min(target.vocabulary, REDUCED)
+    recipe = f"kind: medusa, heads: {heads}, shared_head: true"
+    recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+    once = (heads * target.hidden**2 + rows * target.hidden) / target.total
+    bias = rank * rows / target.total
+    return [
+        DraftCost("medusa", f"{heads} heads", recipe, once, 0.0, heads, tree=True),
+        DraftCost("medusa", f"{heads} heads, Markov", f"{recipe}, markov: {rank}", once, bias, heads, tree=True),
+    ]

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
-from peftlab.drafting.kinds.medusa.head_files import check_heads, is_medusa, read_medusa, write_medusa
+from peftlab.drafting.kinds.medusa.head_files import check_heads, is_medusa, read_medusa, write_medusa, write_ranks
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel
 from peftlab.drafting.objectives import make_objective
@@ -49,10 +50,11 @@ def put_heads(target: PreTrainedModel, config: MedusaDraft) -> MedusaModel:
         )
     target.requires_grad_(False)
     weight, dtype = head.weight, trainable_dtype(head.weight)
-    heads = MedusaHeads(
-        weight if config.shared_head else weight.to(dtype), config.heads, config.bias, config.shared_head
-    )
-    heads.blocks.to(weight.device, dtype)
+    own = weight if config.shared_head else weight.to(dtype)
+    heads = MedusaHeads(own, config.heads, config.bias, config.shared_head, config.markov)
+    for new in (heads.blocks, heads.markov_head):
+        if new is not None:
+            new.to(weight.device, dtype)
     return MedusaModel(target, heads)
 
 
@@ -102,6 +104,12 @@ def save(job: DraftJob[MedusaDraft], draft: HeadDraft, directory: Path, train: D
     tokens = response_tokens(train, job.config.vocabulary, draft.target)
     write_medusa(draft.model.heads, directory / "heads", tokens=tokens, overwrite=True)
     return tokens
+
+
+def calibrate(draft: HeadDraft, directory: Path, held_out: Dataset, batch_size: int) -> None:
+    """Measure on held-out text how often each choice of the written heads is right, and store it with them."""
+    heads = read_medusa(directory / "heads").to(draft.target.device)
+    write_ranks(directory / "heads", measure_ranks(draft.model, heads, held_out, batch_size))
 
 
 def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:

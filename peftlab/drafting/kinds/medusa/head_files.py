@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, ReducedHeads
 from peftlab.drafting.vocabulary import reduce_heads
@@ -22,7 +24,8 @@ def write_medusa(heads: MedusaHeads, out: Path, *, tokens: Tensor | None = None,
 
     Keys are ``blocks.i.layers.j.weight`` (and ``.bias``) and ``lm_heads.i.weight``; for a reduced vocabulary also
     ``token_map``, with ``truncated_vocab_size`` in the configuration. A shared W2 is written once, with
-    ``original_lm_head`` in the configuration.
+    ``original_lm_head`` in the configuration, and a Markov bias as ``markov_head.markov_w1.weight`` [V, r] and
+    ``markov_head.markov_w2.weight`` [V_d, r], with ``markov_rank``.
 
     Args:
         tokens: ids of the reduced vocabulary, [V_d]; None for all.
@@ -45,6 +48,7 @@ def write_medusa(heads: MedusaHeads, out: Path, *, tokens: Tensor | None = None,
         "truncated_vocab_size": len(tensors["lm_heads.0.weight"]),
         "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
         "original_lm_head": _count(tensors, "lm_heads") < count,
+        "markov_rank": None if heads.markov_head is None else heads.markov_head.markov_w1.embedding_dim,
     }
     with staged_directory(out, "model", overwrite=overwrite) as staging:
         write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
@@ -81,10 +85,13 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
     rows, width, count, vocabulary = (member(config, key, int, directory / "config.json") for key in sizes)
     if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
         raise PeftlabError(f"{directory / 'config.json'}: {', '.join(sizes[:3])} are not those of the heads beside it")
+    rank = None if config.get("markov_rank") is None else member(config, "markov_rank", int, directory / "config.json")
+    if rank is not None and not 1 <= rank < 2**31:
+        raise PeftlabError(f"{directory / 'config.json'}: markov_rank is {rank}, not that of the heads beside it")
     with torch.device("meta"):
         blank = nn.Parameter(torch.empty(rows, width))
         bias, shared = (bool(config.get(key, False)) for key in ("medusa_fc_bias", "original_lm_head"))
-        heads = MedusaHeads(blank, count, bias, shared)
+        heads = MedusaHeads(blank, count, bias, shared, rank, vocabulary)
     reduced = rows < vocabulary
     expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
     if expected != set(tensors):
@@ -96,7 +103,29 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
             shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
             raise PeftlabError(f"{directory}: {name} has shape {shapes}")
     heads.load_state_dict(tensors, assign=True)
+    heads.ranks = _ranks(config.get("rank_acceptance"), directory / "config.json")
     return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()
+
+
+def write_ranks(directory: Path, ranks: RankRates) -> None:
+    """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``."""
+    config = read_object(directory / "config.json")
+    write_json(directory / "config.json", {**config, "rank_acceptance": [list(each) for each in ranks.rates]})
+
+
+def _ranks(stored: object, where: Path) -> RankRates | None:
+    if stored is None:
+        return None
+    rates = tuple(tuple(each) for each in stored) if isinstance(stored, list) and all(map(_is_list, stored)) else ()
+    valid = all(isinstance(rate, float) and 0 < rate <= 1 for each in rates for rate in each)
+    falling = all(list(each) == sorted(each, reverse=True) for each in rates) if valid else False
+    if not rates or not falling or len({len(each) for each in rates}) > 1 or not rates[0]:
+        raise PeftlabError(f"{where}: rank_acceptance is not, for each head, rates that fall from rank to rank")
+    return RankRates(rates)
+
+
+def _is_list(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list)
 
 
 def check_heads(directory: str | Path, target: PreTrainedModel) -> None:

@@ -25,9 +25,9 @@ class HeadsLoss:
     ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
     trunk's backward pass runs once, with the heads' sum.
 
-    Head i reads the state at t and predicts token t+2+i. The target of its objective is what the frozen base
-    model predicts at t+1+i, or for ``ce`` the token itself. With a trained trunk (Medusa-2) ``preserve``·KL(base's
-    next-token distribution ‖ the trunk's) keeps the model what it was.
+    Head i reads the state at t and predicts token t+2+i; a Markov bias reads the text's token t+1+i. The target of its
+    objective is what the frozen base model predicts at t+1+i, or for ``ce`` the token itself. With a trained trunk
+    (Medusa-2) ``preserve``·KL(base's next-token distribution ‖ the trunk's) keeps the model what it was.
 
     Attributes:
         objective: what each head minimises. decay: λ of the weights λ^i.
@@ -68,7 +68,13 @@ class HeadsLoss:
             else:
                 target, target_head = base[:, ahead:][places], base_weight
             mean = chunked_loss(
-                states, weight, target, target_head, self.objective.name, settings=self.objective.settings
+                states,
+                weight,
+                target,
+                target_head,
+                self.objective.name,
+                settings=self.objective.settings,
+                addend=_bias(medusa, ids[:, ahead:][places]),
             )
             total = total + self.decay**i * mean * len(states)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
@@ -80,6 +86,12 @@ class HeadsLoss:
         return total
 
 
+def _bias(medusa: MedusaModel, before: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the factors of the Markov bias after the text's tokens [T]; None for heads without one."""
+    markov = medusa.heads.markov_head
+    return None if markov is None else (markov.markov_w1(before), markov.markov_w2.weight)
+
+
 @torch.no_grad()
 def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
     """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
@@ -88,17 +100,18 @@ def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tu
     short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
     trained one it measures how much of the model is preserved: the tokens of a collapsed trunk are easy to predict.
     """
-    head, medusa = head_weight(model), list(model.heads)
-    sums = torch.zeros(len(medusa) + 1, 4, len(data), dtype=torch.float64)
+    head, count = head_weight(model), model.heads.depth
+    sums = torch.zeros(count + 1, 4, len(data), dtype=torch.float64)
     for rows, places, ids, mask in batches(data, batch_size, head.device):
         hidden = frozen_hidden(model, ids, mask)
         base = hidden
         if is_injected(model.trunk):
             with disabled(model.trunk):
                 base = frozen_hidden(model, ids, mask)
-        for i, (block, weight) in enumerate(medusa):
+        for i in range(count):
             both = places[:, : -(i + 1)] & places[:, i + 1 :]
-            late, early = base[:, i + 1 :][both], block(hidden[:, : -(i + 1)][both])
+            late = base[:, i + 1 :][both]
+            early, weight = model.heads.product(i, hidden[:, : -(i + 1)][both], ids[:, i + 1 :][both])
             add_rates(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head, weight)
         kept = rows[places.nonzero()[:, 0].cpu()]
         add_rates(sums[-1], kept, base[places], hidden[places], head, head)

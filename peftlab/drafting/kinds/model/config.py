@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.models.config import PlainDtype
 from peftlab.section import Section
@@ -52,3 +53,16 @@ class ModelDraft(DraftConfig):
         yield from super().problems(recipe)
         if self.vocabulary is not None and recipe.merge is False:
             yield "draft.vocabulary", "is stored beside the merged weights; remove merge: false"
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what drafts of some of the target's layers cost."""
+    found = []
+    for layers in sorted({max(1, target.layers // 8), max(1, target.layers // 4)}):
+        for rows in sorted({target.vocabulary, min(target.vocabulary, REDUCED)}, reverse=True):
+            less = rows < target.vocabulary
+            size = f"{layers} layer{'s' * (layers > 1)}" + (f", {rows}" if less else "")
+            kept = f"truncate: {{layers: {list(range(layers))}}}" + (f", vocabulary: {rows}" if less else "")
+            each = (layers * target.layer + rows * target.hidden) / target.total
+            found.append(DraftCost("model", size, f"kind: model, {kept}", 0.0, each))
+    return found

@@ -1,0 +1,173 @@
+"""Copying what followed the longest repeated suffix, alone or in one tree with what another drafter proposes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
+from peftlab.decoding.engines.prefill import right_padded
+from peftlab.decoding.verification.sampling import certain
+from peftlab.decoding.verification.tree import shape_of
+
+
+@dataclass
+class SuffixLookup:
+    """What followed the longest suffix of a sequence at its first occurrence, in the sequence or in a corpus.
+
+    SAM-Decoding (Hu et al. 2024, arXiv 2411.10666). What is copied up to the end of the sequence is repeated from
+    there, so that a loop is drafted at any length.
+
+    Attributes:
+        corpus: text that does not grow, its documents separated by ``END``; None: the sequence alone.
+        shortest: tokens that must match.
+        margin: the corpus is copied where its match is longer than the sequence's own by more than this.
+        name: for reports.
+    """
+
+    corpus: SuffixAutomaton | None = None
+    shortest: int = 1
+    margin: int = 5
+    name: str = "suffix"
+    _texts: dict[int, SuffixAutomaton] = field(init=False, repr=False, default_factory=dict)
+    _places: dict[int, tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._texts = {row.index: SuffixAutomaton() for row in rows}
+        self._places = {row.index: ROOT for row in rows}
+
+    def find(self, row: Row, budget: int) -> tuple[int, list[int]]:
+        """Return how many tokens match, and at most ``budget`` tokens that followed; (0, []) if none are copied."""
+        text, place = self._texts[row.index], self._places[row.index]
+        for token in row.tokens[len(text.tokens) :]:
+            text.extend(token)
+            if self.corpus is not None:
+                place = self.corpus.follow(place, token)
+        self._places[row.index] = place
+        length, end = text.repeated()
+        if self.corpus is not None and place[1] - self.margin > length and (copied := self._stored(place, budget)):
+            return (place[1], copied) if place[1] >= self.shortest else (0, [])
+        tail = text.tokens[end : end + budget]
+        copied = [tail[k % len(tail)] for k in range(budget)]
+        return (length, copied) if length >= self.shortest and copied else (0, [])
+
+    def _stored(self, place: tuple[int, int], budget: int) -> list[int]:
+        """Return what followed in the corpus, up to the end of the document."""
+        assert self.corpus is not None
+        end = self.corpus.end(place)
+        copied = self.corpus.tokens[end : end + budget]
+        return copied[: copied.index(END)] if END in copied else copied
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        copies = [self.find(row, budget)[1] for row, budget in zip(rows, budgets, strict=True)]
+        return Draft(right_padded(copies, max(map(len, copies)), filler=-1))
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        pass
+
+    def select(self, slots: list[int]) -> None:
+        pass
+
+
+@dataclass
+class SuffixAndDraft:
+    """A long match is copied; elsewhere another drafter proposes, and a copy that differs from it is a branch.
+
+    Where every row has a long match, the step costs no drafting. Elsewhere, RASD (Quan et al. 2025, arXiv 2503.03434):
+    the drafter gets half of the budget of a row that has a match, and the copy the rest; their common beginning is
+    shared (``fuse``).
+
+    Attributes:
+        suffix: finds the copies.
+        drafter: proposes chains or trees; it must accept the outcome of steps and of branches that it did not propose.
+        long: tokens of a match that is copied without drafting.
+        top: a copy that leaves a draft model's chain is dropped unless its token is among the model's this many best.
+        name: for reports.
+    """
+
+    suffix: SuffixLookup
+    drafter: Drafter
+    long: int = 4
+    top: int = 10
+    name: str = "suffix+draft"
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self.suffix.start(rows, state)
+        self.drafter.start(rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+        found = [self.suffix.find(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        copies = [copied for _, copied in found]
+        if all(length >= self.long or not budget for (length, _), budget in zip(found, budgets, strict=True)):
+            return Draft(right_padded(copies, max(map(len, copies)), filler=-1))
+        shares = [(budget + 1) // 2 if copied else budget for copied, budget in zip(copies, budgets, strict=True)]
+        return fuse(self.drafter.propose(rows, shares), copies, budgets, self.top)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.suffix.accept(rows, verified)
+        self.drafter.accept(rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.suffix.select(slots)
+        self.drafter.select(slots)
+
+
+def fuse(draft: Draft, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Draft:
+    """Return the tree of a draft and one copied chain per row, merged by their longest common prefix.
+
+    All rows share one shape, of at most ``max(budgets)`` nodes: every drafted node, then the nodes of copies that most
+    rows have. Drafted nodes are never dropped: to drop a sampled token because of its value would bias the output.
+
+    Args:
+        draft: a chain or a tree. copies: tokens of each row's chain, [] for none. budgets: nodes of each row.
+        top: drop a copy that leaves the chain where its token is not among the draft model's ``top`` best; a draft
+            without logits drops none.
+    """
+    n = draft.tokens.shape[1]
+    parents = draft.shape.parents if draft.shape is not None else tuple(range(-1, n - 1))
+    tokens = draft.tokens.tolist()
+    branches: list[tuple[int, list[int]]] = []
+    for i, (copied, budget) in enumerate(zip(copies, budgets, strict=True)):
+        node, rest = _leave(parents, tokens[i], copied)
+        likely = _likely(draft, tokens[i], i, node, rest, top)
+        branches.append((node, rest[: budget - sum(token >= 0 for token in tokens[i])] if likely else []))
+    wanted = Counter((node, k) for node, rest in branches for k in range(len(rest)))
+    # A node is in no more rows than its parent and deeper, so that parents come first and no node loses its own.
+    added = sorted(wanted, key=lambda key: (-wanted[key], key[1]))[: max(0, max(budgets) - n)]
+    if not added:
+        return draft
+    place = {key: n + j for j, key in enumerate(added)}
+    whole = (*parents, *(place[node, k - 1] if k else node for node, k in added))
+    new = [[rest[k] if node == at and k < len(rest) else -1 for at, k in added] for node, rest in branches]
+    extra = torch.tensor(new, device=draft.tokens.device)
+    probs = draft.probs
+    if probs is not None:
+        probs = torch.cat((probs, certain(extra, probs)), 1)
+    chain = whole == tuple(range(-1, len(whole) - 1))
+    return Draft(torch.cat((draft.tokens, extra), 1), probs, shape=None if chain else shape_of(whole))
+
+
+def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
+    """Return the node at which a copy leaves a tree (-1: the root), and the rest of the copy."""
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    node = -1
+    for k, token in enumerate(copied):
+        below = children.get((node, token))
+        if below is None:
+            return node, copied[k:]
+        node = below
+    return node, []
+
+
+def _likely(draft: Draft, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
+    """Whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
+    if not rest or draft.logits is None or draft.shape is not None:
+        return True
+    if node + 1 == len(tokens) or tokens[node + 1] < 0:  # past the end of the chain the model said nothing
+        return True
+    logits = draft.logits[row, node + 1]
+    return int((logits > logits[rest[0]]).sum()) < top

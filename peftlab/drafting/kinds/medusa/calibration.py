@@ -1,0 +1,67 @@
+"""How often each choice of each Medusa head is right, measured on held-out text: what a tree's shape is made from."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn import functional as F
+
+from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.acceptance import batches
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
+
+RANKS = 8
+"""Choices of a head that are counted."""
+_CHUNK = 256  # places whose logits live at a time
+
+
+@torch.no_grad()
+def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: Dataset, batch_size: int) -> RankRates:
+    """Return how often the choice of each rank is the model's own greedy token, head by head.
+
+    Head i counts at a place where the right tokens of all earlier heads were among their choices and are the text's
+    own: there a tree can reach it. A Markov bias reads the text's token.
+
+    Args:
+        model: the target as served. heads: on it, as they draft.
+        data: held-out rows as ``continuations.make_dataset`` makes them.
+    """
+    inner = heads.heads if isinstance(heads, ReducedHeads) else heads
+    width = min(RANKS, len(inner.lm_heads[0].get_parameter("weight")))
+    right, tried = torch.zeros(inner.depth, width, dtype=torch.float64), torch.zeros(inner.depth, dtype=torch.float64)
+    head = head_weight(model)
+    for _, places, ids, mask in batches(data, batch_size, head.device):
+        hidden = frozen_hidden(model, ids, mask)
+        own = _greedy(hidden, head)
+        alive = places[:, :-1]
+        for i in range(inner.depth):
+            n = ids.shape[1] - i - 1
+            if n < 1:
+                break
+            # The token before is known, or it is what the head before had to find.
+            alive = alive[:, :n] & places[:, i + 1 :]
+            if i:
+                alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
+            hits = _hits(heads, i, hidden[:, :n][alive], ids[:, i + 1 :][alive], own[:, i + 1 :][alive], width)
+            right[i] += hits.sum(0).double().cpu()
+            tried[i] += len(hits)
+            alive = alive.masked_scatter(alive, hits.any(-1))
+    return RankRates.counted(right.tolist(), tried.tolist())
+
+
+def _greedy(hidden: Tensor, head: Tensor) -> Tensor:
+    """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
+    flat = hidden.flatten(0, 1)
+    return torch.cat([F.linear(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
+
+
+def _hits(
+    heads: MedusaHeads | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor, width: int
+) -> Tensor:
+    """Return which of a head's best choices are right: [T, H], [T], [T] -> booleans [T, width]."""
+    inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
+    features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
+    best = torch.cat([F.linear(part, weight).topk(width, -1).indices for part in features.split(_CHUNK)])
+    return (best if ids is None else ids[best]) == right[:, None]

@@ -1,0 +1,129 @@
+"""Advice before training by the weights that drafting reads, and after it by what was measured."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations, product
+
+import pytest
+from typer.testing import CliRunner
+
+from peftlab.cli.app import app
+from peftlab.decoding.analysis.advice import (
+    DraftCost,
+    TargetWeights,
+    advise,
+    best_draft,
+    rank_rates,
+    recommendation,
+)
+from peftlab.decoding.analysis.measured_gain import MeasuredGain, expected_tokens, measured_gain
+from peftlab.decoding.analysis.planning import plan_from_times
+from peftlab.decoding.analysis.theory import block_efficiency
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.drafters.model_free import PromptLookup
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.drafting.load import draft_costs, target_weights
+from peftlab.drafting.truncation import truncate
+from peftlab.errors import PeftlabError
+
+CHAIN = DraftCost("model", "", "kind: model", 0.0, 0.11)
+STEEP = [1.0, 1.1, 1.2, 1.3, 1.7, 1.8]
+
+
+def test_a_chain_is_the_plan_of_its_step_time():
+    """The same formula, read off the plan for a draft model whose step takes D."""
+    plan = plan_from_times(STEEP, 0.11)
+    for row in plan.alphas[:-1]:
+        choice = best_draft(CHAIN, STEEP, row.alpha)
+        assert (choice.nodes, choice.tree) == (row.gamma, False)
+        assert choice.gain == pytest.approx(row.gain)
+    found = advise([CHAIN], STEEP, 0.5)[0]
+    assert found.break_even == pytest.approx(min(row.break_even for row in plan.gammas), abs=2e-3)
+    assert found.stated.gain == pytest.approx(
+        max(block_efficiency(0.5, g) / (STEEP[g] + 0.11 * g) for g in range(1, 6))
+    )
+
+
+def test_a_tree_is_the_best_of_all_trees():
+    cost = DraftCost("medusa", "", "kind: medusa", 0.05, 0.02, depth=2, tree=True)
+    rates = rank_rates(0.6)
+    paths = [p for d in (1, 2) for p in product(range(3), repeat=d)]
+    best = 1.0
+    for n in range(1, 6):
+        for tree in combinations(paths, n):
+            if all(len(p) == 1 or p[:-1] in tree for p in tree):
+                tokens = 1 + sum(rates(0, p[0]) * (rates(1, p[1]) if len(p) > 1 else 1) for p in tree)
+                best = max(best, tokens / (STEEP[n] + cost.of(max(map(len, tree)))))
+    choice = best_draft(cost, STEEP, 0.6)
+    assert choice.gain == pytest.approx(best) and choice.tree
+
+
+def test_nothing_is_recommended_where_nothing_pays():
+    dear = DraftCost("model", "", "kind: model", 0.0, 3.0)
+    found = advise([dear], STEEP, 0.5)
+    assert found[0].break_even is None and found[0].stated.nodes == 0
+    assert "no kind of draft pays here" in recommendation(found)
+    assert "draft={kind: model}, a chain of" in recommendation(advise([dear, CHAIN], STEEP, 0.5))
+    with pytest.raises(PeftlabError, match=r"alpha: 1\.5 is not a probability"):
+        best_draft(CHAIN, STEEP, 1.5)
+
+
+def test_costs_are_shares_of_the_weights(stories_model):
+    weights = target_weights(stories_model)
+    counted = sum(p.numel() for p in stories_model.parameters())
+    tied = stories_model.get_input_embeddings().weight is stories_model.lm_head.weight
+    assert weights.total == counted - (0 if tied else 512 * 64) and (weights.vocabulary, weights.hidden) == (512, 64)
+    large = TargetWeights(3.54e6, 30, 49152, 576)
+    costs = {(cost.kind, cost.size): cost for cost in draft_costs(large)}
+    assert costs["model", "3 layers"].of(2) == pytest.approx(2 * (3 * 3.54e6 + 49152 * 576) / large.total)
+    assert costs["medusa", "4 heads"].of(4) == pytest.approx(0.045, abs=5e-3)
+    assert costs["medusa", "4 heads, Markov"].of(1) > costs["medusa", "4 heads"].of(1)
+
+
+def test_after_training_the_parts_make_the_gain(stories_model):
+    target = build_engine(stories_model, pack=False)
+    drafter = ModelDrafter(build_engine(truncate(stories_model, [0]), pack=False))
+    histogram = {"1": 50, "2": 30, "5": 20}
+    assert expected_tokens(drafter, histogram, 4) == pytest.approx([1.0, 1.5, 1.7, 1.9, 2.1])
+    found = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e-9)
+    assert found.gain == pytest.approx(2.1 / (found.verification[4] + found.drafting))
+    expected = [1.0, *(t / found.verification[n] for n, t in enumerate((1.5, 1.7, 1.9, 2.1), start=1))]
+    assert found.best_gain == pytest.approx(max(expected), rel=1e-3) and found.best_gamma == expected.index(
+        max(expected)
+    )
+    slow = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e3)
+    assert slow.best_gamma == 0 and "no draft pays" in slow.line()
+    assert expected_tokens(PromptLookup(), {"1": 4}, 2) == [1.0, 1.0, 1.0]
+
+
+def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
+    heads = MedusaHeads(stories_model.lm_head.weight, 2)
+    heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
+    assert expected_tokens(HeadsDrafter(heads), {"1": 9}, 2)[:4] == pytest.approx([1, 1.5, 1.7, 1.9])
+
+
+def test_the_sentence_names_the_parts():
+    line = MeasuredGain(2, 1.5, [1.0, 1.05, 1.1], 0.15, 1.2, 1, 1.25).line()
+    assert line == "S = tau / (C(3) + D) = 1.50 / (1.10 + 0.15) = 1.20; best by these rates: --gamma 1, 1.25x"
+
+
+def test_plan_without_a_draft_compares_the_kinds_in_eighty_columns(stories, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    arguments = ["draft", "plan", "--target", str(stories), "--repeats", "1", "--context", "8", "--max-gamma", "3"]
+    run = CliRunner().invoke(app, [*arguments, "--alpha", "0.6", "--json", str(out), "--html", str(html)])
+    assert run.exit_code == 0, run.output
+    result = json.loads(out.read_text())
+    assert {kind["cost"]["kind"] for kind in result["kinds"]} >= {"model", "early_exit", "medusa"}
+    assert all(len(kind["choices"]) == 3 for kind in result["kinds"])
+    assert result["alpha"] == 0.6 and result["draft"] is None and result["verdict"] in run.stdout
+    table = run.stdout[run.stdout.index("kinds of drafts") :].split("D (of one token)")[0].splitlines()
+    assert all(len(line) <= 80 for line in table)
+    assert sum(line.strip().startswith("medusa") for line in table) == 2, "a line a size"
+    assert html.read_text().count("<svg") == 1
+    with pytest.raises(PeftlabError, match=r"alpha: 2\.0 is not a probability"):
+        CliRunner().invoke(app, [*arguments, "--alpha", "2"], catch_exceptions=False)
