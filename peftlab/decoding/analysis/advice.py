@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from peftlab.decoding.verification.tree import RankRates, best_tree, reach
 from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from peftlab.decoding.verification.tree import RankRates
 
 REDUCED = 8192
 """Tokens of a reduced vocabulary in the drafts that are compared."""
@@ -98,6 +101,8 @@ def rank_rates(alpha: float) -> RankRates:
 
     Each choice is right as often as the first one where those before it are not.
     """
+    from peftlab.decoding.verification.tree import RankRates
+
     return RankRates((tuple(max(alpha * (1 - alpha) ** rank, 1e-12) for rank in range(_RANKS)),))
 
 
@@ -108,6 +113,8 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         verification: C(1) = 1, C(2), ...: of at most this many tokens, one of them not drafted.
         alpha: acceptance of a first choice; that of the others by ``rank_rates``.
     """
+    from peftlab.decoding.verification.tree import best_tree, reach
+
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     best = Choice(alpha, 0, False, 1.0)

@@ -52,7 +52,7 @@ def _load(trained: Trained) -> Prepared:
 
     An adapter of another library names none: then the labels must be class numbers.
     """
-    recipe, classes = trained.recipe, trained.class_names()
+    recipe, classes = trained.loaded, trained.class_names()
     task = load_task(recipe, classes)
     if trained.adapter is None:
         refuse_untrained(recipe.model, task.fresh)

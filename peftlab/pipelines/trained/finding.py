@@ -20,11 +20,13 @@ class Trained:
     """A trained model that is not loaded yet.
 
     Attributes:
-        recipe: task, data and settings; its ``model`` is what to load, the model itself where there is no adapter.
+        recipe: task, data and settings.
+        loaded: the same with what is to be loaded as its ``model``: the base of an adapter, or the model itself.
         place: directory of the adapter; adapter: what it contains. Both None for a whole model.
     """
 
     recipe: FinetuneRecipe
+    loaded: FinetuneRecipe
     place: Path | None = None
     adapter: Adapter | None = None
 
@@ -34,7 +36,7 @@ class Trained:
         Raises:
             PeftlabError: what is stored is no list of names, or it has several numbers for a regression.
         """
-        task, recipe = find_task(self.recipe.task), self.recipe
+        task, recipe = find_task(self.recipe.task), self.loaded
         if not task.labelled:
             return None
         names: object
@@ -73,12 +75,13 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
         raise PeftlabError(f"{recipe_name}: a recipe of kind {recipe.kind} has no task to score")
     place = next((d for d in (directory, directory / "adapter") if (d / CONFIG_FILE).exists()), None)
     if place is not None:
-        return Trained(recipe, place, read_adapter(place))
+        return Trained(recipe, recipe, place, read_adapter(place))
     if directory.is_dir() and not _is_model(directory):
         raise PeftlabError(f"{directory}: neither a run, an adapter nor a model directory")
     # Plain weights are not quantised again, which would change the model.
     base = BaseConfig() if recipe.base.quantised else recipe.base
-    return Trained(recipe.model_copy(update={"model": str(reference), "revision": None, "base": base}))
+    whole = {"model": str(reference), "revision": None, "base": base}
+    return Trained(recipe, recipe.model_copy(update=whole))
 
 
 def _in_order(names: object, place: str | Path) -> tuple[str, ...]:

@@ -73,9 +73,9 @@ def predict(
     trained = find_trained(reference, recipe_name, overrides)
     task, settings = _task(trained), trained.recipe.train
     examples = _examples(task, texts)
-    tokenizer, model, fresh = load_classifier(task, model_source(trained.recipe), settings.max_length)
+    tokenizer, model, fresh = load_classifier(task, model_source(trained.loaded), settings.max_length)
     if trained.adapter is None:
-        refuse_untrained(trained.recipe.model, fresh)
+        refuse_untrained(trained.loaded.model, fresh)
     else:
         load_adapter(model, trained.adapter)
     collate = Collate(tokenizer, task.regression)
