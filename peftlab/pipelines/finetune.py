@@ -54,7 +54,7 @@ from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
-VERIFY_EXAMPLES = 64  # examples on which merged and unmerged model are compared
+VERIFY_EXAMPLES = 16  # examples on which merged and unmerged model are compared
 
 
 @dataclass(frozen=True)
