@@ -14,7 +14,7 @@ from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNet
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
-from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
+from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
@@ -143,7 +143,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     if name in MODEL_FREE:
         return MODEL_FREE[name](pair.corpus)
     if name == SUFFIX_AND_DRAFT:
-        return SuffixAndDraft(SuffixLookup(pair.corpus, shortest=2), make_drafter("draft", pair, width))
+        return with_copies(make_drafter("draft", pair, width), pair.corpus)
     if name != "draft":
         names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")

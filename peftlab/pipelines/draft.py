@@ -22,6 +22,7 @@ from peftlab.drafting.kinds.base import Draft, DraftJob, Saved
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.text.continuations import Collate
+from peftlab.drafting.text.repetition import repetition
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
@@ -45,6 +46,8 @@ from peftlab.training.loop import train
 from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
+
+_BEFORE, _AFTER = 4, 24  # held-out prompts that are decoded before and after training, one at a time
 
 
 def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> DraftResults:
@@ -76,7 +79,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     if accelerator.is_main_process:
         untrained = resolve(kind.drafter)(draft, None)
         if untrained is not None:
-            before_speed = decoding_speed(recipe, untrained, sets.prompts, draft.eos, repeats=1)
+            before_speed = decoding_speed(recipe, untrained, sets.prompts[:_BEFORE], draft.eos)
     accelerator.wait_for_everyone()
     if kind.prepare:
         resolve(kind.prepare)(job, draft, sets.train)
@@ -100,9 +103,10 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
         saved = _read_back(job, draft, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
-        after_speed = decoding_speed(recipe, served, sets.prompts, draft.eos, repeats=2)
+        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         conclude(run_dir, results.to_dict())
+        print(results.repetition.line())
         print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
         print(_verdict(before_speed, after_speed))
     accelerator.wait_for_everyone()
@@ -226,6 +230,7 @@ def _results(
         kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
         seed=recipe.train.seed,
+        repetition=repetition(sets.train, sets.held_out[split]),
     )
 
 
@@ -298,4 +303,6 @@ def _verdict(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
         f"greedy decoding with the draft: {after.verdict}; {rates}, {after.block_efficiency:.2f} tokens per "
         f"target step{earlier}"
     )
+    beside = ", ".join(f"{name} {rate:.2f}x" for name, rate in after.beside.items())
+    sentence += f"\nwithout the draft, and with both: {beside}"
     return "\n".join([sentence, *(part.line() for part in (after.time, after.gain) if part is not None)])

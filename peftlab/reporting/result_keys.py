@@ -62,8 +62,11 @@ DRAFT = {
     "merged_metrics": "acceptance of the merged draft, read from disk",
     "vocabulary": "`tokens` of a reduced vocabulary, and the `ceiling` that it puts on acceptance",
     "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
+    "repetition": "of the held-out answers: share of the 8-grams `seen` in the training text, share of the 4-grams "
+    "`repeated` within an answer",
     "decoding": "`before` and `after` training: `block_efficiency`, `accepted`, `tokens_per_second`, "
-    "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `kernel`, `conditions`, "
+    "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `beside` (speed-up of "
+    "copying alone, `suffix`, and with the draft, `suffix+draft`), `kernel`, `conditions`, "
     "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length); "
     "and `gamma`, tokens drafted per target step",
 }

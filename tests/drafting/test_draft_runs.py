@@ -81,6 +81,9 @@ class TestRun:
         before, after = results["decoding"]["before"], results["decoding"]["after"]
         assert after["block_efficiency"] > before["block_efficiency"] >= 1
         assert results["kept_share"] == 1.0
+        assert set(after["beside"]) == {"suffix", "suffix+draft"} and min(after["beside"].values()) > 0
+        assert after["lossless"] is True
+        assert 0 <= results["repetition"]["seen"] <= 1 and 0 <= results["repetition"]["repeated"] <= 1
 
     def test_the_merged_draft_is_a_plain_model_and_decoding_with_it_is_exact(self, run: Path, stories: Path) -> None:
         target = AutoModelForCausalLM.from_pretrained(stories).eval()

@@ -116,6 +116,11 @@ class SuffixAndDraft:
         self.drafter.select(slots)
 
 
+def with_copies(drafter: Drafter, corpus: SuffixAutomaton | None = None) -> SuffixAndDraft:
+    """Return ``drafter`` with copies beside it, of two matching tokens at least."""
+    return SuffixAndDraft(SuffixLookup(corpus, shortest=2), drafter)
+
+
 def fuse(draft: Draft, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Draft:
     """Return the tree of a draft and one copied chain per row, merged by their longest common prefix.
 

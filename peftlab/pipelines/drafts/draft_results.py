@@ -9,6 +9,7 @@ from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.results import TimeShares
 from peftlab.decoding.analysis.statistics import Interval
+from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
 from peftlab.training.spec import Scores
 
@@ -21,7 +22,9 @@ class DecodingSpeed:
         block_efficiency: tokens per target step. accepted: accepted share of the drafted tokens that were tried.
         plain_tokens_per_second, tokens_per_second: plain, and with the draft.
         speed_up: their ratio. speed_up_interval: of 95 %.
-        lossless: every output is plain decoding's. verdict: in words.
+        lossless: every output is plain decoding's, with every drafter. verdict: in words.
+        beside: speed-up of the drafters that were timed in turn with it: copying what followed a repeated suffix
+            (``suffix``), and both in one tree (``suffix+draft``).
         time: where it went. gain: by its parts, and the best draft length; None where not measured.
         kernel: how the target's step is computed. conditions: of the machine.
     """
@@ -34,6 +37,7 @@ class DecodingSpeed:
     speed_up_interval: Interval
     lossless: bool
     verdict: str
+    beside: dict[str, float]
     time: TimeShares | None
     gain: MeasuredGain | None
     kernel: str
@@ -82,6 +86,7 @@ class DraftResults:
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
+        repetition: of the held-out answers.
         decoding: speed before and after training.
     """
 
@@ -108,6 +113,7 @@ class DraftResults:
     kept_share: float
     peak_gpu_mb: float | None
     seed: int
+    repetition: Repetition
     merge: MergeCheck | None = None
     merged_metrics: Scores | None = None
     vocabulary: dict[str, float] | None = None

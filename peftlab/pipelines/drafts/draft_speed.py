@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from peftlab.decoding.analysis.benchmark import Question, Settings, compare
 from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.base import Served
+from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT
 from peftlab.pipelines.drafts.draft_results import DecodingSpeed
 from peftlab.recipe.schema import DraftRecipe
-
-_DECODED = 8  # held-out prompts that are decoded, one at a time
 
 
 def decoding_speed(
@@ -20,20 +21,25 @@ def decoding_speed(
     served: Served,
     prompts: Sequence[list[int]],
     eos: frozenset[int],
-    *,
-    repeats: int,
 ) -> DecodingSpeed:
     """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
 
+    Copying what followed a repeated suffix takes part, alone and in one tree with the draft: it trains nothing, so a
+    draft that it beats does not pay.
+
     Args:
         served: what decodes.
-        prompts: token ids, of which the first few are decoded. eos: ids that end an output.
-        repeats: timed passes over them.
+        prompts: token ids, at least two of them. eos: ids that end an output.
     """
-    questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts[:_DECODED])]
-    settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=repeats)
+    questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
+    settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=1)
     engine = build_engine(served.model, features=served.features)
-    run = compare(engine, {"draft": served.drafter}, questions, settings)
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "draft": served.drafter,
+        SUFFIX: SuffixLookup,
+        SUFFIX_AND_DRAFT: lambda: with_copies(served.drafter()),
+    }
+    run = compare(engine, drafters, questions, settings)
     found = run.result("draft")
     return DecodingSpeed(
         block_efficiency=found.statistics.tau,
@@ -42,8 +48,9 @@ def decoding_speed(
         tokens_per_second=round(found.tokens_per_second, 2),
         speed_up=round(found.speedup, 3),
         speed_up_interval=found.speedup_interval,
-        lossless=found.lossless,
+        lossless=all(run.result(name).lossless for name in drafters),
         verdict=found.verdict,
+        beside={name: round(run.result(name).speedup, 3) for name in (SUFFIX, SUFFIX_AND_DRAFT)},
         time=found.time,
         gain=run.gain("draft", served.drafter()),
         kernel=run.target.kind,
