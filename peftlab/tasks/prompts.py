@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,8 @@ def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None
             one prompt a line in any other. A row has ``prompt`` or ``text``, ``question`` or ``instruction`` (one user
             turn), ``messages`` (role and content), ``turns`` (Spec-Bench: a list of which the first is asked) or
             ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
-        field: the column; None for the first of these that a row has.
+        field: the column, or a text with columns in braces that each row fills, ``Where is {city}?``; None for the
+            first of these columns that a row has.
 
     Raises:
         PeftlabError: no such file, no prompt in it, or a row without one; file and line are named.
@@ -87,16 +89,18 @@ def read_prompt_ids(
     *,
     field: str | None = None,
     chat: bool | None = None,
+    most: int | None = None,
 ) -> list[list[int]]:
     """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
 
     Args:
+        most: only of the first so many; None: of all.
         chat: put a text into the tokenizer's chat template as one user turn; None: if it has a template.
 
     Raises:
         PeftlabError: as ``read_prompts``; an empty prompt; or messages without a chat template.
     """
-    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field)]
+    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field)[:most]]
 
 
 def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
@@ -199,7 +203,7 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
     if not len(table):
         return []
     if field is not None:
-        fields = {field: table.column(field, "data.field")}
+        fields = {field: _filled(table, field)}
     else:
         _column(table.columns, _PROMPTS, table.path, "prompt")
         fields = {name: table.columns[name] for name in _PROMPTS if name in table.columns}
@@ -215,6 +219,22 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
         labels = str(own), "all" if category is None else str(category)
         prompts.append(_prompt(*labels, name, fields[name][row], table.where(row)))
     return prompts
+
+
+def _filled(table: Table, field: str) -> Sequence[object]:
+    """Return a column, or a text with each row's values in the place of column names in braces."""
+    names = [] if field in table.columns else re.findall(r"{([^{}]+)}", field)
+    if not names:
+        return table.column(field, "data.field")
+    columns = {name: table.column(name, "data.field") for name in names}
+    texts: list[object] = []
+    for row in range(len(table)):
+        values = {name: values[row] for name, values in columns.items()}
+        empty = next((name for name, value in values.items() if value in (None, "")), None)
+        if empty is not None:
+            raise PeftlabError(f"{table.where(row)}: {empty} is empty; data.field puts it into a prompt")
+        texts.append(re.sub(r"{([^{}]+)}", lambda found, of=values: str(of[found[1]]), field))
+    return texts
 
 
 def _prompt(id_: str, category: str, name: str, value: object, where: str) -> Prompt:

@@ -141,6 +141,19 @@ class TestPrompts:
         for source in (texts, str(tmp_path / "p.txt"), str(tmp_path / "p.jsonl"), str(tmp_path / "q.jsonl")):
             assert read_prompt_ids(source, tokenizer) == expected
 
+    def test_a_text_with_columns_in_braces_is_filled_by_each_row(self, tokenizer: Any, tmp_path: Path) -> None:
+        path = tmp_path / "cities.csv"
+        path.write_text("city,state\nTroy,Ohio\nBath {city},Maine\nParis,Texas\n")
+        field = "Where is {city}, {state}? In {state}!"
+        expected = ["Where is Troy, Ohio? In Ohio!", "Where is Bath {city}, Maine? In Maine!"]
+        found = read_prompt_ids(str(path), tokenizer, field=field, most=2)
+        assert found == [tokenizer(text)["input_ids"] for text in expected]
+        with pytest.raises(PeftlabError, match=r"no column 'town' \(data.field\).*columns: city, state"):
+            read_prompt_ids(str(path), tokenizer, field="Where is {town}?")
+        path.write_text("city,state\nTroy,Ohio\nBath,\n")
+        with pytest.raises(PeftlabError, match=r"cities.csv:3: state is empty; data.field puts it into a prompt"):
+            read_prompt_ids(str(path), tokenizer, field=field)
+
     def test_chat_messages_go_through_the_template(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "m.jsonl"
         path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')

@@ -59,7 +59,7 @@ def read_text(recipe: DraftRecipe) -> Text:
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     prompts: list[list[int]] = []
     if data.prompts is not None:
-        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat)[: data.max_prompts]
+        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
         if len(prompts) <= data.held_out:
             raise PeftlabError(
                 f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "
