@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill, right_padded
@@ -197,18 +197,18 @@ class _Batch:
         if ended:
             self._drop(ended)
 
-    def _propose(self, rows: list[Row]) -> Draft:
+    def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:
             budgets = [self._budget(row) for row in rows]
             if any(budgets):
                 return self.drafter.propose(rows, budgets)
-        return Draft.empty(len(rows), self.target.device)
+        return Proposal.empty(len(rows), self.target.device)
 
     def _budget(self, row: Row) -> int:
         """How many tokens to draft: no more than could be emitted before the one that follows them."""
         return max(0, min(row.policy.budget(), _room(self.target, row, self.stopping) - 1, _SLACK))
 
-    def _verify(self, rows: list[Row], draft: Draft) -> Verified:
+    def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
         draft.tokens = draft.tokens.to(self.target.device)
         inputs = torch.cat((last, draft.tokens.clamp_min(0)), 1)  # [b, N+1]

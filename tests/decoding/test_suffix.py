@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Draft, Row, TargetState
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup, fuse
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
@@ -134,13 +134,13 @@ def paths(draft, i=0):
 
 
 def test_a_copy_shares_the_prefix_and_leaves_the_draft_where_it_differs():
-    draft = Draft(torch.tensor([[4, 5, 6]]))
+    draft = Proposal(torch.tensor([[4, 5, 6]]))
     assert fuse(draft, [[]], [6], 10) is draft
     assert paths(fuse(draft, [[4, 7, 8]], [6], 10)) == [(4,), (4, 5), (4, 5, 6), (4, 7), (4, 7, 8)]
     assert paths(fuse(draft, [[9, 7, 8]], [4], 10)) == [(4,), (4, 5), (4, 5, 6), (9,)]
     longer = fuse(draft, [[4, 5, 6, 1, 2]], [5], 10)
     assert longer.shape is None and longer.tokens.tolist() == [[4, 5, 6, 1, 2]]
-    tree = Draft(torch.tensor([[4, 5, 3]]), shape=shape_of((-1, 0, -1)))
+    tree = Proposal(torch.tensor([[4, 5, 3]]), shape=shape_of((-1, 0, -1)))
     assert paths(fuse(tree, [[3, 5, 1]], [5], 10)) == [(4,), (4, 5), (3,), (3, 5), (3, 5, 1)]
 
 
@@ -151,7 +151,7 @@ def test_a_fused_tree_contains_what_rows_have_within_their_budgets(data):
     n = max(len(drafted) for drafted, _, _ in rows)
     tokens = torch.tensor([[*drafted, *[-1] * (n - len(drafted))] for drafted, _, _ in rows]).reshape(len(rows), n)
     budgets = [budget for _, _, budget in rows]
-    found = fuse(Draft(tokens), [copied for _, copied, _ in rows], budgets, 10)
+    found = fuse(Proposal(tokens), [copied for _, copied, _ in rows], budgets, 10)
     assert found.tokens.shape[1] <= max(budgets)
     for i, (drafted, copied, budget) in enumerate(rows):
         mine = paths(found, i)
@@ -167,7 +167,7 @@ def test_a_fused_tree_contains_what_rows_have_within_their_budgets(data):
 def test_a_copy_that_the_draft_model_finds_unlikely_is_dropped():
     logits = torch.zeros(1, 2, 8)
     logits[0, 0, [4, 7]], logits[0, 1, [5, 6, 7]] = torch.tensor([2.0, 1.0]), torch.tensor([3.0, 2.0, 1.0])
-    draft = Draft(torch.tensor([[4, 5]]), logits=logits)
+    draft = Proposal(torch.tensor([[4, 5]]), logits=logits)
     assert (4, 6) in paths(fuse(draft, [[4, 6]], [4], top=2))
     assert (4, 7) not in paths(fuse(draft, [[4, 7]], [4], top=2))
     assert (7,) in paths(fuse(draft, [[7]], [4], top=2))
@@ -185,7 +185,7 @@ def test_a_fused_tree_follows_the_target_exactly(enumerate_law, model, assert_fo
             for _ in range(2):
                 drafted.append(int(random.draw(q(tuple(drafted)))))
             probs = torch.stack([q(tuple(drafted[:k])) for k in range(2)])
-            tree = fuse(Draft(torch.tensor([drafted]), probs[None]), [copied], [4], 10)
+            tree = fuse(Proposal(torch.tensor([drafted]), probs[None]), [copied], [4], 10)
             before = [(), *paths(tree)]
             p = torch.stack([target(path) for path in before])
             parents = tree.shape.parents if tree.shape else tuple(range(-1, len(before) - 2))

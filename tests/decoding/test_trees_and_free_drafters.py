@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
@@ -144,7 +144,7 @@ def test_recycling_drafts_what_the_target_thought():
     logits = torch.zeros(1, 3, 6)
     logits[0, 0, [4, 5]] = torch.tensor([2.0, 1.0])  # after 3: 4, then 5
     logits[0, 1, [1, 2]] = torch.tensor([2.0, 1.0])  # after 4: 1, then 2
-    read = Draft(torch.tensor([[4, -1]]))
+    read = Proposal(torch.tensor([[4, -1]]))
     drafter.accept([one], Verified(torch.tensor([[3, 4, 0]]), read, Output(logits, logits), [[0]], [1]))
     tree = best_tree(4, 4, 2)
     assert tree == ((0,), (0, 0), (1,), (0, 0, 0))

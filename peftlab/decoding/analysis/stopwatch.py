@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
@@ -77,7 +77,7 @@ class TimedDrafter:
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.clock.timed(self.drafter.start, rows, state)
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return self.clock.timed(self.drafter.propose, rows, budgets)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:

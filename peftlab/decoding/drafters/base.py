@@ -37,7 +37,7 @@ class Row:
 
 
 @dataclass
-class Draft:
+class Proposal:
     """Proposed tokens for b rows.
 
     Attributes:
@@ -54,8 +54,8 @@ class Draft:
     shape: TreeShape | None = None
 
     @classmethod
-    def empty(cls, b: int, device: torch.device) -> Draft:
-        """Return a draft that proposes nothing for any of b rows."""
+    def empty(cls, b: int, device: torch.device) -> Proposal:
+        """Return a proposal of no token for any of b rows."""
         return cls(torch.full((b, 0), -1, device=device))
 
 
@@ -72,7 +72,7 @@ class Verified:
     """
 
     inputs: Tensor
-    draft: Draft
+    draft: Proposal
     output: Output
     paths: list[list[int]]
     next_tokens: list[int]
@@ -112,7 +112,7 @@ class Drafter(Protocol):
         """Begin new sequences; earlier ones are finished."""
         ...
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         """Propose at most ``budgets[i]`` tokens for ``rows[i]``; at least one budget is 1 or more."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Draft, Row
+from peftlab.decoding.drafters.base import Proposal, Row
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, forked
 
@@ -18,7 +18,7 @@ def draft_chain(
     first: Output,
     following: Callable[[Tensor, Output, int], Output],
     sampling: Sampling,
-) -> Draft:
+) -> Proposal:
     """Return a chain for each row, drawn from the draft's distribution or, greedily, its largest logits.
 
     Args:
@@ -50,4 +50,4 @@ def draft_chain(
         if i + 1 >= max(budgets):
             break
         output = following(x, output, i)
-    return Draft(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None, torch.stack(logits, 1))
+    return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None, torch.stack(logits, 1))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache
@@ -103,11 +103,11 @@ class FeatureDrafter:
             )
 
     @torch.inference_mode()
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         # A prompt of one token has no states yet: nothing is drafted for it in the first step.
         budgets = [b if row.index in self._new else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
-            return Draft.empty(len(rows), self.network.device)
+            return Proposal.empty(len(rows), self.network.device)
         first = self._catch_up(rows)
         if self.width > 1 and len(rows) == 1:
             return self._tree(rows[0], budgets[0], first)
@@ -153,7 +153,7 @@ class FeatureDrafter:
         logits = some.new_full((*some.shape[:-1], self.network.vocab_size), -torch.inf)
         return Output(logits.index_copy_(-1, tokens, some), states)
 
-    def _tree(self, row: Row, budget: int, first: Tensor) -> Draft:
+    def _tree(self, row: Row, budget: int, first: Tensor) -> Proposal:
         """Return the ``budget`` most probable nodes of the tree below a row's last token.
 
         Args:
@@ -179,7 +179,7 @@ class FeatureDrafter:
         kept = tree.best(budget)
         place = {node: i for i, node in enumerate(kept)}
         shape = shape_of([place.get(tree.parents[node], -1) for node in kept])
-        return Draft(torch.tensor([[tree.tokens[node] for node in kept]], device=first.device), shape=shape)
+        return Proposal(torch.tensor([[tree.tokens[node] for node in kept]], device=first.device), shape=shape)
 
     def _children(self, tree: _Tree, outputs: Tensor, parents: Sequence[int]) -> list[int]:
         """Add the ``width`` most probable children of each parent, whose outputs are [1, n, H]; return their nodes."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.verification.tree import Path, RankRates, best_tree, rank_probability, tree_shape
 from peftlab.errors import PeftlabError
 
@@ -105,13 +105,13 @@ class HeadsDrafter:
         self._vocab = state.vocab_size
 
     @torch.inference_mode()
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         weight = next(self.heads.parameters())
         device = weight.device
         # A prompt of one token has no hidden state yet: nothing is drafted for it in the first step.
         budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
         if not any(budgets):
-            return Draft.empty(len(rows), device)
+            return Proposal.empty(len(rows), device)
         blank = torch.zeros_like(next(iter(self._hidden.values())))
         hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
         if self.heads.vocab_size != self._vocab:
@@ -121,7 +121,7 @@ class HeadsDrafter:
         tokens = self.heads.tokens(hidden.to(weight.dtype), last, tree)
         allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
         chain = all(set(path) == {0} for path in tree)
-        return Draft(torch.where(allowed, tokens, -1), shape=None if chain else tree_shape(tree))
+        return Proposal(torch.where(allowed, tokens, -1), shape=None if chain else tree_shape(tree))
 
     def tree(self, size: int) -> tuple[Path, ...]:
         """Return the best tree of at most ``size`` nodes."""

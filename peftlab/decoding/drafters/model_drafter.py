@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
@@ -56,10 +56,10 @@ class ModelDrafter:
         """How many tokens the draft can still propose before its own context is full."""
         return len(row.tokens) if self.engine.limit is None else self.engine.limit - len(row.tokens) + 1
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]
         if max(budgets) == 0:
-            return Draft.empty(len(rows), self.engine.device)
+            return Proposal.empty(len(rows), self.engine.device)
         lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]
 
         def following(x: Tensor, output: Output, drawn: int) -> Output:

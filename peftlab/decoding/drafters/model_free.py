@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Draft, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.tree import best_tree, tree_shape
 
 
-def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Draft:
+def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Proposal:
     guesses = [guess(row, budget) for row, budget in zip(rows, budgets, strict=True)]
-    return Draft(right_padded(guesses, max(map(len, guesses)), filler=-1))
+    return Proposal(right_padded(guesses, max(map(len, guesses)), filler=-1))
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PromptLookup:
         self._after = {row.index: {} for row in rows}
         self._indexed = {row.index: 0 for row in rows}
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return _chains(rows, budgets, self._guess)
 
     def _guess(self, row: Row, budget: int) -> list[int]:
@@ -74,7 +74,7 @@ class NGram:
     def start(self, rows: list[Row], state: TargetState) -> None:
         self._counted = {row.index: 1 for row in rows}
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         for row in rows:
             for end in range(self._counted[row.index], len(row.tokens)):
                 for n in range(min(self.order, end + 1)):
@@ -120,7 +120,7 @@ class Recycling:
     def start(self, rows: list[Row], state: TargetState) -> None:
         self._width = min(self.width, state.vocab_size)
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         tree = best_tree(max(budgets), max(budgets), self._width)
         shape = tree_shape(tree)
         drafts = []
@@ -131,7 +131,7 @@ class Recycling:
                 followers = self._followers.get(before)
                 tokens.append(followers[path[-1]] if followers else -1)
             drafts.append(tokens)
-        return Draft(right_padded(drafts, len(tree), filler=-1), shape=shape)
+        return Proposal(right_padded(drafts, len(tree), filler=-1), shape=shape)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         best = verified.output.logits.topk(self._width, -1).indices.tolist()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from peftlab.decoding.drafters.base import Draft, Drafter, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.sampling import certain
@@ -62,9 +62,9 @@ class SuffixLookup:
         copied = self.corpus.tokens[end : end + budget]
         return copied[: copied.index(END)] if END in copied else copied
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         copies = [self.find(row, budget)[1] for row, budget in zip(rows, budgets, strict=True)]
-        return Draft(right_padded(copies, max(map(len, copies)), filler=-1))
+        return Proposal(right_padded(copies, max(map(len, copies)), filler=-1))
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         pass
@@ -99,11 +99,11 @@ class SuffixAndDraft:
         self.suffix.start(rows, state)
         self.drafter.start(rows, state)
 
-    def propose(self, rows: list[Row], budgets: list[int]) -> Draft:
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         found = [self.suffix.find(row, budget) for row, budget in zip(rows, budgets, strict=True)]
         copies = [copied for _, copied in found]
         if all(length >= self.long or not budget for (length, _), budget in zip(found, budgets, strict=True)):
-            return Draft(right_padded(copies, max(map(len, copies)), filler=-1))
+            return Proposal(right_padded(copies, max(map(len, copies)), filler=-1))
         shares = [(budget + 1) // 2 if copied else budget for copied, budget in zip(copies, budgets, strict=True)]
         return fuse(self.drafter.propose(rows, shares), copies, budgets, self.top)
 
@@ -121,7 +121,7 @@ def with_copies(drafter: Drafter, corpus: SuffixAutomaton | None = None) -> Suff
     return SuffixAndDraft(SuffixLookup(corpus, shortest=2), drafter)
 
 
-def fuse(draft: Draft, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Draft:
+def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Proposal:
     """Return the tree of a draft and one copied chain per row, merged by their longest common prefix.
 
     All rows share one shape, of at most ``max(budgets)`` nodes: every drafted node, then the nodes of copies that most
@@ -153,7 +153,7 @@ def fuse(draft: Draft, copies: Sequence[list[int]], budgets: Sequence[int], top:
     if probs is not None:
         probs = torch.cat((probs, certain(extra, probs)), 1)
     chain = whole == tuple(range(-1, len(whole) - 1))
-    return Draft(torch.cat((draft.tokens, extra), 1), probs, shape=None if chain else shape_of(whole))
+    return Proposal(torch.cat((draft.tokens, extra), 1), probs, shape=None if chain else shape_of(whole))
 
 
 def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
@@ -168,7 +168,7 @@ def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> 
     return node, []
 
 
-def _likely(draft: Draft, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
+def _likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
     """Whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
     if not rest or draft.logits is None or draft.shape is not None:
         return True
