@@ -68,6 +68,7 @@ class FinetuneResults:
         tokens_per_second: tokens without padding.
         padding_share: share of padding among all positions of the training batches.
         peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
+        lr: the peak learning rate.
         classes: class name to examples by split; empty for regression.
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
@@ -101,6 +102,7 @@ class FinetuneResults:
     padding_share: float
     peak_rss_mb: float
     peak_gpu_mb: float | None
+    lr: float
     seed: int
     classes: dict[str, dict[str, int]]
     dropped_rows: int
@@ -159,7 +161,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
-    accelerator.print(trainable_line(trainable, total))
+    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = share_rows(spec, task.sharing, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16"):
         widen(model)
@@ -300,6 +302,7 @@ def _results(
         padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
         peak_rss_mb=round(peak, 1),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
+        lr=recipe.train.peak_lr,
         seed=recipe.train.seed,
         classes=task.classes,
         dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),

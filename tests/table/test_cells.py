@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.table import METHODS
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
+from peftlab.training.config import TrainConfig
 
 TABLE = """\
 kind: table
@@ -130,6 +132,26 @@ def test_what_else_can_be_swept() -> None:
     assert list(names) == ["cola-target_modules=query-seed2", "cola-target_modules=query,value-seed2"]
 
 
+def test_a_sweep_of_methods_gives_each_its_own_learning_rate() -> None:
+    sweep = "sweep.method=[lora, bitfit, houlsby, head, full]"
+    own = {cell.row: cell.recipe.train.lr for cell in cells("one.yaml", "~train.lr", sweep).values()}
+    assert own == {f"method={name}": row.default_lr for name, row in METHODS.items()}
+    assert own["method=full"] < own["method=lora"] < own["method=bitfit"]
+    stated = cells("one.yaml", sweep)
+    assert {cell.recipe.train.lr for cell in stated.values()} == {1e-3}, "a recipe's own rate is for all"
+    # The recipe's own method keeps its settings; the others have their defaults.
+    assert stated["cola-method=lora-seed2"].recipe.method == load_recipe("one.yaml").method  # type: ignore[union-attr]
+
+
+def test_a_recipe_without_a_rate_has_its_methods_and_says_so(tmp_path: Path) -> None:
+    recipe = load_recipe("one.yaml", ["~train.lr", "method=full"])
+    assert recipe.train.peak_lr == recipe.train.lr == METHODS["full"].default_lr
+    Path("again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe("again.yaml") == recipe
+    with pytest.raises(PeftlabError, match=r"train\.lr: missing"):
+        TrainConfig().peak_lr  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -140,7 +162,7 @@ def test_what_else_can_be_swept() -> None:
         ("sweep.lr=1e-4", "lr: a sweep takes a list of values: sweep.lr=[value, value]"),
         ("sweep.lr=[]", "lr: a sweep takes a list of values: "),
         ("sweep.lr=[1,1]", "lr: a value occurs twice"),
-        ("sweep.lr=[a]", "train.lr: expected number above 0, got 'a'"),
+        ("sweep.lr=[a]", "train.lr: expected number above 0 or null, got 'a'"),
         ("sweep.lr=[1", "not valid YAML: "),
         ("sweep.lr", "write sweep.key=[value, value]"),
         ("sweep.train=[1]", "train: is a section; sweep one of its keys"),
