@@ -232,7 +232,8 @@ class TableRecipe(Section):
     tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,
-        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
+        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}; per_task among "
+        "them is for that row alone, init_from: null starts it from the model in every task.",
     )
     seeds: list[Seed] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."

@@ -63,6 +63,17 @@ def test_cells_are_whole_recipes_in_the_order_they_run() -> None:
     assert found["mnli-full-seed3"].recipe.init_from is None
 
 
+def test_a_rows_own_keys_for_a_task_win_over_all_others() -> None:
+    per_task = "rows.lora.per_task={glue/cola: {train: {lr: 3e-4}, data: {max_train_examples: 5}}, glue/rte: {}}"
+    found = cells("t.yaml", per_task, "rows.full.init_from=null", "rows.full.model=a/b")
+    cola = found["cola-lora-seed1"].recipe
+    assert (cola.train.lr, cola.train.epochs, cola.data.max_train_examples) == (3e-4, 80, 5)
+    assert found["mrpc-lora-seed1"].recipe.train.lr == 1e-4
+    assert found["mrpc-lora-seed1"].recipe.init_from == "runs/t/cells/mnli-lora-seed1"
+    assert found["mrpc-full-seed1"].recipe.init_from is None, "a row may start afresh where the table does not"
+    assert (found["cola-full-seed1"].recipe.model, cola.model) == ("a/b", "x/y")
+
+
 def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
     recipe = load_recipe("t.yaml")
     Path("again.yaml").write_text(dump_recipe(recipe))
@@ -83,6 +94,14 @@ def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
         ("rows.full.method=full", "method: expected keys below it, got 'full' (write {name: full})"),
         ("init.glue/cola=glue/rte", "init.glue/cola: glue/rte is not under tasks; "),
         ("init.glue/cola=glue/mrpc", "init.glue/cola: glue/mrpc is itself under init; "),
+        (
+            "rows.full.per_task.glue/cole.train.lr=1",
+            "rows.full.per_task: unknown task 'glue/cole' (did you mean 'glue/cola'?",
+        ),
+        ("rows.full.per_task.glue/cola.train.epoch=1", "train.epoch: unknown key (did you mean 'epochs'?)"),
+        ("rows.full.per_task.glue/cola.train.seed=1", "rows.full.per_task.glue/cola.train.seed: a table's seeds are"),
+        ("rows.full.per_task.glue/cola.task=x", "rows.full.per_task.glue/cola.task: the table sets it for all cells"),
+        ("rows.full.per_task=[glue/cola]", "rows.full.per_task: expected tasks, and keys below each"),
         ("data.path=a", ""),
         ("tasks=[glue/cola]", ""),
     ],
