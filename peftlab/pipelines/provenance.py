@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib import metadata
 
 from peftlab.files import Json
+from peftlab.version import version_of
 
 PACKAGES = (
     "peftlab",
@@ -29,12 +29,7 @@ def environment() -> dict[str, Json]:
     """Return versions, platform and devices of this process."""
     import torch
 
-    versions: dict[str, Json] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions: dict[str, Json] = {name: version_of(name) for name in PACKAGES}
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
