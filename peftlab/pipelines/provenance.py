@@ -49,6 +49,18 @@ def environment() -> dict[str, Json]:
     }
 
 
+def peak_memory() -> float:
+    """Return the largest main memory of this process so far, in MiB."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return float(psutil.Process().memory_info().peak_wset / 2**20)
+    # In bytes on macOS, in KiB elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def git_state() -> dict[str, Json]:
     """Return the commit of the working directory's repository, and whether it has uncommitted changes."""
     if shutil.which("git") is None:
