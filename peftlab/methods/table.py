@@ -57,7 +57,7 @@ METHODS: Rows[Method] = Rows(
             config="peftlab.methods.houlsby.config:HoulsbyConfig",
             plan="peftlab.methods.houlsby.plan:plan",
             folds=False,
-            default_lr=5e-4,
+            default_lr=1e-3,
         ),
         "bitfit": Method(
             config="peftlab.methods.bitfit.config:BitFitConfig",
