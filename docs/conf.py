@@ -1,11 +1,11 @@
 """Settings of the documentation site: Sphinx with MyST Markdown."""
 
-from importlib.metadata import version as installed_version
+from peftlab import __version__
 
 project = "peftlab"
 author = "the peftlab authors"
 copyright = f"2026, {author}"
-version = release = installed_version("peftlab")
+version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

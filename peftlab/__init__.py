@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from peftlab.version import __version__
 
 # The public API, each name once: type checkers read these imports, and `_public` reads them at run time.
 if TYPE_CHECKING:

@@ -32,8 +32,11 @@ STAGING_PREFIX = ".peftlab-tmp-"
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or a directory entry to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file or a directory entry to the disk; Windows flushes no directory, and no file open for reading."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -114,8 +117,8 @@ def open_regular(path: str | Path) -> BinaryIO:
             might block or never end.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # Without O_NONBLOCK, which Windows lacks, opening a pipe waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the path

@@ -48,9 +48,11 @@ def locked(file: Path, path: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if same_file(file, descriptor):
+        if os.name != "nt" and same_file(file, descriptor):
             file.unlink()  # before the lock is released: afterwards the file may be another process's
         os.close(descriptor)
+        if os.name == "nt":  # removes no open file
+            file.unlink(missing_ok=True)
         for directory in made:
             with suppress(OSError):
                 directory.rmdir()

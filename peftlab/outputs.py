@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -304,10 +304,9 @@ def staged_directory(
     with scratch_directory(place, "out") as scratch:
         staging = scratch / "new"
         staging.mkdir()
-        descriptor = os.open(staging, os.O_RDONLY)  # while it is open no other directory gets its inode
-        try:
+        with _watched(staging) as still_there:
             yield staging
-            if not same_file(staging, descriptor):
+            if not still_there():
                 raise PeftlabError(
                     f"{path}: its staging directory {staging} was removed by someone; nothing was written"
                 )
@@ -315,11 +314,22 @@ def staged_directory(
             write_mark(staging, Mark(kind, [glob.escape(file.relative_to(staging).as_posix()) for file in files]))
             for file in (*files, staging / MARK, staging):
                 fsync_path(file)
-        finally:
-            os.close(descriptor)
         refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
         _exchange(staging, place, scratch / "old")
         fsync_path(place.parent)
+
+
+@contextmanager
+def _watched(directory: Path) -> Iterator[Callable[[], bool]]:
+    """Yield whether the path still names this directory."""
+    if os.name == "nt":  # opens no directory
+        yield directory.is_dir
+        return
+    descriptor = os.open(directory, os.O_RDONLY)  # while it is open no other directory gets its inode
+    try:
+        yield lambda: same_file(directory, descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _exchange(new: Path, place: Path, old: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from peftlab import __version__
 from peftlab.cli.adapter_app import adapter_app
 from peftlab.cli.draft_app import draft_app, generate
 from peftlab.cli.merge_app import Overwrite, merge, unmerge
 from peftlab.errors import PeftlabError
 from peftlab.files import os_error_text
+from peftlab.version import __version__
 
 app = typer.Typer(
     name="peftlab",

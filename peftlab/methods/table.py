@@ -28,6 +28,7 @@ class Method:
         folds: whether what it trains can be folded into plain weights.
         lr_ratio: function from the configuration to multiples of the learning rate by a parameter's last name; None:
             every parameter trains at the learning rate itself.
+        default_lr: peak learning rate of recipes that state none.
         from_peft: function from a configuration object of peft, whose ``peft_type`` is the row's name in capitals, to
             the configuration; None: peft has no such method, or it is not read.
     """
@@ -36,6 +37,7 @@ class Method:
     plan: str
     folds: bool = True
     lr_ratio: str | None = None
+    default_lr: float = 1e-3
     from_peft: str | None = None
 
 
@@ -48,24 +50,29 @@ METHODS: Rows[Method] = Rows(
             config="peftlab.methods.lora.config:LoraConfig",
             plan="peftlab.methods.lora.plan:plan",
             lr_ratio="peftlab.methods.lora.plan:lr_ratio",
+            default_lr=5e-4,
             from_peft="peftlab.methods.lora.peft_fields:from_peft",
         ),
         "houlsby": Method(
             config="peftlab.methods.houlsby.config:HoulsbyConfig",
             plan="peftlab.methods.houlsby.plan:plan",
             folds=False,
+            default_lr=1e-3,
         ),
         "bitfit": Method(
             config="peftlab.methods.bitfit.config:BitFitConfig",
             plan="peftlab.methods.bitfit.plan:plan",
+            default_lr=2e-3,
         ),
         "full": Method(
             config="peftlab.methods.full.config:FullConfig",
             plan="peftlab.methods.full.plan:plan",
+            default_lr=5e-5,
         ),
         "head": Method(
             config="peftlab.methods.head.config:HeadConfig",
             plan="peftlab.methods.head.plan:plan",
+            default_lr=5e-3,
         ),
     },
 )

@@ -86,7 +86,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     if recipe.method is not None:
         inject(draft.adapted, recipe.method)
     trainable, total = count_parameters(draft.model)
-    accelerator.print(trainable_line(trainable, total))
+    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = _spec(recipe, kind, job, draft, sets)
     before = spec.score(draft.model)
     accelerator.print(f"before: {_line(before)}")
@@ -229,6 +229,7 @@ def _results(
         learnt_tokens=sum(counts),
         kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
+        lr=recipe.train.peak_lr,
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
     )

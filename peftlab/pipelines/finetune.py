@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.merge_losses import merge_losses
-from peftlab.pipelines.provenance import provenance
+from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe
@@ -68,6 +66,7 @@ class FinetuneResults:
         tokens_per_second: tokens without padding.
         padding_share: share of padding among all positions of the training batches.
         peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
+        lr: the peak learning rate.
         classes: class name to examples by split; empty for regression.
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
@@ -101,6 +100,7 @@ class FinetuneResults:
     padding_share: float
     peak_rss_mb: float
     peak_gpu_mb: float | None
+    lr: float
     seed: int
     classes: dict[str, dict[str, int]]
     dropped_rows: int
@@ -159,7 +159,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
-    accelerator.print(trainable_line(trainable, total))
+    accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = share_rows(spec, task.sharing, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16"):
         widen(model)
@@ -277,8 +277,6 @@ def _results(
 ) -> FinetuneResults:
     """Put together what was trained and measured; ``parameters`` are the trainable ones and all."""
     seconds = max(progress.seconds, 1e-9)
-    # ru_maxrss is in bytes on macOS, in KiB elsewhere
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
     return FinetuneResults(
         task=task.task.name,
@@ -298,8 +296,9 @@ def _results(
         examples_per_second=round(progress.examples / seconds, 2),
         tokens_per_second=round(progress.tokens / seconds, 2),
         padding_share=round(1 - progress.tokens / max(1, progress.padded_tokens), 4),
-        peak_rss_mb=round(peak, 1),
+        peak_rss_mb=round(peak_memory(), 1),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
+        lr=recipe.train.peak_lr,
         seed=recipe.train.seed,
         classes=task.classes,
         dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),

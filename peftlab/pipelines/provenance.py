@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib import metadata
 
 from peftlab.files import Json
+from peftlab.version import version_of
 
 PACKAGES = (
     "peftlab",
@@ -29,12 +29,7 @@ def environment() -> dict[str, Json]:
     """Return versions, platform and devices of this process."""
     import torch
 
-    versions: dict[str, Json] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions: dict[str, Json] = {name: version_of(name) for name in PACKAGES}
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
@@ -52,6 +47,18 @@ def environment() -> dict[str, Json]:
         "cpu_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def peak_memory() -> float:
+    """Return the largest main memory of this process so far, in MiB."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return float(psutil.Process().memory_info().peak_wset / 2**20)
+    # In bytes on macOS, in KiB elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def git_state() -> dict[str, Json]:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
 
 from peftlab.files import write_text
+from peftlab.methods.table import METHODS
 from peftlab.recipe import library
 from peftlab.recipe.schema import KINDS
 from peftlab.recipe.wording import describe, fields, sections
@@ -63,6 +64,8 @@ def reference_markdown() -> str:
                 of = "" if recipe is next(iter(KINDS.values())) else f" of `kind: {kind}`"
                 title = f"### `{name}: {{{field.discriminator}: {tag}}}`" if tag else f"## `{name}`{of}"
                 parts += [f"{title}\n", _first_line(model) + "\n", _fields(model, str(field.discriminator))]
+                if name == "method":
+                    parts.append(f"Its learning rate where `train.lr` is null: {METHODS[str(tag)].default_lr:g}.\n")
     return "\n".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Union
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 else:
     AnyDraft = Union[tuple(resolve(kind.config) for kind in DRAFTS.values())]  # noqa: UP007
     AnyMethod = Union[tuple(config_class(name) for name in METHODS)]  # noqa: UP007
+
+
+OWN_MODULES_LR = 1e-3  # of a draft whose own modules alone train: no method's row describes them
+
+
+def _with_lr(train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+    """Return ``train`` with its method's learning rate where it states none, so that a valid recipe always has one."""
+    if train.lr is not None or "method" not in info.data:  # the method was refused
+        return train
+    method: MethodConfig | None = info.data["method"]
+    lr = OWN_MODULES_LR if method is None else METHODS[method.name].default_lr
+    return train.model_copy(update={"lr": lr})
 
 
 def _usual_objective(recipe: dict[str, object]) -> PreferenceObjective | None:
@@ -86,6 +98,8 @@ class FinetuneRecipe(Section):
         "linear fold.",
     )
     output_dir: str = Field(description="The run directory.")
+
+    _lr = field_validator("train")(_with_lr)
 
     @field_validator("task")
     @classmethod
@@ -173,6 +187,8 @@ class DraftRecipe(Section):
     )
     output_dir: str = Field(description="The run directory.")
 
+    _lr = field_validator("train")(_with_lr)
+
     @field_validator("draft", mode="before")
     @classmethod
     def _of_a_reference(cls, value: object) -> object:
@@ -216,7 +232,8 @@ class TableRecipe(Section):
     tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
     rows: Changes = Field(
         min_length=1,
-        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}.",
+        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}; per_task among "
+        "them is for that row alone, init_from: null starts it from the model in every task.",
     )
     seeds: list[Seed] = Field(
         default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."

@@ -129,7 +129,9 @@ def _row(table: Source, source: Source, label: str, axes: list[_Axis], values: S
     }
     for axis, value in zip(axes, values, strict=True):
         if axis.keys == ("method",):
-            row["method"] = {"name": value} if isinstance(value, str) else value
+            own = row.get("method")
+            if not (isinstance(own, dict) and own.get("name") == value):  # the recipe's own method keeps its settings
+                row["method"] = {"name": value} if isinstance(value, str) else value
         elif len(axis.keys) == 1:
             row[str(axis.keys[0])] = value
         else:

@@ -16,6 +16,7 @@ from peftlab.tasks.table import TASKS
 
 SHARED = ("model", "revision", "trust_remote_code", "base", "data", "train", "merge")
 """The keys that a table and its cells have in common."""
+PER_TASK = "per_task"
 _OF_THE_TABLE = ("kind", "task", "output_dir")
 
 
@@ -78,7 +79,7 @@ def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
 def _cell_source(
     recipe: TableRecipe, shared: Mapping[str, Json], source: Source, task: str, row: str, seed: int
 ) -> Source:
-    """The cell as if it had been written by itself: the table's values, then the task's, then the row's."""
+    """The cell as if it had been written by itself: the table's values, then the task's, the row's, and both's."""
     cell = Source({}, {(): source.place(())})
 
     def merge(changes: Mapping[str, Json], at: Keys) -> None:
@@ -91,13 +92,17 @@ def _cell_source(
 
     merge(shared, ())
     merge(to_json(recipe.per_task.get(task, {})), ("per_task", task))
-    merge(to_json(recipe.rows[row]), ("rows", row))
+    line = to_json(recipe.rows[row])
+    of_tasks = line.pop(PER_TASK, {})
+    merge(line, ("rows", row))
+    here = of_tasks.get(task) if isinstance(of_tasks, dict) else None
+    merge(here if isinstance(here, dict) else {}, ("rows", row, PER_TASK, task))
     cell.data["task"] = task
     cell.places[("task",)] = source.place(("tasks", recipe.tasks.index(task)))
     if isinstance(train := cell.data["train"], dict):
         cell.data["train"] = {**train, "seed": seed}
     cell.data["output_dir"] = _directory(recipe, task, row, seed)
-    if task in recipe.init:
+    if task in recipe.init and "init_from" not in line:
         cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
     return cell
 
@@ -124,21 +129,35 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
             source.complain(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
     if recipe.train.seed:
         source.complain(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
-    for section, changes in (("rows", recipe.rows), ("per_task", recipe.per_task)):
-        for name, keys in changes.items():
-            for key in keys.keys() & set(_OF_THE_TABLE):
-                source.complain((section, name, key), f"{section}.{name}.{key}: the table sets it for all cells")
-            if isinstance(train := keys.get("train"), dict) and "seed" in train:
-                text = f"{section}.{name}.train.seed: a table's seeds are listed under seeds"
-                source.complain((section, name, "train", "seed"), text)
+    changes = _changes(recipe, source)
+    for at, keys in changes.items():
+        where = ".".join(map(str, at))
+        for key in keys.keys() & set(_OF_THE_TABLE):
+            source.complain((*at, key), f"{where}.{key}: the table sets it for all cells")
+        if isinstance(train := keys.get("train"), dict) and "seed" in train:
+            source.complain((*at, "train", "seed"), f"{where}.train.seed: a table's seeds are listed under seeds")
     # Keys may name tasks that the table leaves out, so that tasks can be removed; what is no task at all is a mistake.
-    for section, named in (("per_task", list(recipe.per_task)), ("init", list(recipe.init))):
-        for task in named:
-            if task not in TASKS:
-                hint = did_you_mean(task, [*recipe.tasks, *TASKS])
-                source.complain((section, task), f"{section}: unknown task {task!r}{hint}")
+    for at in [*(at for at in changes if PER_TASK in at), *(("init", task) for task in recipe.init)]:
+        task = str(at[-1])
+        if task not in TASKS:
+            hint = did_you_mean(task, [*recipe.tasks, *TASKS])
+            source.complain(at, f"{'.'.join(map(str, at[:-1]))}: unknown task {task!r}{hint}")
     for task, start in recipe.init.items():
         if task in recipe.tasks and (start not in recipe.tasks or start in recipe.init):
             reason = "itself under init" if start in recipe.init else "not under tasks"
             text = f"init.{task}: {start} is {reason}; '~init.{task}' starts from the pretrained model instead"
             source.complain(("init", task), text)
+
+
+def _changes(recipe: TableRecipe, source: Source) -> dict[Keys, dict[str, object]]:
+    """Return the keys of a finetune recipe that differ in rows and tasks, by their place in the table."""
+    found: dict[Keys, dict[str, object]] = {(PER_TASK, task): keys for task, keys in recipe.per_task.items()}
+    for row, keys in recipe.rows.items():
+        found["rows", row] = {key: value for key, value in keys.items() if key != PER_TASK}
+        of_tasks = keys.get(PER_TASK, {})
+        if not isinstance(of_tasks, dict) or not all(isinstance(value, dict) for value in of_tasks.values()):
+            at = ("rows", row, PER_TASK)
+            source.complain(at, f"{'.'.join(at)}: expected tasks, and keys below each, as the table's own per_task has")
+            continue
+        found |= {("rows", row, PER_TASK, task): value for task, value in of_tasks.items()}
+    return found

@@ -172,6 +172,8 @@ def facts(results: Results) -> dict[str, str]:
         rows["peak memory"] = f"{memory:,.0f} MB"
     if "best_step" in rest:
         rows["best step"] = number(rest.pop("best_step"))
+    if (rate := taken("lr")) is not None:
+        rows["learning rate"] = f"{rate:g}"
     if "seed" in rest:
         rows["seed"] = str(rest.pop("seed"))
     left_out = rest.pop("left_out", None)

@@ -7,7 +7,6 @@ measure is null: accuracy and times of each evaluation, forgetting, and the hub'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
@@ -17,6 +16,7 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting import facts
 from peftlab.tasks.language.conversations import Conversation
 from peftlab.tasks.language.examples import template_of
+from peftlab.version import __version__
 
 _ACCURACIES = ("gsm8k_peft", "gsm8k")  # peft's own parser where it was asked for
 _PACKAGES = ("transformers", "peft", "datasets", "bitsandbytes", "torch")
@@ -50,7 +50,7 @@ def peft_results(run_dir: Path) -> dict[str, Json]:
             "created_at": provenance.get("created_at"),
             "total_time": results.get("total_seconds"),
             "experiment_name": f"{recipe.method.name}/{run_dir.resolve().name}",
-            "peft_branch": f"peftlab {metadata.version('peftlab')}",
+            "peft_branch": f"peftlab {__version__}",
             "peft_worktree_is_dirty": provenance.get("git_dirty"),
             "train_config": _train_config(recipe, results, run_dir),
             "peft_config": _peft_config(recipe, run_dir),

@@ -28,6 +28,7 @@ COMMON = {
     "examples_per_second": "training examples per second",
     "tokens_per_second": "training tokens per second, without padding",
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
+    "lr": "the peak learning rate: `train.lr`, or the method's own",
     "seed": "`train.seed`",
     "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement`, `examples`, and "
     "`latency_merged`, `latency_unmerged` relative to the base model; only where a merge was verified",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from peftlab.errors import PeftlabError
 from peftlab.section import Section, Seed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -39,7 +40,7 @@ class TrainConfig(Section):
         description="Parts each global batch is split into to save memory; the result is the same.",
     )
     max_length: int = Field(default=128, ge=2, description="Tokens an example is truncated to.")
-    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    lr: float | None = Field(default=None, gt=0, description="Peak learning rate; null: the method's own.")
     scheduler: Literal["linear", "cosine", "constant"] = Field(default="linear", description="Decay after warm-up.")
     warmup: float = Field(default=0.06, ge=0, description="Warm-up: share of all steps if below 1, else steps.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
@@ -79,3 +80,14 @@ class TrainConfig(Section):
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise ValueError(f"max_tokens {self.max_tokens} does not fit one example of max_length {self.max_length}")
         return self
+
+    @property
+    def peak_lr(self) -> float:
+        """``lr``; a recipe without one has its method's.
+
+        Raises:
+            PeftlabError: it is null, and the section belongs to no recipe.
+        """
+        if self.lr is None:
+            raise PeftlabError("train.lr: missing; only a recipe, which names a method, has a default")
+        return self.lr

@@ -74,7 +74,7 @@ def train(
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
             loss, norm = trainer.step(batch, factor)
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
-            log.step(progress.step, settings.lr * factor, loss, norm, batch.indices)
+            log.step(progress.step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
             signal = signals.received()
             evaluating = _evaluates(progress.step, settings, order)
@@ -142,7 +142,7 @@ class _Trainer:
                 # is the global batch's. Under ZeRO, backward also clips and steps, and _update does neither again.
                 accelerator.backward(loss * (self.parts / denominator))
                 loss_sum += loss.detach()
-                norm = self._update(norm, self.settings.lr * factor)
+                norm = self._update(norm, self.settings.peak_lr * factor)
         progress.step += 1
         progress.examples += len(batch.indices)
         progress.tokens += batch.tokens

@@ -17,7 +17,7 @@ def make_optimiser(
     """Return a fused AdamW over the trainable parameters.
 
     Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
-    multiple of ``settings.lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
+    multiple of ``settings.peak_lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
     ``peak_lr``.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -26,10 +26,10 @@ def make_optimiser(
         ratio = lr_ratio.get(name.rpartition(".")[2], 1.0)
         groups.setdefault((decay, ratio), []).append(parameter)
     listed: list[dict[str, object]] = [
-        {"params": members, "weight_decay": decay, "peak_lr": settings.lr * ratio}
+        {"params": members, "weight_decay": decay, "peak_lr": settings.peak_lr * ratio}
         for (decay, ratio), members in groups.items()
     ]
-    return torch.optim.AdamW(listed, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.AdamW(listed, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def widen(model: nn.Module) -> None:

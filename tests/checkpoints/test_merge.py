@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,19 @@ def test_same_bytes_as_in_memory(tmp_path: Path, family: str, dtype: torch.dtype
         assert weight_files(tmp_path / name / "merged") == weight_files(expected), name
         load(kind, tmp_path / name / "merged", dtype)
         assert report.tensors, name
+
+
+def test_systems_without_positioned_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no ``copy_file_range`` and no ``fdatasync``; Windows lacks the others as well."""
+    kind = type(build("bert"))
+    base = save_base(build("bert"), tmp_path / "base")
+    model = load(kind, base, torch.float32)
+    adapter = adapt(model, tmp_path / "adapter", method="lora")
+    merge_checkpoint(adapter, base, tmp_path / "here")
+    for name in ("copy_file_range", "fdatasync"):
+        monkeypatch.delattr(os, name)
+    merge_checkpoint(adapter, base, tmp_path / "macos")
+    for name in ("preadv", "pread", "pwrite", "O_NONBLOCK"):
+        monkeypatch.delattr(os, name)
+    merge_checkpoint(adapter, base, tmp_path / "windows")
+    assert weight_files(tmp_path / "here") == weight_files(tmp_path / "macos") == weight_files(tmp_path / "windows")

@@ -14,6 +14,11 @@ from tests.reporting.run_directory import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "datasets", "numpy", "scipy", "sklearn", "accelerate", "huggingface_hub")
+UNIX_MODULES = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "readline", "syslog")
+UNIX_NAMES = (
+    "O_NONBLOCK", "O_DIRECTORY", "fork", "setpgid", "killpg", "getuid", "pread", "preadv", "pwrite", "fdatasync",
+    "copy_file_range", "sched_getaffinity", "getloadavg", "statvfs", "mkfifo", "posix_fadvise",
+)  # fmt: skip
 COMMANDS = {
     "recipes": ["recipes"],
     "schema": ["schema"],
@@ -72,3 +77,45 @@ def test_a_recipe_of_another_distributions_method_imports_its_configuration_alon
     }
     write_distribution(tmp_path, "toys", files, {"peftlab.methods": {"toy": "toy_row:ROW"}})
     assert _imported(_COMMAND, "validate", "glue/cola-lora", "method=toy", path=tmp_path) == set()
+
+
+def test_every_module_is_imported_without_what_only_unix_has() -> None:
+    """Other packages are imported before: they choose by the system's name and would not do so here."""
+    names = sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "peftlab").rglob("*.py")
+        if path.stem != "__main__"
+    )
+    code = (
+        "import importlib, os, sys, sysconfig\n"
+        "import torch, transformers, datasets, accelerate, accelerate.tracking, sklearn.metrics, scipy.stats, typer\n"
+        "import rich.progress, transformers.modeling_utils, torch.nn.attention.flex_attention\n"
+        f"for name in {UNIX_MODULES}: sys.modules[name] = None\n"
+        f"for name in {UNIX_NAMES}: vars(os).pop(name, None)\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    assert "torch" in _imported(code, *names)
+
+
+def test_a_run_measures_its_memory_where_there_is_no_resource_module() -> None:
+    code = (
+        "import sys, psutil\n"
+        "sys.modules['resource'] = None\n"
+        "class Info: peak_wset = 3 * 2**20\n"
+        "psutil.Process.memory_info = lambda self: Info\n"
+        "from peftlab.pipelines.provenance import peak_memory\n"
+        "assert peak_memory() == 3.0"
+    )
+    _imported(code)
+
+
+def test_torchao_is_imported_by_no_command_that_needs_no_model(tmp_path: Path) -> None:
+    """Wherever it is installed, transformers imports it with its models; nothing else may."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise SystemExit('torchao was imported')\n")
+    write_run(tmp_path / "run")
+    page = str(tmp_path / "page.html")
+    commands = [["validate", "glue/cola-lora"], ["report", str(tmp_path / "run"), "-o", page], ["env"]]
+    for command in commands:
+        code = f"{_COMMAND}\nimport sys\nassert 'torchao' not in sys.modules"
+        _imported(code, *command, path=tmp_path)

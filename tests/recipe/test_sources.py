@@ -58,8 +58,8 @@ def test_yaml_is_version_1_2() -> None:
         ("method=head", "method.name", "head"),
         ("data.path=null", "data.path", None),
         ("revision='1'", "revision", "1"),
-        ("~train", "train.lr", 1e-3),
-        ("~train.lr", "train.lr", 1e-3),
+        ("~train", "train.lr", 5e-4),
+        ("~train.lr", "train.lr", 5e-4),
     ],
 )
 def test_override(override: str, path: str, value: object) -> None:
@@ -73,7 +73,7 @@ def test_override(override: str, path: str, value: object) -> None:
 
 def test_overrides_apply_in_order() -> None:
     recipe = load_recipe(write(BASE), ["train.lr=1", "train.lr=2", "method=lora", "method.r=5", "~train.lr"])
-    assert (recipe.train.lr, recipe.method.r) == (1e-3, 5)
+    assert (recipe.train.lr, recipe.method.r) == (5e-4, 5)
 
 
 def test_overriding_one_alias_leaves_the_other() -> None:
@@ -138,10 +138,10 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("train:\n  lr: fast", "5: train.lr: expected number above 0, got 'fast'"),
-        ("train:\n  lr: -1", "5: train.lr: expected number above 0, got -1"),
-        ("train:\n  lr: .inf", "5: train.lr: expected number above 0, got '.inf'"),
-        ("train:\n  lr: true", "5: train.lr: expected number above 0, got true"),
+        ("train:\n  lr: fast", "5: train.lr: expected number above 0 or null, got 'fast'"),
+        ("train:\n  lr: -1", "5: train.lr: expected number above 0 or null, got -1"),
+        ("train:\n  lr: .inf", "5: train.lr: expected number above 0 or null, got '.inf'"),
+        ("train:\n  lr: true", "5: train.lr: expected number above 0 or null, got true"),
         ("train:\n  max_steps: 1.5", "5: train.max_steps: expected whole number from 1 or null, got 1.5"),
         (
             "train:\n  scheduler: linaer",

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.table import METHODS
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
+from peftlab.training.config import TrainConfig
 
 TABLE = """\
 kind: table
@@ -61,6 +63,17 @@ def test_cells_are_whole_recipes_in_the_order_they_run() -> None:
     assert found["mnli-full-seed3"].recipe.init_from is None
 
 
+def test_a_rows_own_keys_for_a_task_win_over_all_others() -> None:
+    per_task = "rows.lora.per_task={glue/cola: {train: {lr: 3e-4}, data: {max_train_examples: 5}}, glue/rte: {}}"
+    found = cells("t.yaml", per_task, "rows.full.init_from=null", "rows.full.model=a/b")
+    cola = found["cola-lora-seed1"].recipe
+    assert (cola.train.lr, cola.train.epochs, cola.data.max_train_examples) == (3e-4, 80, 5)
+    assert found["mrpc-lora-seed1"].recipe.train.lr == 1e-4
+    assert found["mrpc-lora-seed1"].recipe.init_from == "runs/t/cells/mnli-lora-seed1"
+    assert found["mrpc-full-seed1"].recipe.init_from is None, "a row may start afresh where the table does not"
+    assert (found["cola-full-seed1"].recipe.model, cola.model) == ("a/b", "x/y")
+
+
 def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
     recipe = load_recipe("t.yaml")
     Path("again.yaml").write_text(dump_recipe(recipe))
@@ -81,6 +94,14 @@ def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
         ("rows.full.method=full", "method: expected keys below it, got 'full' (write {name: full})"),
         ("init.glue/cola=glue/rte", "init.glue/cola: glue/rte is not under tasks; "),
         ("init.glue/cola=glue/mrpc", "init.glue/cola: glue/mrpc is itself under init; "),
+        (
+            "rows.full.per_task.glue/cole.train.lr=1",
+            "rows.full.per_task: unknown task 'glue/cole' (did you mean 'glue/cola'?",
+        ),
+        ("rows.full.per_task.glue/cola.train.epoch=1", "train.epoch: unknown key (did you mean 'epochs'?)"),
+        ("rows.full.per_task.glue/cola.train.seed=1", "rows.full.per_task.glue/cola.train.seed: a table's seeds are"),
+        ("rows.full.per_task.glue/cola.task=x", "rows.full.per_task.glue/cola.task: the table sets it for all cells"),
+        ("rows.full.per_task=[glue/cola]", "rows.full.per_task: expected tasks, and keys below each"),
         ("data.path=a", ""),
         ("tasks=[glue/cola]", ""),
     ],
@@ -130,6 +151,26 @@ def test_what_else_can_be_swept() -> None:
     assert list(names) == ["cola-target_modules=query-seed2", "cola-target_modules=query,value-seed2"]
 
 
+def test_a_sweep_of_methods_gives_each_its_own_learning_rate() -> None:
+    sweep = "sweep.method=[lora, bitfit, houlsby, head, full]"
+    own = {cell.row: cell.recipe.train.lr for cell in cells("one.yaml", "~train.lr", sweep).values()}
+    assert own == {f"method={name}": row.default_lr for name, row in METHODS.items()}
+    assert own["method=full"] < own["method=lora"] < own["method=bitfit"]
+    stated = cells("one.yaml", sweep)
+    assert {cell.recipe.train.lr for cell in stated.values()} == {1e-3}, "a recipe's own rate is for all"
+    # The recipe's own method keeps its settings; the others have their defaults.
+    assert stated["cola-method=lora-seed2"].recipe.method == load_recipe("one.yaml").method  # type: ignore[union-attr]
+
+
+def test_a_recipe_without_a_rate_has_its_methods_and_says_so(tmp_path: Path) -> None:
+    recipe = load_recipe("one.yaml", ["~train.lr", "method=full"])
+    assert recipe.train.peak_lr == recipe.train.lr == METHODS["full"].default_lr
+    Path("again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe("again.yaml") == recipe
+    with pytest.raises(PeftlabError, match=r"train\.lr: missing"):
+        TrainConfig().peak_lr  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -140,7 +181,7 @@ def test_what_else_can_be_swept() -> None:
         ("sweep.lr=1e-4", "lr: a sweep takes a list of values: sweep.lr=[value, value]"),
         ("sweep.lr=[]", "lr: a sweep takes a list of values: "),
         ("sweep.lr=[1,1]", "lr: a value occurs twice"),
-        ("sweep.lr=[a]", "train.lr: expected number above 0, got 'a'"),
+        ("sweep.lr=[a]", "train.lr: expected number above 0 or null, got 'a'"),
         ("sweep.lr=[1", "not valid YAML: "),
         ("sweep.lr", "write sweep.key=[value, value]"),
         ("sweep.train=[1]", "train: is a section; sweep one of its keys"),

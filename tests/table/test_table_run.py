@@ -72,6 +72,8 @@ def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: 
     assert float(line["best_mean"]) == pytest.approx(50 * sum(scores), abs=1e-3)
     last = [cells[f"mrpc-lora-seed{seed}"]["last_metrics"]["validation"]["accuracy"] for seed in (0, 1)]
     assert float(line["last_median"]) == pytest.approx(50 * sum(last), abs=1e-3)
+    assert {cell["lr"] for cell in cells.values()} == {0.05}
+    assert "learning rate: 0.05" in (directory / "cells" / "cola-head-seed0.log").read_text()
     # Each cell's memory is its own: the smaller method's is not the larger one's high-water mark.
     assert len({cell["peak_rss_mb"] for cell in cells.values()}) > 1
     assert "MRPC" in (directory / "table.html").read_text() and "MRPC" in (directory / "table.tex").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,7 @@ from peftlab.checkpoints.consumers.fit import Fit, fit
 from peftlab.checkpoints.consumers.table import CONSUMERS, Consumer, Verdict
 from peftlab.errors import PeftlabError
 from peftlab.rows import resolve
+from peftlab.version import version_of
 
 # Keys of a configuration that say nothing about the adapter, and values that say that an option is off.
 _IDLE = (
@@ -120,11 +120,4 @@ def _reading(row: Consumer, found: Fit) -> Reading:
 
 
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in ("peft", "peftlab")}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+    return {name: version_of(name) or "(not installed)" for name in ("peft", "peftlab")}

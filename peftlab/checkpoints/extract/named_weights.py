@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
+from peftlab.checkpoints.io.file_ranges import read_at
 from peftlab.checkpoints.io.shards import PickleShard, Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES
 from peftlab.errors import PeftlabError
@@ -61,8 +61,8 @@ class NamedWeights:
             return False
         starts = range(0, entry.nbytes, _PART)
         return all(
-            os.pread(shard.descriptor, min(_PART, entry.nbytes - start), entry.offset + start)
-            == os.pread(their_shard.descriptor, min(_PART, entry.nbytes - start), their_entry.offset + start)
+            read_at(shard.descriptor, min(_PART, entry.nbytes - start), entry.offset + start)
+            == read_at(their_shard.descriptor, min(_PART, entry.nbytes - start), their_entry.offset + start)
             for start in starts
         )
 

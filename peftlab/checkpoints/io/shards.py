@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peftlab.checkpoints.io.file_ranges import open_binary, read_into
 from peftlab.checkpoints.io.pickles import read_pickle
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES, Entry, check_index, read_header, shard_names
 from peftlab.errors import PeftlabError
@@ -41,7 +42,7 @@ class Shard:
     def descriptor(self) -> int:
         """The open file, for copies of whole spans of it."""
         if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._descriptor = open_binary(self.path, os.O_RDONLY)
         return self._descriptor
 
     def read(self, key: str, buffer: Tensor | None = None) -> Tensor:
@@ -50,7 +51,7 @@ class Shard:
         raw = torch.empty(entry.nbytes, dtype=torch.uint8) if buffer is None else buffer[: entry.nbytes]
         view, done = raw.numpy().data, 0
         while done < entry.nbytes:
-            count = os.preadv(self.descriptor, [view[done:]], entry.offset + done)
+            count = read_into(self.descriptor, view[done:], entry.offset + done)
             if count == 0:
                 raise PeftlabError(f"{self.path}: {key!r}: the file ended while it was read")
             done += count

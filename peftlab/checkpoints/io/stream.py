@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peftlab.checkpoints.io.file_ranges import copy_at, flush, open_binary, read_at, write_at
 from peftlab.checkpoints.io.shards import PickleShard, Shard
 from peftlab.checkpoints.io.tensorfiles import layout
 from peftlab.errors import PeftlabError
@@ -29,7 +30,7 @@ class OutputFile:
         self.path = path
         head, self.entries = layout(tensors)
         self.size = len(head) + sum(entry.nbytes for entry in self.entries.values())
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptor = open_binary(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._flush: Future[None] | None = None
         self._written = self._unflushed = 0
         self._lock = threading.Lock()
@@ -48,11 +49,11 @@ class OutputFile:
             count = min(COPIED, entry.nbytes - done)
             begin, end = entry.offset + done, target.offset + done
             try:
-                count = os.copy_file_range(shard.descriptor, self._descriptor, count, begin, end)
+                count = copy_at(shard.descriptor, self._descriptor, count, begin, end)
                 self._count(count)
             except OSError:
-                # Not between these two file systems.
-                part = os.pread(shard.descriptor, min(count, 1 << 20), begin)
+                # Not by this system, or not between these two file systems.
+                part = read_at(shard.descriptor, min(count, 1 << 20), begin)
                 self._write(memoryview(part), end)
                 count = len(part)
             if count == 0:
@@ -64,7 +65,7 @@ class OutputFile:
         idle = self._flush is None or self._flush.done()
         if idle and (self._unflushed >= FLUSH or (self._written == self.size and self._unflushed)):
             self._unflushed = 0
-            self._flush = flusher.submit(os.fdatasync, self._descriptor)
+            self._flush = flusher.submit(flush, self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
@@ -75,7 +76,7 @@ class OutputFile:
     def _write(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            done += os.pwrite(self._descriptor, view[done : done + WRITTEN], offset + done)
+            done += write_at(self._descriptor, view[done : done + WRITTEN], offset + done)
         self._count(done)
 
     def _count(self, nbytes: int) -> None:

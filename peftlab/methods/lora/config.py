@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,7 +80,7 @@ class LoraConfig(MethodConfig):
         return value
 
     @model_validator(mode="after")
-    def _pattern_of_layers(self) -> Self:
+    def _pattern_of_layers(self) -> LoraConfig:
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError("layers_pattern: says which numbers layers_to_transform means; give that too")
         return self

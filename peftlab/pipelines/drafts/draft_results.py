@@ -82,7 +82,7 @@ class DraftResults:
         tokens_per_second: training tokens without padding.
         learnt_tokens: tokens of the target's text in the training examples.
         kept_share: share of them that the loss counted.
-        peak_gpu_mb: largest GPU memory in MiB; None without one.
+        peak_gpu_mb: largest GPU memory in MiB; None without one. lr: the peak learning rate.
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
@@ -112,6 +112,7 @@ class DraftResults:
     learnt_tokens: int
     kept_share: float
     peak_gpu_mb: float | None
+    lr: float
     seed: int
     repetition: Repetition
     merge: MergeCheck | None = None

@@ -216,7 +216,8 @@ def log_file(recipe: FinetuneRecipe) -> Path:
 
 def _work(recipe: FinetuneRecipe, slot: str, answering: Connection[str, str]) -> None:
     """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
-    os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
     _end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = slot
     log = log_file(recipe)

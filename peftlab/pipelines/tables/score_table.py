@@ -16,8 +16,10 @@ from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.reporting.facts import duration, required
-from peftlab.reporting.table_page import table_page
-from peftlab.reporting.table_results import Table, print_table, summarise, table_csv, table_latex
+from peftlab.reporting.tables.score_scale import shown
+from peftlab.reporting.tables.score_summary import Table, summarise
+from peftlab.reporting.tables.table_page import table_page
+from peftlab.reporting.tables.table_text import print_table, table_csv, table_latex
 from peftlab.tasks.table import find_task
 
 
@@ -96,7 +98,8 @@ def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str
 def _outcome(cell: Cell) -> str:
     results = read_object(cell.directory / RESULTS)
     score, seconds = required(results, "score"), required(results, "train_seconds")
-    return f"{results['metric']} {100 * score:.1f}, {duration(seconds)}"
+    metric = str(results["metric"])
+    return f"{metric} {shown(metric, score)}, {duration(seconds)}"
 
 
 def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Table:
@@ -108,7 +111,8 @@ def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Tab
         if (cell.directory / RESULTS).exists()
     ]
     titles = {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
-    table = summarise(recipe.model, len(recipe.seeds), titles, list(recipe.rows), results)
+    models = {row: str(keys.get("model", recipe.model)) for row, keys in recipe.rows.items()}
+    table = summarise(models, len(recipe.seeds), titles, results)
     write_text(directory / "table.csv", table_csv(table))
     write_text(directory / "table.tex", table_latex(table))
     try:

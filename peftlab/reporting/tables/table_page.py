@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from peftlab.reporting import facts
 from peftlab.reporting.html import render
-from peftlab.reporting.table_results import Entry, Table, row_parameters
+from peftlab.reporting.tables.published import PublishedRow
+from peftlab.reporting.tables.score_scale import decimals
+from peftlab.reporting.tables.score_summary import Entry, Table, row_parameters
 
 
 def table_page(table: Table, failed: Sequence[str] = ()) -> str:
@@ -20,35 +22,41 @@ def table_page(table: Table, failed: Sequence[str] = ()) -> str:
         PeftlabError: jinja2 is not installed (the ``report`` extra).
     """
     several = len(table.titles) > 1
+    best = {task: table.best(task) for task in table.titles}
+    beside = table.published.beside
     overview = [
         {
             "name": row,
-            "cells": [_text(table.entries.get((task, row))) for task in table.titles],
+            "cells": [
+                {"text": _text(table.entries.get((task, row))), "best": best[task] == row} for task in table.titles
+            ],
             "average": _one(table.average(row)),
             "parameters": row_parameters(table, row),
+            "published": _published(table, beside[row], "published") if row in beside else None,
         }
         for row in table.rows
     ]
-    theirs = [
-        {
-            "name": row,
-            "cells": [_one(scores.get(task)) for task in table.titles],
-            "average": _one(table.published_average(row)),
-        }
-        for row, scores in table.published.items()
-    ]
     context = {
         "model": table.model,
+        "heading": table.heading.replace("x 100", "× 100").capitalize(),
         "titles": [*table.titles.values(), *(["Average"] if several else [])],
         "several": several,
         "overview": overview,
-        "published": theirs,
-        "label": table.label,
+        "published": [_published(table, row, row.title) for row in table.published.others],
         "figures": [figure for task in table.titles if (figure := _figure(table, task))],
-        "notes": table.notes,
+        "notes": table.published.notes,
         "failed": list(failed),
     }
     return render("table.html.j2", context)
+
+
+def _published(table: Table, row: PublishedRow, name: str) -> dict[str, object]:
+    return {
+        "name": name,
+        "cells": [row.text(task) for task in table.titles],
+        "average": _one(table.published_average(row)),
+        "parameters": row.parameters,
+    }
 
 
 def _figure(table: Table, task: str) -> dict[str, object] | None:
@@ -56,9 +64,11 @@ def _figure(table: Table, task: str) -> dict[str, object] | None:
     entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
     if not entries:
         return None
-    published = {row: scores[task] for row, scores in table.published.items() if task in scores}
+    named = {row: theirs for row, theirs in table.published.beside.items() if task in theirs.scores}
+    named |= {row.title + " " + row.parameters: row for row in table.published.others if task in row.scores}
     ends = [end for entry in entries.values() for end in (*entry.best.values, *_interval(entry))]
-    low, high, ticks = axis([*ends, *published.values()])
+    low, high, ticks = axis([*ends, *(row.scores[task] for row in named.values())])
+    metric, ranking = next(iter(entries.values())).metric, table.ranking(task)
 
     def place(value: float) -> str:
         return f"{100 * (value - low) / (high - low):.2f}"
@@ -81,9 +91,12 @@ def _figure(table: Table, task: str) -> dict[str, object] | None:
     numbers = [_numbers(row, entry, table.seeds, others) for row, entry in entries.items()]
     return {
         "title": table.titles[task],
-        "metric": facts.label(next(iter(entries.values())).metric),
+        "metric": facts.label(metric) + (" × 100" if decimals(metric) == 1 else ""),
+        "ranking": None if ranking is None else ranking.sentence(),
         "rows": rows,
-        "published": [{"name": row, "mean": place(x), "value": _one(x)} for row, x in published.items()],
+        "published": [
+            {"name": name, "mean": place(row.scores[task]), "value": row.text(task)} for name, row in named.items()
+        ],
         "ticks": [{"left": place(tick), "text": f"{tick:g}"} for tick in ticks],
         "others": [facts.label(name.partition(".")[2] if name.count(".") == 1 else name) for name in others],
         "numbers": numbers,
@@ -97,14 +110,18 @@ def _numbers(row: str, entry: Entry, seeds: int, others: list[str]) -> dict[str,
         "cells": [
             f"{len(entry.seeds)}/{seeds}",
             str(entry.best),
-            _one(entry.best.median),
+            entry.best.text(entry.best.median),
             str(entry.last),
-            *(_one(entry.others.get(name)) for name in others),
+            *(_other(entry, name) for name in others),
             f"{entry.trainable:,}",
             facts.duration(entry.seconds),
             f"{megabytes:,.0f} MB{' GPU' if entry.gpu is not None else ''}",
         ],
     }
+
+
+def _other(entry: Entry, name: str) -> str:
+    return f"{entry.others[name]:.{decimals(name)}f}" if name in entry.others else "-"
 
 
 def _interval(entry: Entry) -> tuple[float, float]:

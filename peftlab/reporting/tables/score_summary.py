@@ -1,0 +1,198 @@
+"""A table of tasks and rows over seeds: its numbers.
+
+A score is the task's first metric on its first evaluation split, scaled as ``score_scale`` says. A mean over seeds
+comes with the sample standard deviation (n - 1).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peftlab.reporting import facts
+from peftlab.reporting.tables.published import Published, PublishedRow, published_rows
+from peftlab.reporting.tables.score_scale import decimals, lower_is_better, scale
+from peftlab.reporting.tables.seed_spread import Ranking, rank
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A score over seeds as it is shown, with so many decimals; ``values`` is never empty."""
+
+    values: tuple[float, ...]
+    decimals: int = 1
+
+    @property
+    def mean(self) -> float:
+        """The arithmetic mean."""
+        return statistics.fmean(self.values)
+
+    @property
+    def median(self) -> float:
+        """The median; the mean of the middle two of an even number."""
+        return statistics.median(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """The sample standard deviation (n - 1); None of one value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def text(self, value: float) -> str:
+        """Return a number on this scale as text."""
+        return f"{value:.{self.decimals}f}"
+
+    def __str__(self) -> str:
+        return self.text(self.mean) if self.std is None else f"{self.text(self.mean)} ±{self.text(self.std)}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One task in one row, over its finished seeds.
+
+    Attributes:
+        metric: the deciding metric's name.
+        seeds: the finished ones; ``best`` and ``last`` are in their order.
+        best, last: the score at the best and at the last evaluation.
+        others: mean of every other metric at the best evaluation, by ``split.name``, as shown; losses left out.
+        trainable: trainable parameters. seconds: mean training time.
+        memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
+    """
+
+    metric: str
+    seeds: tuple[int, ...]
+    best: Spread
+    last: Spread
+    others: dict[str, float]
+    trainable: int
+    seconds: float
+    memory: float
+    gpu: float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything that is shown.
+
+    Attributes:
+        models: row to the reference of its model, in order. seeds: how many there are to be in each entry.
+        titles: task to its name in a heading, in order.
+        entries: by (task, row); one without a finished seed is absent.
+        published: rows of others.
+    """
+
+    models: dict[str, str]
+    seeds: int
+    titles: dict[str, str]
+    entries: dict[tuple[str, str], Entry]
+    published: Published = field(default_factory=Published)
+
+    @property
+    def rows(self) -> list[str]:
+        """The rows' names in order."""
+        return list(self.models)
+
+    @property
+    def model(self) -> str:
+        """The model of all rows, or how many there are."""
+        different = list(dict.fromkeys(self.models.values()))
+        return different[0] if len(different) == 1 else f"{len(different)} models"
+
+    @property
+    def averaged(self) -> bool:
+        """Whether a mean over tasks means anything: there are several, and no loss among their metrics."""
+        return len(self.titles) > 1 and not any(lower_is_better(entry.metric) for entry in self.entries.values())
+
+    @property
+    def heading(self) -> str:
+        """What the overview's numbers are."""
+        scales = {scale(entry.metric) for entry in self.entries.values()} or {100.0}
+        what = {(100.0,): "score x 100", (1.0,): "score"}.get(tuple(scales), "score, all but errors x 100")
+        return f"{what} at the best epoch"
+
+    def average(self, row: str) -> float | None:
+        """Return the mean over tasks of a row's mean scores; None where a task is missing or there is but one."""
+        entries = [self.entries.get((task, row)) for task in self.titles]
+        return _average([entry.best.mean if entry else None for entry in entries]) if self.averaged else None
+
+    def published_average(self, row: PublishedRow) -> float | None:
+        """Return the mean over this table's tasks of a published row; None where one is missing or is alone."""
+        return _average([row.scores.get(task) for task in self.titles])
+
+    def ranking(self, task: str) -> Ranking | None:
+        """Return which row is best on a task and which the seeds' spread does not tell from it; None of one row."""
+        found = {row: self.entries[task, row] for row in self.rows if (task, row) in self.entries}
+        metric = next((entry.metric for entry in found.values()), "")
+        scores = {row: entry.best.values for row, entry in found.items()}
+        return rank(scores, lower_is_better=lower_is_better(metric))
+
+    def best(self, task: str) -> str | None:
+        """Return the row with the best mean on a task, None where there is nothing to compare it with."""
+        ranking = self.ranking(task)
+        return None if ranking is None else ranking.best
+
+
+def _average(scores: Sequence[float | None]) -> float | None:
+    there = [score for score in scores if score is not None]
+    return statistics.fmean(there) if len(there) == len(scores) > 1 else None
+
+
+def summarise(
+    models: Mapping[str, str],
+    seeds: int,
+    titles: dict[str, str],
+    results: Iterable[tuple[str, str, facts.Results]],
+) -> Table:
+    """Return the table of finished runs, with the published rows that share a task with it.
+
+    Args:
+        models, seeds, titles: as the attributes of ``Table``.
+        results: (task, row, contents of ``results.json``) of each finished run.
+    """
+    runs: dict[tuple[str, str], list[facts.Results]] = {}
+    for task, row, found in results:
+        runs.setdefault((task, row), []).append(found)
+    entries = {key: _entry(found) for key, found in runs.items()}
+    return Table(dict(models), seeds, titles, entries, published_rows(models, titles))
+
+
+def _entry(runs: list[facts.Results]) -> Entry:
+    def numbers(key: str) -> tuple[float, ...]:
+        return tuple(facts.required(run, key) for run in runs)
+
+    runs = sorted(runs, key=lambda run: facts.required(run, "seed"))
+    metric = str(runs[0]["metric"])
+    best = [dict(facts.flatten(run["metrics"])) for run in runs]
+    deciding = f"{next(iter(best[0])).partition('.')[0]}.{metric}"
+    others: dict[str, list[float]] = {}
+    for metrics in best:
+        for name, value in metrics.items():
+            number = facts.real(value)
+            if number is not None and name != deciding and not name.endswith("loss"):
+                others.setdefault(name, []).append(scale(name) * number)
+    last = [facts.required(dict(facts.flatten(run["last_metrics"])), deciding) for run in runs]
+    gpus = [number for run in runs if (number := facts.real(run.get("peak_gpu_mb"))) is not None]
+    return Entry(
+        metric,
+        tuple(map(int, numbers("seed"))),
+        Spread(tuple(scale(metric) * score for score in numbers("score")), decimals(metric)),
+        Spread(tuple(scale(metric) * score for score in last), decimals(metric)),
+        {name: statistics.fmean(values) for name, values in others.items()},
+        int(numbers("trainable_parameters")[0]),
+        statistics.fmean(numbers("train_seconds")),
+        max(numbers("peak_rss_mb")),
+        max(gpus, default=None),
+    )
+
+
+def short_count(n: int) -> str:
+    """Return a number of parameters in few characters: ``1,538``, ``295k``, ``125.0M``."""
+    if n < 10_000:
+        return f"{n:,}"
+    return f"{n / 1e3:.0f}k" if n < 999_500 else f"{n / 1e6:.1f}M"
+
+
+def row_parameters(table: Table, row: str) -> str:
+    """Return a row's trainable parameters; of several tasks, whose heads differ in size, the largest."""
+    counts = [entry.trainable for (_, name), entry in table.entries.items() if name == row]
+    return short_count(max(counts)) if counts else "-"
