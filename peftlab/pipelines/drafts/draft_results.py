@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from peftlab.checkpoints.merge.verify import MergeCheck
+from peftlab.checkpoints.merge.verify import Latency, MergeCheck
 from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.results import TimeShares
@@ -80,6 +80,7 @@ class DraftResults:
         kept_share: share of them that the loss counted.
         peak_gpu_mb: largest GPU memory in MiB; None without one.
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
+        latency: of the merged draft, and of base and adapter, where the recipe asks (``merge.latency``).
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         decoding: speed before and after training.
@@ -109,6 +110,7 @@ class DraftResults:
     peak_gpu_mb: float | None
     seed: int
     merge: MergeCheck | None = None
+    latency: Latency | None = None
     merged_metrics: Scores | None = None
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None
