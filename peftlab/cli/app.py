@@ -138,12 +138,15 @@ def eval_(
         str | None,
         typer.Option("--recipe", help="Recipe that contains task and data; default: the run's own."),
     ] = None,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Also time the merged model, and base and adapter, beside the base model.")
+    ] = False,
 ) -> None:
     """Score a run, an adapter or a model on its recipe's task."""
     from peftlab.pipelines.trained.evaluate import evaluate
     from peftlab.reporting.facts import with_intervals
 
-    for split, metrics in evaluate(reference, recipe, overrides or []).items():
+    for split, metrics in evaluate(reference, recipe, overrides or [], latency=latency).items():
         print(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
-from peftlab.checkpoints.merge.config import into
+from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import verify_merge
+from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
 from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
@@ -267,8 +267,9 @@ def _measure(
     """Add to ``results`` what is measured on the finished draft, merged where it is."""
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
-        check = verify_merge(run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
-        results.merge = check
+        what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
+        results.merge = verify_merge(*what)
+        results.latency = merge_latency(*what) if times(recipe.merge) else None
         if draft.separate:
             results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:

@@ -14,10 +14,10 @@ from torch import nn
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
-from peftlab.checkpoints.merge.config import into
+from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
+from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json, write_json, write_text
 from peftlab.methods.config import MethodConfig
@@ -71,6 +71,7 @@ class FinetuneResults:
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
         merge: how the merged model compares with base and adapter; None if nothing was merged.
+        latency: of the merged model, and of base and adapter; None where the recipe does not ask (``merge.latency``).
         merge_losses: held-out loss of the ``live`` model and of both merges, ``dequantised`` and ``original``; None
             where the base is not quantised or nothing was merged.
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
@@ -109,6 +110,7 @@ class FinetuneResults:
     seen_tokens: int
     total_seconds: float = 0.0
     merge: MergeCheck | None = None
+    latency: Latency | None = None
     merge_losses: dict[str, float] | None = None
     sample: dict[str, str] | None = None
     by_class: dict[str, ClassScores] | None = None
@@ -120,7 +122,7 @@ class FinetuneResults:
 
     def to_dict(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
-        optional = {"merge", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
+        optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
         optional |= {"generate", "generate_before"}
         values = to_json(self)
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
@@ -342,8 +344,10 @@ def _write_out(
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.to_dict())
         inputs = sample_inputs(task, VERIFY_EXAMPLES)
-        compared = verify_merge(run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
-        results = replace(results, merge=compared)
+        what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
+        results = replace(results, merge=verify_merge(*what))
+        if times(recipe.merge):
+            results = replace(results, latency=merge_latency(*what))
         if recipe.base.quantised:
             losses = merge_losses(task, model, run_dir, recipe.model, told or "dequantised")
             results = replace(results, merge_losses=losses)

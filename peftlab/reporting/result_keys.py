@@ -30,8 +30,10 @@ COMMON = {
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
     "lr": "the peak learning rate: `train.lr`, or the method's own",
     "seed": "`train.seed`",
-    "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement`, `examples`, and "
-    "`latency_merged`, `latency_unmerged` relative to the base model; only where a merge was verified",
+    "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement` and `examples`; "
+    "only where a merge was verified",
+    "latency": "forward pass relative to the base model's: of the `merged` model, and `unmerged`, of base and adapter; "
+    "only where the recipe asks for it (`merge: {latency: true}`)",
 }
 FINETUNE = {
     "padding_share": "share of the tokens in training batches that were padding",

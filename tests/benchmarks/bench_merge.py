@@ -178,11 +178,11 @@ def latency(base: Path, adapter: Path, merged: Path) -> dict[str, float]:
     """Forward passes of merged and unmerged, relative to the base's."""
     import torch
 
-    from peftlab.checkpoints.merge.verify import verify_merge
+    from peftlab.checkpoints.merge.verify import merge_latency
 
     torch.manual_seed(0)
     batches = [{"input_ids": torch.randint(0, 32000, (1, 64))}]
-    return asdict(verify_merge(adapter, str(base), merged, batches))
+    return asdict(merge_latency(adapter, str(base), merged, batches))
 
 
 def report(title: str, base: Path, work: Path, rounds: int) -> None:
@@ -230,8 +230,8 @@ def main() -> None:
         smol = work / "SmolLM2-135M"
         measure("ours", smol, work / "adapter-SmolLM2-135M", work / "out")
         figures = latency(smol, work / "adapter-SmolLM2-135M", work / "out")
-        print(f"\nForward pass relative to the base model's: merged {figures['latency_merged']:.2f}, "
-              f"unmerged {figures['latency_unmerged']:.2f}")  # fmt: skip
+        print(f"\nForward pass relative to the base model's: merged {figures['merged']:.2f}, "
+              f"unmerged {figures['unmerged']:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

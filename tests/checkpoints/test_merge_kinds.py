@@ -297,7 +297,6 @@ def test_verify(tmp_path: Path) -> None:
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     figures = verify_merge(adapter, str(base), tmp_path / "merged", [batch])
     assert figures.max_logit_difference < 1e-5 and figures.argmax_agreement == 1 and figures.examples == 2
-    assert figures.latency_merged > 0 and figures.latency_unmerged > 0
     plain = load(transformers.LlamaForCausalLM, base)
     plain.save_pretrained(tmp_path / "plain")
     assert verify_merge(adapter, str(base), tmp_path / "plain", [batch]).max_logit_difference > 1e-4

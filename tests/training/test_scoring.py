@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_a_whole_file_that_lacks_classes_is_scored_by_name(finished: Path, tmp_p
     last = write(tmp_path / "one.csv", ("good film", "poor"))
     scores = evaluate(finished, None, [f"data.path={last}", "data.validation=all"])
     assert scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
+
+
+def test_latency_is_measured_where_it_is_asked_for(finished: Path, encoder: Path, tmp_path: Path) -> None:
+    """By a recipe or by the option; it takes a merged model beside the adapter."""
+    assert "latency" not in json.loads((finished / "results.json").read_text())
+    for place in (finished, finished / "adapter"):
+        scores = evaluate(place, latency=True)
+        assert scores.keys() == {"validation", "latency"} and scores["latency"].keys() == {"merged", "unmerged"}
+        assert all(ratio > 0 for ratio in scores["latency"].values())
+    assert evaluate(finished).keys() == {"validation"}
+    with pytest.raises(PeftlabError, match="this is no adapter"):
+        evaluate(finished / "merged", latency=True)
+    alone = tmp_path / "alone"
+    shutil.copytree(finished / "adapter", alone)
+    with pytest.raises(PeftlabError, match=f"peftlab merge {alone} -o"):
+        evaluate(alone, finished / "recipe.yaml", latency=True)
+    rows = tiny.save_rows(tmp_path / "rows.csv")
+    results = tiny.run(tiny.recipe(encoder, rows, tmp_path / "timed", epochs=1) | {"merge": {"latency": True}})
+    assert results["latency"].keys() == {"merged", "unmerged"}
 
 
 def test_other_class_names_are_refused_with_both_sets(finished: Path, tmp_path: Path) -> None:

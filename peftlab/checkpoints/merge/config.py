@@ -20,8 +20,17 @@ class MergeConfig(Section):
         description="On a base in int8 or nf4: what the update is added to, the values that the model computed with "
         "in training, or the original weights.",
     )
+    latency: bool = Field(
+        default=False,
+        description="Measure the forward pass of the merged model, and of base and adapter, relative to the base's.",
+    )
 
 
 def into(merge: bool | MergeConfig | None) -> Into | None:
     """Return what a recipe's ``merge`` says of ``into``; None where it says nothing."""
     return merge.into if isinstance(merge, MergeConfig) else None
+
+
+def times(merge: bool | MergeConfig | None) -> bool:
+    """Whether a recipe's ``merge`` asks for the latency."""
+    return isinstance(merge, MergeConfig) and merge.latency

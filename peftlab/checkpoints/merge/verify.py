@@ -1,4 +1,4 @@
-"""Running the same inputs through base + adapter and through the merged directory."""
+"""Running the same inputs through base + adapter and through the merged directory: logits, and on request times."""
 
 from __future__ import annotations
 
@@ -34,14 +34,22 @@ class MergeCheck:
     Attributes:
         max_logit_difference: over all inputs, padding left out.
         argmax_agreement: share of predictions that agree. examples: how many there were.
-        latency_merged, latency_unmerged: time relative to the base model's; medians of passes taken in turn.
     """
 
     max_logit_difference: float
     argmax_agreement: float
     examples: int
-    latency_merged: float
-    latency_unmerged: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of a forward pass of the merged model, and of base + adapter, relative to the base model's.
+
+    Medians of ``ROUNDS`` passes over the same inputs, which the models take in turn.
+    """
+
+    merged: float
+    unmerged: float
 
 
 def verify_merge(
@@ -52,7 +60,7 @@ def verify_merge(
     *,
     lora_alpha: float | None = None,
 ) -> MergeCheck:
-    """Compare the logits of base + adapter with those of the merged model, and their speed.
+    """Compare the logits of base + adapter with those of the merged model, in one pass over the inputs.
 
     A base that was quantised in training is loaded so again, which needs bitsandbytes.
 
@@ -60,33 +68,54 @@ def verify_merge(
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
     """
-    config = load_config(str(merged))
-    architecture = (config.architectures or ["AutoModel"])[0]
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    read = adapter if isinstance(adapter, Adapter) else read_adapter(adapter, lora_alpha=lora_alpha)
-    stored = _storage(read, dtype)
-    models: dict[str, nn.Module] = {
-        "base": load_model(base, architecture, config=_of_base(config, base), **stored)[0],
-        "merged": load_model(str(merged), architecture, dtype=dtype)[0],
-        "unmerged": load_model(base, architecture, config=_of_base(config, base), **stored)[0],
-    }
-    load_adapter(models["unmerged"], read)
+    models = _Models(_read(adapter, lora_alpha), base, str(merged))
+    unmerged, whole = models.unmerged(), models.merged()
     worst, agreed, predictions, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
         for batch in batches:
-            here, there = (_logits(models[name], batch).float() for name in ("unmerged", "merged"))
+            here, there = (_logits(model, batch).float() for model in (unmerged, whole))
             worst = max(worst, float((here - there).abs().max()))
             agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
             predictions += here.shape[:-1].numel()
             examples += len(batch["input_ids"])
-        times = _times(models, batches)
-    return MergeCheck(
-        max_logit_difference=worst,
-        argmax_agreement=agreed / predictions,
-        examples=examples,
-        latency_merged=times["merged"] / times["base"],
-        latency_unmerged=times["unmerged"] / times["base"],
-    )
+    return MergeCheck(worst, agreed / predictions, examples)
+
+
+def merge_latency(
+    adapter: str | Path | Adapter, base: str, merged: str | Path, batches: Sequence[dict[str, Tensor]]
+) -> Latency:
+    """Time base, base + adapter and merged model on the CPU; arguments as for ``verify_merge``."""
+    models = _Models(_read(adapter, None), base, str(merged))
+    times = _times({"base": models.base(), "merged": models.merged(), "unmerged": models.unmerged()}, batches)
+    return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
+
+
+def _read(adapter: str | Path | Adapter, lora_alpha: float | None) -> Adapter:
+    return adapter if isinstance(adapter, Adapter) else read_adapter(adapter, lora_alpha=lora_alpha)
+
+
+class _Models:
+    """Loads what is compared, each when it is asked for.
+
+    Args:
+        reference: of the base model. directory: of the merged model, whose configuration names class and labels.
+    """
+
+    def __init__(self, adapter: Adapter, reference: str, directory: str) -> None:
+        self.adapter, self.reference, self.directory = adapter, reference, directory
+        self.config = load_config(directory)
+        self.architecture = (self.config.architectures or ["AutoModel"])[0]
+        self.dtype = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.float32
+
+    def base(self) -> nn.Module:
+        stored = _storage(self.adapter, self.dtype)
+        return load_model(self.reference, self.architecture, config=_of_base(self.config, self.reference), **stored)[0]
+
+    def unmerged(self) -> nn.Module:
+        return load_adapter(self.base(), self.adapter)
+
+    def merged(self) -> nn.Module:
+        return load_model(self.directory, self.architecture, dtype=self.dtype)[0]
 
 
 def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
@@ -118,10 +147,11 @@ def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _times(models: dict[str, nn.Module], batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     spent: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(ROUNDS):
-        for name, model in models.items():
-            started = time.perf_counter()
-            for batch in batches:
-                model(**batch)
-            spent[name].append(time.perf_counter() - started)
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            for name, model in models.items():
+                started = time.perf_counter()
+                for batch in batches:
+                    model(**batch)
+                spent[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in spent.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from peftlab.checkpoints.merge.verify import MergeCheck
+from peftlab.checkpoints.merge.verify import Latency, MergeCheck
 from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.results import TimeShares
@@ -84,6 +84,7 @@ class DraftResults:
         kept_share: share of them that the loss counted.
         peak_gpu_mb: largest GPU memory in MiB; None without one. lr: the peak learning rate.
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
+        latency: of the merged draft, and of base and adapter, where the recipe asks (``merge.latency``).
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         repetition: of the held-out answers.
@@ -116,6 +117,7 @@ class DraftResults:
     seed: int
     repetition: Repetition
     merge: MergeCheck | None = None
+    latency: Latency | None = None
     merged_metrics: Scores | None = None
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
+from peftlab.checkpoints.merge.verify import merge_latency
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.pipelines.answer_scores import asked_answers
-from peftlab.pipelines.finetune import load_task, model_source
+from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
@@ -20,7 +22,11 @@ from peftlab.tasks.table import find_task
 
 
 def evaluate(
-    reference: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
+    reference: str | Path,
+    recipe_name: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    latency: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by evaluation split of the model that ``reference`` names; its answers' as ``generate``.
 
@@ -30,12 +36,15 @@ def evaluate(
         reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
+        latency: also return as ``latency`` how long forward passes on the CPU take, relative to the base model's:
+            ``merged``, of the merged model beside the adapter, and ``unmerged``, of base and adapter.
 
     Raises:
-        PeftlabError: no recipe is found, there is no such model or one whose head is not trained, or the
-            data's labels are not the model's classes.
+        PeftlabError: no recipe is found, there is no such model or one whose head is not trained, the
+            data's labels are not the model's classes, or there is no merged model to time.
     """
     trained = find_trained(reference, recipe_name, overrides)
+    merged = _merged_beside(reference, trained) if latency else None
     recipe, task = trained.recipe, _load(trained)
     accelerator = Accelerator()
     answers = asked_answers(task, recipe.generate, accelerator)
@@ -43,8 +52,26 @@ def evaluate(
         task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
     model = accelerator.prepare(task.model)
     with eval_mode(model):
-        scores = task.score(model)
-        return scores if answers is None else {**scores, "generate": answers(task.model)}
+        scores = dict(task.score(model))
+        if answers is not None:
+            scores["generate"] = answers(task.model)
+    if merged is not None and trained.adapter is not None:
+        inputs = sample_inputs(task, VERIFY_EXAMPLES)
+        scores["latency"] = asdict(merge_latency(trained.adapter, recipe.model, merged, inputs))
+    return scores
+
+
+def _merged_beside(reference: str | Path, trained: Trained) -> Path:
+    """Return the directory of the merged model beside an adapter."""
+    if trained.place is None:
+        raise PeftlabError(f"{reference}: --latency compares an adapter with its base model, and this is no adapter")
+    home = trained.place.parent if trained.place.name == "adapter" else trained.place
+    if not (home / "merged" / "config.json").exists():
+        raise PeftlabError(
+            f"{reference}: --latency needs the merged model beside the adapter; write it: "
+            f"peftlab merge {trained.place} -o {home / 'merged'}"
+        )
+    return home / "merged"
 
 
 def _load(trained: Trained) -> Prepared:
