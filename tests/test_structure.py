@@ -19,7 +19,7 @@ REPEATED = {"config", "table", "plan", "base", "__init__"}  # names with one rol
 
 # Each layer imports the layers before it, and modules of its own.
 LAYERS = (
-    ("errors", "files", "references", "section", "rows", "patterns", "locks", "outputs", "hub", "untyped"),
+    ("errors", "files", "references", "section", "rows", "patterns", "locks", "outputs", "hub", "untyped", "hardware"),
     ("methods", "models"),
     ("tasks",),
     ("checkpoints",),

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from peftlab.files import Json
+from peftlab.files import Json, to_json
+from peftlab.hardware import describe_cpu
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "peftlab",
@@ -25,8 +30,8 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Json]:
-    """Return versions, platform and devices of this process."""
+def environment(device: torch.device) -> dict[str, Json]:
+    """Return versions, platform, and what models run on."""
     import torch
 
     versions: dict[str, Json] = {}
@@ -35,7 +40,7 @@ def environment() -> dict[str, Json]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    cuda = torch.cuda.is_available()
+    cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -47,10 +52,9 @@ def environment() -> dict[str, Json]:
             "processor": platform.processor(),
         },
         "versions": versions,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": torch.cuda.get_device_name() if cuda else device.type,
         "cuda": torch.version.cuda if cuda else None,
-        "cpu_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": to_json(describe_cpu()),
     }
 
 
@@ -67,7 +71,7 @@ def git_state() -> dict[str, Json]:
     return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(status) if status is not None else None}
 
 
-def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Json]:
+def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
         "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -76,5 +80,5 @@ def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Js
         "data_fingerprint": data_fingerprint,
         "processes": processes,
         **git_state(),
-        **environment(),
+        **environment(device),
     }

@@ -28,6 +28,7 @@ COMMON = {
     "examples_per_second": "training examples per second",
     "tokens_per_second": "training tokens per second, without padding",
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
+    "cpu": "the processor: `name`, `features` (instruction sets), `threads`",
     "seed": "`train.seed`",
     "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement`, `examples`, and "
     "`latency_merged`, `latency_unmerged` relative to the base model; only where a merge was verified",
@@ -86,6 +87,14 @@ _OTHERS = """\
 .. autoclass:: peftlab.checkpoints.merge.report.MergeReport
 .. autoclass:: peftlab.checkpoints.merge.report.TensorReport
 ```
+
+## `--json` of each verb
+
+Every verb takes `--json PATH` (`-`: one object on stdout, and everything else goes to stderr) and `--quiet`. The object
+is what the function in Python returns: `run`, `resume` and `draft update` give the keys above (a table: `cells` and
+`table`), `validate` the recipe, `eval` {split: {metric: value}}, `predict` `answers`, `classes` and `probabilities`,
+`inspect`, `merge` (`report`, `check`), `adapter` and `draft export` the fields of what they return, `generate` one
+output (`--chat`: `answers`), and verbs that only write say where as `out`.
 
 ## `draft bench --json` and `draft plan --json`
 

@@ -94,6 +94,11 @@ class Table:
     label: str = ""
     notes: list[str] = field(default_factory=list)
 
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes, with the entries by row and then by task."""
+        rows = {r: {t: self.entries[t, r] for t in self.titles if (t, r) in self.entries} for r in self.rows}
+        return {**vars(self), "entries": rows}
+
     def average(self, row: str) -> float | None:
         """Return the mean over tasks of a row's mean scores; None where a task is missing or there is but one."""
         entries = [self.entries.get((task, row)) for task in self.titles]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from accelerate import Accelerator
 from torch import nn
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
@@ -17,10 +16,15 @@ from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untr
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
 from peftlab.tasks.table import find_task
+from peftlab.training.distributed import accelerator_on
 
 
 def evaluate(
-    reference: str | Path, recipe_name: str | Path | None = None, overrides: Iterable[str] = ()
+    reference: str | Path,
+    recipe_name: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    device: str = "auto",
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by evaluation split of the model that ``reference`` names; its answers' as ``generate``.
 
@@ -30,14 +34,15 @@ def evaluate(
         reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
+        device: as for ``peftlab.run``.
 
     Raises:
         PeftlabError: no recipe is found, there is no such model or one whose head is not trained, or the
             data's labels are not the model's classes.
     """
+    accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     recipe, task = trained.recipe, _load(trained)
-    accelerator = Accelerator()
     answers = asked_answers(task, recipe.generate, accelerator)
     if task.refer is not None:
         task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))
