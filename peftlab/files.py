@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 from peftlab.errors import PeftlabError
 
@@ -24,6 +24,14 @@ T = TypeVar("T")
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A value that JSON or YAML can represent."""
+
+
+@runtime_checkable
+class AsJson(Protocol):
+    """A result whose JSON is not just its fields."""
+
+    def as_json(self) -> Mapping[str, object]: ...
+
 
 _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
@@ -82,15 +90,21 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 @overload
-def to_json(value: DataclassInstance | Mapping[str, object]) -> dict[str, Json]: ...
+def to_json(value: AsJson | DataclassInstance | Mapping[str, object]) -> dict[str, Json]: ...
 @overload
 def to_json(value: object) -> Json: ...
 def to_json(value: object) -> Json:
     """Return ``value`` in JSON's types: a dataclass is an object with its fields, a tuple a list, a path a string.
 
+    A value that has ``as_json`` is what that returns.
+
     Raises:
         TypeError: JSON has no such value.
     """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, AsJson):
+        return to_json(value.as_json())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -99,8 +113,6 @@ def to_json(value: object) -> Json:
         return [to_json(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     raise TypeError(f"JSON has no value for a {type(value).__name__}")
 
 

@@ -19,7 +19,20 @@ REPEATED = {"config", "table", "plan", "base", "__init__"}  # names with one rol
 
 # Each layer imports the layers before it, and modules of its own.
 LAYERS = (
-    ("errors", "files", "references", "section", "rows", "patterns", "locks", "outputs", "hub", "untyped", "version"),
+    (
+        "errors",
+        "files",
+        "references",
+        "section",
+        "rows",
+        "patterns",
+        "locks",
+        "outputs",
+        "hub",
+        "untyped",
+        "version",
+        "hardware",
+    ),
     ("methods", "models"),
     ("tasks",),
     ("checkpoints",),

@@ -7,36 +7,31 @@ from typing import Annotated
 
 import typer
 
-from peftlab.cli.output import Json, Quiet, report
+from peftlab.cli.output import show, verb
+from peftlab.cli.parameters import Base, LoraAlpha, Out, Overwrite
 
 adapter_app = typer.Typer(help="Adapter files: check, convert and extract them.", no_args_is_help=True)
 
-Base = Annotated[str | None, typer.Option("--base", help="Base model; default: the one the adapter names.")]
-Alpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
-]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
-
 
 @adapter_app.command()
+@verb()
 def check(
     adapter: Annotated[
         Path, typer.Argument(help="An adapter of peft's, peftlab's or AdapterHub's, or a loralib file.")
     ],
     base: Base = None,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+) -> object:
     """Show what an adapter is, what it would touch, and which programs read it as meant."""
     from peftlab.checkpoints.consumers.check import check_adapter
     from peftlab.reporting.adapter_tables import check_lines, consumers_table
 
     found = check_adapter(adapter, base)
-    report(found, json, quiet, *check_lines(found), consumers_table(found))
+    show(*check_lines(found), consumers_table(found))
+    return found
 
 
 @adapter_app.command()
+@verb()
 def convert(
     adapter: Annotated[
         Path, typer.Argument(help="An adapter of peft's, peftlab's or AdapterHub's, or a loralib file.")
@@ -44,20 +39,20 @@ def convert(
     to: Annotated[str, typer.Option("--to", help="vllm, sglang, llama.cpp or lorax.", metavar="ENGINE")],
     out: Out,
     base: Base = None,
-    lora_alpha: Alpha = None,
+    lora_alpha: LoraAlpha = None,
     overwrite: Overwrite = False,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+) -> object:
     """Write an adapter as one engine reads it, and check the result by that engine's rule."""
     from peftlab.checkpoints.consumers.convert import convert_adapter
     from peftlab.reporting.adapter_tables import conversion_lines
 
     done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)
-    report(done, json, quiet, *conversion_lines(done))
+    show(*conversion_lines(done))
+    return done
 
 
 @adapter_app.command()
+@verb()
 def extract(
     finetuned: Annotated[str, typer.Argument(help="The finetuned model.")],
     base: Annotated[str, typer.Option("--base", help="The model it was finetuned from.")],
@@ -67,12 +62,11 @@ def extract(
         float | None, typer.Option("--energy", help="Instead: the share of each difference's square to keep (0.99).")
     ] = None,
     overwrite: Overwrite = False,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+) -> object:
     """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
     from peftlab.checkpoints.extract.extraction import extract_adapter
     from peftlab.reporting.adapter_tables import extraction_lines, extraction_table
 
     done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)
-    report(done, json, quiet, extraction_table(done), *extraction_lines(done))
+    show(extraction_table(done), *extraction_lines(done))
+    return done

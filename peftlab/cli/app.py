@@ -12,7 +12,9 @@ import typer
 
 from peftlab.cli.adapter_app import adapter_app
 from peftlab.cli.draft_app import draft_app, generate
-from peftlab.cli.merge_app import Overwrite, merge, unmerge
+from peftlab.cli.merge_app import merge, unmerge
+from peftlab.cli.output import show, verb
+from peftlab.cli.parameters import Device, Overrides, Overwrite
 from peftlab.errors import PeftlabError
 from peftlab.files import os_error_text
 from peftlab.version import __version__
@@ -21,7 +23,6 @@ app = typer.Typer(
     name="peftlab",
     help="Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -34,13 +35,6 @@ app.command()(merge)
 app.command()(unmerge)
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].",
-        metavar="[key=value]...",
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,77 +54,92 @@ def root(
 
 
 @app.command()
-def run(recipe: RecipeArgument, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+@verb()
+def run(
+    recipe: RecipeArgument, overrides: Overrides = None, overwrite: Overwrite = False, device: Device = "auto"
+) -> object:
     """Run a recipe: inject, train, score, save, merge, report."""
     from peftlab import pipelines
 
-    pipelines.run(recipe, overrides or [], overwrite=overwrite)
+    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device)
 
 
 @app.command()
-def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+@verb()
+def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")], device: Device = "auto") -> object:
     """Continue a run that was stopped, from its newest checkpoint."""
     from peftlab import pipelines
 
-    pipelines.resume(directory)
+    return pipelines.resume(directory, device=device)
 
 
 @app.command()
+@verb()
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    show: Annotated[
+    examples: Annotated[
         int, typer.Option("--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N")
     ] = 0,
-) -> None:
+) -> object:
     """Check a recipe and print it with all its defaults."""
     from peftlab import pipelines
     from peftlab.recipe.loading import dump_recipe
 
     checked = pipelines.validate(recipe, overrides or [])
     print(dump_recipe(checked), end="")
-    if show:
+    if examples:
         from peftlab.pipelines.show_examples import show_examples
         from peftlab.reporting.console import print_examples
 
-        shown = show_examples(checked, show)
+        shown = show_examples(checked, examples)
         print_examples([(each.title, [(part.text, part.trained) for part in each.parts]) for each in shown])
+    return checked
 
 
 @app.command()
-def schema() -> None:
+@verb()
+def schema() -> object:
     """Print the JSON Schema of recipes, for editors."""
     import json
 
     from peftlab.recipe.document import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    found = json_schema()
+    print(json.dumps(found, indent=2))
+    return found
 
 
 @recipes_app.callback()
-def recipes(context: typer.Context) -> None:
+@verb()
+def recipes(context: typer.Context) -> object:
     """List the shipped recipes, or copy one."""
-    if context.invoked_subcommand is None:
-        from rich.console import Console
+    if context.invoked_subcommand is not None:
+        return None
+    from peftlab.recipe.library import shipped
+    from peftlab.reporting.console import recipes_table
 
-        from peftlab.recipe.library import shipped
-        from peftlab.reporting.console import recipes_table
-
-        Console().print(recipes_table([{"name": name, "summary": summary} for name, summary in shipped()]))
+    found = [{"name": name, "summary": summary} for name, summary in shipped()]
+    show(recipes_table(found))
+    return {"recipes": found}
 
 
 @recipes_app.command("copy")
+@verb()
 def recipes_copy(
     name: Annotated[str, typer.Argument(help="Short name of a shipped recipe.")],
     to: Annotated[Path | None, typer.Option("--to", help="File to write; default: the name, here.")] = None,
-) -> None:
+) -> object:
     """Copy a shipped recipe to edit; never overwrites."""
     from peftlab.recipe.library import copy
 
-    print(copy(name, to or Path(f"{name.rpartition('/')[2].removesuffix('.yaml')}.yaml")))
+    done = copy(name, to or Path(f"{name.rpartition('/')[2].removesuffix('.yaml')}.yaml"))
+    show(str(done))
+    return {"out": done}
 
 
 @app.command("eval")
+@verb()
 def eval_(
     reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
     overrides: Overrides = None,
@@ -141,16 +150,20 @@ def eval_(
     latency: Annotated[
         bool, typer.Option("--latency", help="Also time the merged model, and base and adapter, beside the base model.")
     ] = False,
-) -> None:
+    device: Device = "auto",
+) -> object:
     """Score a run, an adapter or a model on its recipe's task."""
     from peftlab.pipelines.trained.evaluate import evaluate
     from peftlab.reporting.facts import with_intervals
 
-    for split, metrics in evaluate(reference, recipe, overrides or [], latency=latency).items():
-        print(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
+    scores = evaluate(reference, recipe, overrides or [], latency=latency, device=device)
+    for split, metrics in scores.items():
+        show(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
+    return scores
 
 
 @app.command()
+@verb(filters=True)
 def predict(
     reference: Annotated[str, typer.Argument(help="A run, an adapter or a model.")],
     source: Annotated[str, typer.Argument(help="csv, tsv, jsonl or parquet; - is stdin.", metavar="INPUT")],
@@ -165,60 +178,79 @@ def predict(
         str | None, typer.Option("--recipe", help="Recipe that names the task; default: the run's own.")
     ] = None,
     overwrite: Overwrite = False,
-) -> None:
+    device: Device = "auto",
+) -> object:
     """Label the rows of a file, with the probability of every class."""
     from peftlab.pipelines.trained.prediction_files import predict_file
     from peftlab.reporting.console import counting_rows
 
     with counting_rows() as on_rows:
-        predict_file(reference, source, out, text or [], recipe, overrides or [], overwrite=overwrite, on_rows=on_rows)
+        return predict_file(
+            reference,
+            source,
+            out,
+            text or [],
+            recipe,
+            overrides or [],
+            overwrite=overwrite,
+            device=device,
+            on_rows=on_rows,
+        )
 
 
 @app.command()
+@verb()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")],
     form: Annotated[
         str, typer.Option("--as", help="html, json, or peft: a run on GSM8K as in peft's method_comparison.")
     ] = "html",
-) -> None:
+) -> object:
     """Write a run's report as one file."""
     from peftlab.reporting.run_report import report_run
 
-    print(report_run(run, out, form))
+    done = report_run(run, out, form)
+    show(str(done))
+    return {"out": done}
 
 
 @app.command("inspect")
+@verb()
 def inspect_(
     model: Annotated[str, typer.Argument(help="Hub id, directory, or package:NAME/path.")],
     fields: Annotated[
         list[str] | None,
-        typer.Argument(help="Fields of the method: r=16 target_modules=all-linear.", metavar="[key=value]..."),
+        typer.Argument(help="Fields of the method: r=16 target_modules=all-linear.", metavar="FIELD=VALUE"),
     ] = None,
     method: Annotated[str, typer.Option("--method", help="The method: lora, houlsby, bitfit, full or head.")] = "lora",
     auto_class: Annotated[
         str | None,
         typer.Option("--class", help="Transformers auto class, for example AutoModelForSequenceClassification."),
     ] = None,
-) -> None:
+) -> object:
     """Show what a method would match and train, without loading weights."""
-    from rich.console import Console
-
     from peftlab.pipelines.inspect import inspect_model
     from peftlab.recipe.loading import parse_fields
     from peftlab.reporting.console import inspection_table
 
-    Console().print(inspection_table(inspect_model(model, method, parse_fields(fields or []), auto_class)))
+    found = inspect_model(model, method, parse_fields(fields or []), auto_class)
+    show(inspection_table(found))
+    return found
 
 
 @app.command()
-def env() -> None:
+@verb()
+def env() -> object:
     """Print versions and devices, for a bug report."""
     import json
 
+    from peftlab.hardware import resolve_device
     from peftlab.pipelines.provenance import environment
 
-    print(json.dumps(environment(), indent=2))
+    found = environment(resolve_device("auto"))
+    print(json.dumps(found, indent=2))
+    return found
 
 
 def main() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from peftlab.cli.output import show, verb
+from peftlab.cli.parameters import Device, Overwrite
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -39,12 +39,12 @@ Corpus = Annotated[
     str | None,
     typer.Option("--corpus", help="Texts that the drafter suffix copies from, beside the prompt and the output."),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
 
 
 @draft_app.command()
+@verb()
 def plan(
     target: Target,
     draft: Annotated[
@@ -57,23 +57,27 @@ def plan(
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
-    json: Json = None,
+    device: Device = "auto",
     html: Html = None,
-) -> None:
+) -> object:
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
+    from peftlab.files import write_text
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import plan_draft
     from peftlab.reporting import draft_pages as pages
 
-    options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack)
+    options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack, device=device)
     found = plan_draft(target, draft, options, alpha=alpha, max_gamma=max_gamma, context=context, repeats=repeats)
     plan = found.result
     tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
-    _write(found.as_json(), json, html, lambda: pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
+    if html is not None:
+        write_text(html, pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
+    return found
 
 
 @draft_app.command()
+@verb()
 def bench(
     target: Target,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines (Spec-Bench or prompt/text), or text.")],
@@ -96,26 +100,29 @@ def bench(
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
     corpus: Corpus = None,
-    json: Json = None,
+    device: Device = "auto",
     html: Html = None,
-) -> None:
+) -> object:
     """Time plain and speculative decoding on the same prompts; drafters without a model run beside the draft."""
+    from peftlab.files import write_text
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import benchmark
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device
     )
     result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
     found = result.result
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
     pages.show(tables, facts)
-    title, draw = "Draft benchmark", pages.bench_drawings
-    _write(result.as_json(), json, html, lambda: pages.page(title, tables, facts, draw(found)))
+    if html is not None:
+        write_text(html, pages.page("Draft benchmark", tables, facts, pages.bench_drawings(found)))
+    return result
 
 
 @draft_app.command()
+@verb()
 def update(
     run: Annotated[Path, typer.Argument(help="The run directory of a draft recipe.")],
     requests: Annotated[
@@ -123,32 +130,36 @@ def update(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Overrides: train.max_steps=50.", metavar="[key=value]..."),
+        typer.Argument(help="Overrides: train.max_steps=50.", metavar="KEY=VALUE"),
     ] = None,
     size: Annotated[int, typer.Option("--size", help="Size of the replay buffer, in requests.", min=2)] = 1024,
-) -> None:
+    device: Device = "auto",
+) -> object:
     """Train the newest draft of a run further on the requests it has served since."""
-    from peftlab.pipelines.update import run_update
+    from peftlab.pipelines.update import update_draft
 
-    run_update(run, requests, size=size, overrides=tuple(overrides or []))
+    return update_draft(run, requests, size=size, overrides=overrides or [], device=device)
 
 
 @draft_app.command()
+@verb()
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
     consumer: Annotated[str, typer.Option("--for", help="transformers or vllm.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     target: Target,
     gamma: Gamma = 4,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")] = False,
-) -> None:
+    overwrite: Overwrite = False,
+) -> object:
     """Write a trained draft as its consumer loads it, compare logits, and print the command that serves it."""
     from peftlab.drafting.export import export_draft
 
-    command, difference = export_draft(source, out, consumer, target, gamma=gamma, overwrite=overwrite)
-    print(f"{out}: loaded back, largest difference of a logit {difference:.3g}\n{command}")
+    done = export_draft(source, out, consumer, target, gamma=gamma, overwrite=overwrite)
+    show(f"{out}: loaded back, largest difference of a logit {done.max_logit_difference:.3g}\n{done.command}")
+    return done
 
 
+@verb(filters=True)
 def generate(
     target: Target,
     prompt: Annotated[
@@ -179,29 +190,24 @@ def generate(
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
     corpus: Corpus = None,
-) -> None:
+    device: Device = "auto",
+) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
-    from peftlab.cli.terminal import show, show_line, talk
+    from peftlab.cli.terminal import show_line, show_piece, talk
     from peftlab.errors import PeftlabError
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.generate import generate as generated
     from peftlab.pipelines.drafts.generate import load_writer
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device
     )
     if prompt is not None:
-        show_line(generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show))
-    elif chat:
-        talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))
-    else:
+        answer = generated(
+            target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show_piece
+        )
+        show_line(answer)
+        return answer
+    if not chat:
         raise PeftlabError("--prompt: missing; give a text to continue, or --chat for a conversation")
-
-
-def _write(result: dict[str, object], json: Path | None, html: Path | None, page: Callable[[], str]) -> None:
-    from peftlab.files import write_json, write_text
-
-    if json is not None:
-        write_json(json, result)
-    if html is not None:
-        write_text(html, page())
+    return {"answers": talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))}

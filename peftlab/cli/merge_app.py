@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from peftlab.cli.output import show, verb
+from peftlab.cli.parameters import Base, LoraAlpha, Out, Overwrite
+
 Adapters = Annotated[
     list[str],
     typer.Argument(
@@ -15,9 +18,6 @@ Adapters = Annotated[
         metavar="ADAPTER[:WEIGHT]",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
-Base = Annotated[str | None, typer.Option("--base", help="Base model; default: the one the adapter names.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
 Method = Annotated[str, typer.Option("--method", help="How several adapters become one.")]
 Rank = Annotated[int | None, typer.Option("--rank", help="Rank of --method svd.")]
 Density = Annotated[float, typer.Option("--density", help="Share kept by ties and dare.")]
@@ -38,14 +38,12 @@ Into = Annotated[
         "weights; default: dequantised where the adapter says how its base was loaded.",
     ),
 ]
-LoraAlpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
-]
 PushToHub = Annotated[
     str | None, typer.Option("--push-to-hub", help="Upload the result to this repository.", metavar="ID")
 ]
 
 
+@verb()
 def merge(
     adapters: Adapters,
     out: Out = Path("merged"),
@@ -61,10 +59,8 @@ def merge(
     lora_alpha: LoraAlpha = None,
     push_to_hub: PushToHub = None,
     overwrite: Overwrite = False,
-) -> None:
+) -> object:
     """Fold adapters into their base model: a plain checkpoint, streamed."""
-    from rich.console import Console
-
     from peftlab.checkpoints.merge.options import MergeOptions
     from peftlab.files import to_json
     from peftlab.models.dtypes import stored_dtype
@@ -80,22 +76,22 @@ def merge(
         push_to_hub=push_to_hub,
         overwrite=overwrite,
     )
-    report, check = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify)
-    Console().print(merge_table(report))
-    for line in (*report.notes, *(f"warning: {text}" for text in report.warnings)):
-        print(line)
-    for name, value in to_json(check).items() if check else ():
-        print(f"{name.replace('_', ' ')}: {value:.3g}")
-    print(f"merged: {out}")
+    done = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify)
+    show(merge_table(done.report), *done.report.notes, *(f"warning: {text}" for text in done.report.warnings))
+    show(*(f"{name.replace('_', ' ')}: {value:.3g}" for name, value in to_json(done.check or {}).items()))
+    show(f"merged: {out}")
+    return done
 
 
+@verb()
 def unmerge(
     merged: Annotated[Path, typer.Argument(help="A directory that peftlab merge wrote.")],
     out: Out,
     base: Annotated[str | None, typer.Option("--base", help="Base model; default: the one merge.json names.")] = None,
     overwrite: Overwrite = False,
-) -> None:
+) -> object:
     """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
 
-    print(unmerge_checkpoint(merged, out, base=base, overwrite=overwrite))
+    show(f"unmerged: {unmerge_checkpoint(merged, out, base=base, overwrite=overwrite)}")
+    return {"out": out}

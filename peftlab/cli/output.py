@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from functools import wraps
+from inspect import Parameter, signature
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from peftlab.errors import PeftlabError
+from peftlab.files import to_json, write_json
+from peftlab.untyped import Function
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Json = Annotated[
     Path | None,
-    typer.Option("--json", help="Write the result to this file; - is stdout, and the rest then goes to stderr."),
+    typer.Option("--json", help="Write the result to this file; - is stdout, and all else then goes to stderr."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors alone.")]
+QuietFilter = Annotated[bool, typer.Option("--quiet", help="Print the output and errors alone.")]
 
 
-def report(result: object, json: Path | None, quiet: bool, *shown: RenderableType) -> None:
-    """Write ``result`` as JSON where it is wanted, and show the rest to people unless they want quiet."""
+def verb(*, filters: bool = False) -> Callable[[Function[object]], Function[None]]:
+    """Give a verb ``--json`` and ``--quiet``: what it prints is for people, what it returns is the JSON.
+
+    Args:
+        filters: what the verb writes to stdout is its output, such as generated text; ``--quiet`` keeps it.
+    """
+
+    def decorate(function: Function[object]) -> Function[None]:
+        @wraps(function)
+        def call(*arguments: object, json: Path | None, quiet: bool, **named: object) -> None:
+            if json is not None and json.is_dir():
+                raise PeftlabError(f"--json {json}: is a directory")
+            to_stdout = json == Path("-")
+            with ExitStack() as printed:
+                if quiet:
+                    printed.enter_context(redirect_stderr(_Nowhere()))
+                if to_stdout:
+                    printed.enter_context(redirect_stdout(sys.stderr))
+                elif quiet and not filters:
+                    printed.enter_context(redirect_stdout(_Nowhere()))
+                result = function(*arguments, **named)
+            if json is not None and result is None:
+                raise PeftlabError("--json: give it to the subcommand, behind its name")
+            if json is not None and os.environ.get("RANK", "0") == "0":  # of several processes, the first writes
+                if to_stdout:
+                    sys.stdout.write(dumps(to_json(result), indent=2) + "\n")
+                else:
+                    write_json(json, result)
+
+        own = signature(function, eval_str=True)
+        options = [
+            Parameter("json", Parameter.KEYWORD_ONLY, default=None, annotation=Json),
+            Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=QuietFilter if filters else Quiet),
+        ]
+        call.__signature__ = own.replace(parameters=[*own.parameters.values(), *options])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def show(*shown: RenderableType) -> None:
+    """Print lines and tables."""
     from rich.console import Console
 
-    from peftlab.files import write_json
+    console = Console()
+    for each in shown:
+        console.print(each, soft_wrap=isinstance(each, str), markup=False, highlight=False)
 
-    to_stdout = json is not None and str(json) == "-"
-    if not quiet:
-        console = Console(stderr=to_stdout)
-        for each in shown:
-            console.print(each, soft_wrap=isinstance(each, str), markup=False, highlight=False)
-    if json is not None and not to_stdout:
-        write_json(json, result)
-    if to_stdout:
-        import json as format_
 
-        from peftlab.files import to_json
+class _Nowhere(io.TextIOBase):
+    """A stream that keeps nothing."""
 
-        sys.stdout.write(format_.dumps(to_json(result), indent=2, ensure_ascii=False) + "\n")
+    def write(self, text: str) -> int:
+        return len(text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HINT = "Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
-def show(piece: str) -> None:
+def show_piece(piece: str) -> None:
     """Write a piece of text at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()
@@ -24,15 +24,15 @@ def show_line(answer: GeneratedText) -> None:
     """End an output, and say on stderr how fast it was."""
     from peftlab.reporting.console import generation_line
 
-    show("\n")
+    show_piece("\n")
     line = generation_line(
         len(answer.tokens), answer.seconds, answer.reason, answer.block_efficiency, answer.acceptance
     )
     print(line if answer.reason != "interrupt" else "[stopped]", file=sys.stderr, flush=True)
 
 
-def talk(writer: Writer) -> None:
-    """Hold a conversation until the input ends; a line is a turn."""
+def talk(writer: Writer) -> list[GeneratedText]:
+    """Hold a conversation until the input ends, and return the answers; a line is a turn."""
     from peftlab.pipelines.drafts.conversation import converse
 
     typed = sys.stdin.isatty()
@@ -40,9 +40,16 @@ def talk(writer: Writer) -> None:
         with suppress(ImportError):  # editing and history of the lines
             import readline  # noqa: F401
         _note(_HINT)
-    converse(writer, _read, show, show_line, _note, interactive=typed)
+    answers: list[GeneratedText] = []
+
+    def answered(answer: GeneratedText) -> None:
+        show_line(answer)
+        answers.append(answer)
+
+    converse(writer, _read, show_piece, answered, _note, interactive=typed)
     if typed:
-        show("\n")
+        show_piece("\n")
+    return answers
 
 
 def _read() -> str | None:

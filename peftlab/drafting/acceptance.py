@@ -111,4 +111,4 @@ def add_rates(
         for total, rate in zip(
             sums, (torch.ones_like(certain), acceptance_rate(p, q), p.argmax(-1) == best, certain), strict=True
         ):
-            total.index_add_(0, rows[part], rate.double().cpu())
+            total.index_add_(0, rows[part], rate.cpu().double())

@@ -16,6 +16,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,17 +32,29 @@ from peftlab.references import locate, similar_path
 from peftlab.rows import resolve
 
 
+@dataclass(frozen=True)
+class ExportedDraft:
+    """A draft as its consumer loads it.
+
+    Attributes:
+        out: its directory. consumer: what loads it. command: how to serve it.
+        max_logit_difference: the largest between what was trained and what was written.
+    """
+
+    out: Path
+    consumer: str
+    command: str
+    max_logit_difference: float
+
+
 def export_draft(
     source: str | Path, out: str | Path, consumer: str, target: str, *, gamma: int = 4, overwrite: bool = False
-) -> tuple[str, float]:
+) -> ExportedDraft:
     """Write a trained draft for ``consumer``, load it back and compare logits.
 
     Args:
         source: a run directory of a draft recipe, its ``merged/``, or any plain model directory.
         target: reference of the model it drafts for. gamma: drafted tokens per step in the printed command.
-
-    Returns:
-        How to serve it, and the largest difference of a logit between what was trained and what was written.
 
     Raises:
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
@@ -60,7 +73,7 @@ def export_draft(
         served = served_reference(target, consumer)
         with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
             difference = found.write(target, staging, gamma)
-        return found.command(served, os.path.abspath(out), gamma), difference
+        return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
     if consumer not in CONSUMERS:
         raise PeftlabError(f"--for {consumer}: only eagle3 drafts; a draft model is for {' or '.join(CONSUMERS)}")
     plain = found
@@ -78,7 +91,7 @@ def export_draft(
             if file.is_file() and file.name not in ("merge.json", MARK):
                 shutil.copyfile(file, staging / file.name)
         difference = _compare(plain, staging)
-    return command, difference
+    return ExportedDraft(out, consumer, command, difference)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 
@@ -79,6 +80,7 @@ def load_pair(
     *,
     dtype: torch.dtype = torch.float32,
     draft_dtype: torch.dtype | None = None,
+    device: str = "auto",
     pack: bool = True,
 ) -> Pair:
     """Load a target and, if named, its draft.
@@ -89,16 +91,18 @@ def load_pair(
         dtype: of the target.
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,
             never exactness.
+        device: where both run: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         pack: see ``engines.build.build_engine``.
 
     Raises:
-        PeftlabError: something cannot be loaded, or the two do not have the same tokens.
+        PeftlabError: something cannot be loaded, there is no such device, or the two do not have the same tokens.
     """
-    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, pack)
+    place = resolve_device(device)
+    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, place, pack)
     opened: Opened | None = None
     if draft is not None:
-        kind, place = find_draft(draft)
-        opened = resolve(kind.open)(place, opening)
+        kind, stored = find_draft(draft)
+        opened = resolve(kind.open)(stored, opening)
     model = opening.target
     size = model.num_parameters()
     vocabulary, features = (opened.vocabulary, opened.features) if opened else (None, ())

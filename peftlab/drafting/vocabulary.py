@@ -46,7 +46,7 @@ def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
     mass, count = 0.0, 0
     for hidden in target_states(target, data):
         p = F.linear(hidden, head_weight(target)).float().softmax(-1)
-        mass += float(p[:, tokens.to(p.device)].double().sum())
+        mass += float(p[:, tokens.to(p.device)].cpu().double().sum())
         count += len(p)
     return mass / max(1, count)
 

@@ -75,7 +75,7 @@ def _tables(model: PreTrainedModel) -> Iterable[tuple[int, int]]:
         return []
     with torch.no_grad(), _Lookups() as lookups:
         try:
-            model(input_ids=torch.tensor([ids[::-1]]))  # decreasing: not mistaken for positions
+            model(input_ids=torch.tensor([ids[::-1]], device=model.device))  # decreasing: not mistaken for positions
         except _EmbeddingsDone:
             pass
         except Exception:  # four tokens alone are no valid input for this model: its configuration is used

@@ -25,10 +25,10 @@ RUNNERS = {
 }
 
 
-def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> Results:
-    """Run a recipe of any kind and return its results."""
+def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto") -> Results:
+    """Run a recipe of any kind on a device and return its results."""
     module, _, function = RUNNERS[recipe.kind].partition(":")
-    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume)
+    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume, device=device)
 
 
 def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -46,21 +46,22 @@ def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return load_recipe(recipe, overrides)
 
 
-def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False) -> Results:
+def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False, device: str = "auto") -> Results:
     """Run a recipe from its file and return its results, of a type that depends on its kind.
 
     Args:
         recipe, overrides: as for ``validate``.
         overwrite: replace an earlier run in the same directory.
+        device: ``auto`` (the accelerator that there is, cuda or mps, else the CPU), ``cpu``, ``cuda`` or ``mps``.
 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
-    return run_recipe(validate(recipe, overrides), overwrite=overwrite)
+    return run_recipe(validate(recipe, overrides), overwrite=overwrite, device=device)
 
 
-def resume(directory: str | Path) -> Results:
-    """Continue the run in ``directory`` from its newest checkpoint and return its results.
+def resume(directory: str | Path, *, device: str = "auto") -> Results:
+    """Continue the run in ``directory`` from its newest checkpoint, on a device as for ``run``; return its results.
 
     Raises:
         PeftlabError: there is no run in the directory, or it cannot be continued.
@@ -69,4 +70,4 @@ def resume(directory: str | Path) -> Results:
     if not file.exists():
         raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
     # Set as a value: a path in an override would be read as YAML.
-    return run_recipe(validate(file).model_copy(update={"output_dir": str(directory)}), resume=True)
+    return run_recipe(validate(file).model_copy(update={"output_dir": str(directory)}), resume=True, device=device)

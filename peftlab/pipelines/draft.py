@@ -27,6 +27,7 @@ from peftlab.drafting.text.target_text import weights_digest
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
+from peftlab.hardware import describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.pretrained import storage
@@ -50,24 +51,26 @@ from peftlab.training.trackers import check_trackers
 _BEFORE, _AFTER = 4, 24  # held-out prompts that are decoded before and after training, one at a time
 
 
-def run_draft(recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False) -> DraftResults:
-    """Run ``recipe`` and return its results.
+def run_draft(
+    recipe: DraftRecipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto"
+) -> DraftResults:
+    """Run ``recipe`` on a device (``hardware.resolve_device``) and return its results.
 
     Raises:
         PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.
     """
     with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
-        return _run(recipe, directory, resume)
+        return _run(recipe, directory, resume, device)
 
 
-def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
+def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> DraftResults:
     run_dir, settings = directory.path, recipe.train
     kind = DRAFTS.find(recipe.draft.kind)
     if recipe.merge and recipe.method is not None and not has_fold(recipe):
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
-    accelerator = _accelerator(recipe, run_dir)
+    accelerator = _accelerator(recipe, run_dir, device)
     job = make_job(recipe, text, run_dir, accelerator.device)
     resolve(kind.check)(job, text.config)
     set_seed(settings.seed)
@@ -99,13 +102,13 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
         tokens = _save(recipe, kind, job, draft, sets)
-        write_results(run_dir, results.to_dict())
+        write_results(run_dir, results.as_json())
         saved = _read_back(job, draft, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
         after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
-        conclude(run_dir, results.to_dict())
+        conclude(run_dir, results.as_json())
         print(results.repetition.line())
         print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
         print(_verdict(before_speed, after_speed))
@@ -113,8 +116,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool) -> DraftResults:
     return results
 
 
-def _accelerator(recipe: DraftRecipe, run_dir: Path) -> Accelerator:
-    accelerator = make_accelerator(recipe.train, run_dir)
+def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator:
+    accelerator = make_accelerator(recipe.train, run_dir, device)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise PeftlabError(
             "kind: draft trains on one device or under DDP; accelerate's configuration asks for "
@@ -161,7 +164,7 @@ def _start(
     directory.begin()
     run_dir = directory.path
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
-    origin = provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes)
+    origin = provenance(recipe.train.seed, sets.fingerprint, accelerator.num_processes, accelerator.device)
     # A run that is the target may be repeated: the digest says which weights this draft was trained for.
     origin["target"] = {"reference": recipe.target, "weights": digest}
     write_json(run_dir / "provenance.json", origin)
@@ -230,6 +233,7 @@ def _results(
         kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
         lr=recipe.train.peak_lr,
+        cpu=describe_cpu(),
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
     )

@@ -20,6 +20,7 @@ from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json, write_json, write_text
+from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
 from peftlab.methods.modes import eval_mode
@@ -66,7 +67,7 @@ class FinetuneResults:
         tokens_per_second: tokens without padding.
         padding_share: share of padding among all positions of the training batches.
         peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
-        lr: the peak learning rate.
+        lr: the peak learning rate. cpu: the processor.
         classes: class name to examples by split; empty for regression.
         dropped_rows: rows left out because a text or label is missing.
         left_out: reason to rows of the data that are in no split.
@@ -102,6 +103,7 @@ class FinetuneResults:
     peak_rss_mb: float
     peak_gpu_mb: float | None
     lr: float
+    cpu: Cpu
     seed: int
     classes: dict[str, dict[str, int]]
     dropped_rows: int
@@ -120,31 +122,33 @@ class FinetuneResults:
     generate: dict[str, float] | None = None
     generate_before: dict[str, float] | None = None
 
-    def to_dict(self) -> dict[str, Json]:
+    def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
         optional |= {"generate", "generate_before"}
-        values = to_json(self)
+        values = to_json(vars(self))
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
 
-def run_finetune(recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False) -> FinetuneResults:
-    """Run ``recipe`` and return its results.
+def run_finetune(
+    recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto"
+) -> FinetuneResults:
+    """Run ``recipe`` on a device (``hardware.resolve_device``) and return its results.
 
     Raises:
         PeftlabError: any mistake in recipe, data or model; the run directory changes only after both were loaded.
     """
     with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
-        return _run(recipe, directory, resume)
+        return _run(recipe, directory, resume, device)
 
 
-def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResults:
+def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) -> FinetuneResults:
     began, run_dir = time.perf_counter(), directory.path
     check_trackers(list(recipe.train.trackers))
     if recipe.merge and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     settings = recipe.train
-    accelerator = make_accelerator(settings, run_dir)
+    accelerator = make_accelerator(settings, run_dir, device)
     if recipe.base.quantised and accelerator.is_fsdp2:
         raise PeftlabError(
             f"base.dtype: {recipe.base.dtype} weights cannot be sharded by FSDP; use plain processes (DDP)"
@@ -172,7 +176,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool) -> FinetuneResu
     if accelerator.is_main_process:
         directory.begin()
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
-        origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes)
+        origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes, accelerator.device)
         write_json(run_dir / "provenance.json", origin)
     accelerator.wait_for_everyone()
     if settings.trackers:
@@ -301,6 +305,7 @@ def _results(
         peak_rss_mb=round(peak_memory(), 1),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
         lr=recipe.train.peak_lr,
+        cpu=describe_cpu(),
         seed=recipe.train.seed,
         classes=task.classes,
         dropped_rows=task.left_out.get(MISSING, 0) + task.left_out.get(TOO_LONG, 0),
@@ -325,7 +330,7 @@ def _write_out(
     card = CardInfo(
         name=run_dir.name,
         base_model=recipe.model,
-        results=results.to_dict(),
+        results=results.as_json(),
         recipe=dump_recipe(recipe),
         revision=recipe.revision,
         labels=task.task.labels if task.task.labelled else None,
@@ -342,7 +347,7 @@ def _write_out(
         told = into(recipe.merge)
         options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), into=told, overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
-        write_results(run_dir, results.to_dict())
+        write_results(run_dir, results.as_json())
         inputs = sample_inputs(task, VERIFY_EXAMPLES)
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         results = replace(results, merge=verify_merge(*what))
@@ -351,7 +356,7 @@ def _write_out(
         if recipe.base.quantised:
             losses = merge_losses(task, model, run_dir, recipe.model, told or "dequantised")
             results = replace(results, merge_losses=losses)
-    conclude(run_dir, results.to_dict())
+    conclude(run_dir, results.as_json())
     return results
 
 

@@ -24,7 +24,7 @@ from peftlab.reporting.console import Inspection
 
 
 def inspect_model(
-    reference: str, method: str, fields: Mapping[str, object], auto_class: str | None = None
+    reference: str, method: str = "lora", fields: Mapping[str, object] | None = None, auto_class: str | None = None
 ) -> Inspection:
     """Inject ``method`` into the model that ``reference`` describes, without weights, and count.
 
@@ -36,7 +36,7 @@ def inspect_model(
     Raises:
         PeftlabError: as loading the configuration and injecting do.
     """
-    settings = make_config(method, **fields)
+    settings = make_config(method, **(fields or {}))
     config, place = load_config(reference), locate(find_model(reference).base)
     name = auto_class or (config.architectures or ["AutoModel"])[0]
     known = auto_class or hasattr(transformers, name)

@@ -41,6 +41,18 @@ class Combining:
     density: float = 0.5
 
 
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote.
+
+    Attributes:
+        report: of what was folded. check: how it compares with base and adapter; None where they were not compared.
+    """
+
+    report: MergeReport
+    check: MergeCheck | None
+
+
 def run_merge(
     adapters: Sequence[str],
     base: str | None,
@@ -49,8 +61,8 @@ def run_merge(
     combining: Combining,
     *,
     verify: bool | None = None,
-) -> tuple[MergeReport, MergeCheck | None]:
-    """Merge adapters into ``base`` and compare; return the merge's report and the comparison, if there was one.
+) -> Merged:
+    """Merge adapters into ``base`` and compare.
 
     The inputs compared on are the run's own evaluation examples where a recipe is beside the adapter, else four
     sentences.
@@ -71,8 +83,9 @@ def run_merge(
         options = replace(options, recipe=read_text(recipe))
     report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None and _comparable(report, options)):
-        return report, None
-    return report, verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
+        return Merged(report, None)
+    check = verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
+    return Merged(report, check)
 
 
 def _comparable(report: MergeReport, options: MergeOptions) -> bool:

@@ -7,9 +7,14 @@ import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
-from peftlab.files import Json
+from peftlab.files import Json, to_json
+from peftlab.hardware import describe_cpu
 from peftlab.version import version_of
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "peftlab",
@@ -25,12 +30,12 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Json]:
-    """Return versions, platform and devices of this process."""
+def environment(device: torch.device) -> dict[str, Json]:
+    """Return versions, platform, and what models run on."""
     import torch
 
     versions: dict[str, Json] = {name: version_of(name) for name in PACKAGES}
-    cuda = torch.cuda.is_available()
+    cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -42,10 +47,9 @@ def environment() -> dict[str, Json]:
             "processor": platform.processor(),
         },
         "versions": versions,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": torch.cuda.get_device_name() if cuda else device.type,
         "cuda": torch.version.cuda if cuda else None,
-        "cpu_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": to_json(describe_cpu()),
     }
 
 
@@ -74,7 +78,7 @@ def git_state() -> dict[str, Json]:
     return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(status) if status is not None else None}
 
 
-def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Json]:
+def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
         "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -83,5 +87,5 @@ def provenance(seed: int, data_fingerprint: str, processes: int) -> dict[str, Js
         "data_fingerprint": data_fingerprint,
         "processes": processes,
         **git_state(),
-        **environment(),
+        **environment(device),
     }

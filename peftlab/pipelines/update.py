@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from peftlab.drafting.config import DraftConfig
@@ -21,7 +22,9 @@ from peftlab.rows import resolve
 from peftlab.tasks.prompts import Request, read_requests
 
 
-def run_update(run: str | Path, logs: str | Path, *, size: int = 1024, overrides: tuple[str, ...] = ()) -> DraftResults:
+def update_draft(
+    run: str | Path, logs: str | Path, *, size: int = 1024, overrides: Iterable[str] = (), device: str = "auto"
+) -> DraftResults:
     """Train a run's newest merged draft further on the requests in ``logs``; return the update's results.
 
     Liu et al. 2023 (arXiv 2310.07177). The update is a run of its own, ``RUN/updates/0001`` and so on, whose
@@ -34,6 +37,7 @@ def run_update(run: str | Path, logs: str | Path, *, size: int = 1024, overrides
         logs: served requests, one prompt and response per row.
         size: of the buffer, in requests.
         overrides: as for ``peftlab run``: fewer steps, another learning rate.
+        device: as for ``peftlab.run``.
 
     Raises:
         PeftlabError: no such run, a kind of draft that cannot be updated, no merged draft, or no request in ``logs``.
@@ -47,10 +51,12 @@ def run_update(run: str | Path, logs: str | Path, *, size: int = 1024, overrides
     if not isinstance(first, DraftRecipe):
         raise PeftlabError(f"{run}: a run of kind {first.kind}; only drafts are updated")
     with claimed(run, RUN, resume=True):
-        return _update(run, first, logs, size, overrides)
+        update = _update(run, first, logs, size, tuple(overrides))
+        return run_draft(update, device=device)
 
 
-def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, overrides: tuple[str, ...]) -> DraftResults:
+def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, overrides: tuple[str, ...]) -> DraftRecipe:
+    """Write the replay buffer, and return the recipe of the update."""
     places = sorted((run / "updates").glob("[0-9][0-9][0-9][0-9]"))
     done = [place for place in places if (place / "recipe.yaml").exists()]  # not: killed before it began
     newest = done[-1] if done else run
@@ -69,7 +75,7 @@ def _update(run: Path, first: DraftRecipe, logs: str | Path, size: int, override
     cache = wanted.data.cache or str(run.parent / "draft-data")
     data = wanted.data.model_copy(update={"replay": str(staged), "cache": cache})
     changes = {"draft": draft, "data": data, "output_dir": str(place)}
-    return run_draft(wanted.model_copy(update=changes))
+    return wanted.model_copy(update=changes)
 
 
 def _lines(requests: list[Request]) -> str:

@@ -29,6 +29,7 @@ COMMON = {
     "tokens_per_second": "training tokens per second, without padding",
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
     "lr": "the peak learning rate: `train.lr`, or the method's own",
+    "cpu": "the processor: `name`, `features` (instruction sets), `threads`",
     "seed": "`train.seed`",
     "merge": "merged model against adapter: `max_logit_difference`, `argmax_agreement` and `examples`; "
     "only where a merge was verified",
@@ -92,6 +93,14 @@ _OTHERS = """\
 .. autoclass:: peftlab.checkpoints.merge.report.MergeReport
 .. autoclass:: peftlab.checkpoints.merge.report.TensorReport
 ```
+
+## `--json` of each verb
+
+Every verb takes `--json PATH` (`-`: one object on stdout, and everything else goes to stderr) and `--quiet`. The object
+is what the function in Python returns: `run`, `resume` and `draft update` give the keys above (a table: `cells` and
+`table`), `validate` the recipe, `eval` {split: {metric: value}}, `predict` `answers`, `classes` and `probabilities`,
+`inspect`, `merge` (`report`, `check`), `adapter` and `draft export` the fields of what they return, `generate` one
+output (`--chat`: `answers`), and verbs that only write say where as `out`.
 
 ## `draft bench --json` and `draft plan --json`
 

@@ -223,17 +223,17 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
 
 def _filled(table: Table, field: str) -> Sequence[object]:
     """Return a column, or a text with each row's values in the place of column names in braces."""
-    names = [] if field in table.columns else re.findall(r"{([^{}]+)}", field)
-    if not names:
+    parts = re.split(r"{([^{}]+)}", field)  # every second one is a name
+    if field in table.columns or len(parts) == 1:
         return table.column(field, "data.field")
-    columns = {name: table.column(name, "data.field") for name in names}
+    columns = {name: table.column(name, "data.field") for name in parts[1::2]}
     texts: list[object] = []
     for row in range(len(table)):
         values = {name: values[row] for name, values in columns.items()}
         empty = next((name for name, value in values.items() if value in (None, "")), None)
         if empty is not None:
             raise PeftlabError(f"{table.where(row)}: {empty} is empty; data.field puts it into a prompt")
-        texts.append(re.sub(r"{([^{}]+)}", lambda found, of=values: str(of[found[1]]), field))
+        texts.append("".join(str(values[part]) if i % 2 else part for i, part in enumerate(parts)))
     return texts
 
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from peftlab.errors import PeftlabError
+from peftlab.hardware import resolve_device
 from peftlab.methods.injection import injection_of
 from peftlab.training.config import TrainConfig
 
@@ -45,16 +46,20 @@ NestedT = TypeVar("NestedT")
 OLDEST = "0.18"  # DeepSpeed before this ignores ``torch_autocast``
 
 
-def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
+def make_accelerator(settings: TrainConfig, run_dir: Path, device: str) -> Accelerator:
     """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
 
+    Args:
+        device: as ``hardware.resolve_device`` takes it; ``auto`` leaves the choice to accelerate's configuration.
+
     Raises:
-        PeftlabError: the device does not support ``settings.precision``, accelerate's configuration asks for FSDP 1,
-            or ``zero_plugin`` rejects its DeepSpeed section.
+        PeftlabError: there is no such device, it does not support ``settings.precision``, accelerate's configuration
+            asks for another device or for FSDP 1, or ``zero_plugin`` rejects its DeepSpeed section.
     """
+    on_cpu = resolve_device(device).type == "cpu"
     torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
     _reset_accelerate()
-    zero, on_cpu = zero_plugin(settings), not torch.accelerator.is_available()
+    zero = zero_plugin(settings)
     autocast = settings.precision in ("bf16", "fp16") and zero is None  # DeepSpeed applies its own autocast
     try:
         accelerator = Accelerator(
@@ -72,18 +77,39 @@ def make_accelerator(settings: TrainConfig, run_dir: Path) -> Accelerator:
         )
     except ValueError as error:
         raise PeftlabError(f"train.precision={settings.precision}: {error}") from None
+    _check_device(device, accelerator)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise PeftlabError("accelerate's configuration asks for FSDP 1; set fsdp_version: 2 in it")
     return accelerator
 
 
+def accelerator_on(device: str) -> Accelerator:
+    """Return accelerate's handle on a device and on the processes, for a model that is not trained.
+
+    Raises:
+        PeftlabError: there is no such device, or accelerate's configuration asks for another one.
+    """
+    _reset_accelerate()
+    accelerator = Accelerator(cpu=resolve_device(device).type == "cpu")
+    _check_device(device, accelerator)
+    return accelerator
+
+
+def _check_device(device: str, accelerator: Accelerator) -> None:
+    if device not in ("auto", accelerator.device.type):
+        raise PeftlabError(f"device {device}: accelerate's configuration asks for {accelerator.device.type}")
+
+
 def _reset_accelerate() -> None:
-    """Let the next ``Accelerator`` of this process choose precision and plugins afresh; the process group stays.
+    """Let the next ``Accelerator`` of this process choose device, precision and plugins afresh.
+
+    A process group stays, and with it the devices of its processes.
 
     accelerate fixes them for the whole process at the first ``Accelerator`` and has no public way to change them
     (1.15); transformers' ``TrainingArguments`` calls the same function for a second training in one process.
     """
-    AcceleratorState._reset_state()
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=not grouped)
 
 
 class AsTrained(nn.Module):

@@ -29,7 +29,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults
-from peftlab.pipelines.update import run_update
+from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 
@@ -253,24 +253,24 @@ class TestUpdate:
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
         few = ("train.max_steps=4", "train.eval_every=4")
         run = shutil.copytree(run, tmp_path / "a #1 \U0001f600")  # a path is no YAML
-        first = run_update(run, log, overrides=few)
+        first = update_draft(run, log, overrides=few)
         assert set(first.metrics) == {"requests", "prompts"}
         start = results_of(run)["merged_metrics"]["prompts"]["acceptance"]
         assert first.baseline_metrics["prompts"]["acceptance"] == pytest.approx(start, abs=1e-4)
-        second = run_update(run, log, size=12, overrides=few)
+        second = update_draft(run, log, size=12, overrides=few)
         assert second.model == str(run / "updates" / "0001" / "merged")
         buffer = (run / "updates" / "replay-0002.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in buffer] == [*rows[-2:], *rows], "the newest ones, in order"
         with pytest.raises(PeftlabError, match="no run here"):
-            run_update(tmp_path, log)
+            update_draft(tmp_path, log)
         with pytest.raises(PeftlabError, match=r"no such directory \(did you mean"):
-            run_update(run.with_name("a #2"), log)
+            update_draft(run.with_name("a #2"), log)
 
     def test_heads_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
         with pytest.raises(
             PeftlabError, match=r"Medusa heads belong to the target; train them anew with data\.replay="
         ):
-            run_update(heads, tmp_path / "log.jsonl")
+            update_draft(heads, tmp_path / "log.jsonl")
 
 
 class TestRefused:

@@ -22,7 +22,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults
-from peftlab.pipelines.update import run_update
+from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.max_length=64", "train.epochs=10", "train.eval_every=20"]
@@ -134,7 +134,7 @@ def test_an_update_continues_from_the_newest(run: Path, stories: Path, tmp_path:
     served = decode(pair.target, prompts, StoppingCriteria(24))
     rows = [{"prompt_ids": p, "response_ids": g.tokens} for p, g in zip(prompts, served, strict=True)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first = run_update(run, tmp_path / "log.jsonl", overrides=("train.max_steps=2", "train.eval_every=2"))
+    first = update_draft(run, tmp_path / "log.jsonl", overrides=("train.max_steps=2", "train.eval_every=2"))
     before = json.loads((run / "results.json").read_text())["last_metrics"]["prompts"]
     assert first.baseline_metrics["prompts"]["acceptance_1"] == pytest.approx(before["acceptance_1"], abs=0.02)
     assert is_eagle(run / "updates" / "0001" / "eagle3")

@@ -54,12 +54,12 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_plain_directories(draft: Path, stories: Path, tmp_path: Path, consumer: str) -> None:
-    command, difference = export_draft(draft, tmp_path / "out", consumer, str(stories), gamma=3)
-    assert difference == 0.0
+    exported = export_draft(draft, tmp_path / "out", consumer, str(stories), gamma=3)
+    assert exported.max_logit_difference == 0.0
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert written.config.vocab_size == 512 and written.config.num_hidden_layers == 2
     if consumer == "vllm":
-        program, verb, served, option, method = shlex.split(command)
+        program, verb, served, option, method = shlex.split(exported.command)
         assert (program, verb, served, option) == ("vllm", "serve", str(stories), "--speculative-config")
         expected = {"method": "draft_model", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
         assert json.loads(method) == expected
@@ -83,7 +83,7 @@ def test_the_lines_for_transformers_run_anywhere(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     target = os.path.relpath(stories)
-    lines, _ = export_draft(draft, "out", "transformers", target)
+    lines = export_draft(draft, "out", "transformers", target).command
     monkeypatch.chdir(tmp_path)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -147,7 +147,7 @@ def test_a_draft_learns_from_a_target_in_4_bits(stories: Path, tmp_path: Path) -
     ]
     chosen = ["base={dtype: nf4}", "draft.dtype=bf16", f"target={stories}", f"output_dir={tmp_path / 'run'}"]
     results = run_recipe(load_recipe("draft/ci", [*small, *chosen]))
-    assert 0 < results.to_dict()["score"] <= 1
+    assert 0 < results.as_json()["score"] <= 1
     saved = load_file(tmp_path / "run" / "base" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}, "a draft is cut from plain weights"
     plain = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]

@@ -122,7 +122,7 @@ class TestPacking:
     def test_every_loss_is_the_padded_one(self, recipe: Path, tmp_path: Path, parts: int) -> None:
         """The same batches, packed and padded: only how examples are arranged in rows differs."""
         values = load_recipe(str(recipe), [*self.PACKED, f"train.gradient_accumulation_steps={parts}"]).model_dump()
-        accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path)
+        accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path, "auto")
 
         def share(spec: TrainingSpec) -> None:
             sharing = RowSharing(partial(pack, pad=0), packing_fault)

@@ -151,5 +151,5 @@ def test_the_file_of_results_contains_the_typed_results(model, rows, tmp_path):
     values = tiny.recipe(model, rows, tmp_path / "run", max_steps=1)
     results = run_recipe(FinetuneRecipe.model_validate({**values, "merge": True}))
     assert isinstance(results, FinetuneResults) and results.merge is not None
-    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results.to_dict()
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results.as_json()
     assert "merge" not in tiny.run(values, overwrite=True)

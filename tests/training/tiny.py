@@ -74,7 +74,7 @@ def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     from peftlab.pipelines import run_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
-    return run_recipe(FinetuneRecipe.model_validate(values), **options).to_dict()
+    return run_recipe(FinetuneRecipe.model_validate(values), **options).as_json()
 
 
 def write_recipe(values: dict[str, Any], file: Path) -> Path:
@@ -155,4 +155,4 @@ def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: 
         change(spec)
     directory.mkdir(exist_ok=True)
     write_mark(directory, RUN)
-    return train(spec, settings, make_accelerator(settings, directory), directory, **options), spec
+    return train(spec, settings, make_accelerator(settings, directory, "auto"), directory, **options), spec

@@ -37,6 +37,7 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
+from peftlab.hardware import describe_cpu
 
 PLAIN = "plain"
 
@@ -221,6 +222,7 @@ def bench(
         kernel=target.kind,
         threads=torch.get_num_threads(),
         device=str(target.device),
+        cpu=describe_cpu(),
         conditions=run.conditions,
         categories=_categories(run, first),
         prompts=[_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],

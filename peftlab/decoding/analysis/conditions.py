@@ -47,7 +47,7 @@ class Conditions:
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes and the doubts."""
-        return to_json(self) | {"doubts": to_json(self.doubts())}
+        return to_json(vars(self)) | {"doubts": to_json(self.doubts())}
 
 
 class Watch:

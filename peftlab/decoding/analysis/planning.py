@@ -18,7 +18,6 @@ from peftlab.decoding.analysis.theory import goodput
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, to_json
 from peftlab.untyped import Attributes
 
 
@@ -107,10 +106,6 @@ class MeasuredPlan(DraftPlan):
     kernels: dict[str, str]
     threads: int
     device: str
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the attributes, and the doubts beside the conditions."""
-        return to_json(self) | {"conditions": self.conditions.as_json()}
 
 
 ALPHAS = tuple(i / 20 for i in range(1, 21))
@@ -322,10 +317,6 @@ class MeasuredAdvice:
     threads: int
     device: str
     conditions: Conditions
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the attributes, and the doubts beside the conditions."""
-        return to_json(self) | {"conditions": self.conditions.as_json()}
 
 
 def compare_kinds(

@@ -8,6 +8,7 @@ from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
 from peftlab.files import Json, to_json
+from peftlab.hardware import Cpu
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class DrafterResult:
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes, those of ``statistics`` among them."""
-        values = to_json(self)
+        values = to_json(vars(self))
         del values["statistics"]
         return values | to_json(self.statistics)
 
@@ -122,7 +123,7 @@ class BenchmarkResult:
         overhead: share of the time outside the models; None where it was not measured.
         gain: of ``drafter`` by its parts; None for batches of several prompts, or where it was not measured.
         batch_size, temperature, max_new_tokens, repeats: the settings.
-        kernel: how the target's step is computed. threads, device: where.
+        kernel: how the target's step is computed. threads, device, cpu: where.
         conditions: of the machine.
         skipped: ids of the prompts that do not fit the context.
     """
@@ -138,6 +139,7 @@ class BenchmarkResult:
     kernel: str
     threads: int
     device: str
+    cpu: Cpu
     conditions: Conditions
     categories: dict[str, CategoryResult]
     prompts: list[PromptResult]
@@ -145,6 +147,4 @@ class BenchmarkResult:
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes, and beside them the figures of ``drafter``."""
-        drafters = {name: of.as_json() for name, of in self.drafters.items()}
-        conditions = self.conditions.as_json()
-        return drafters[self.drafter] | to_json(self) | {"drafters": to_json(drafters), "conditions": conditions}
+        return self.drafters[self.drafter].as_json() | to_json(vars(self))

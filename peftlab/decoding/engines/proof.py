@@ -147,6 +147,7 @@ class Trial:
 def difference(logits: Tensor, expected: Tensor) -> float:
     """Return |a - b| / |b - mean b| of logits a and b, [n, V], root mean square over positions; infinite for nan."""
     usual = expected.abs() < torch.finfo(torch.float16).max  # some models set the logits of some tokens to -inf
+    logits, expected, usual = logits.cpu(), expected.cpu(), usual.cpu()  # MPS has no fp64
     a, b = (torch.where(usual, x, 0).double() for x in (logits, expected))
     spread = torch.where(usual, b - b.sum(-1, keepdim=True) / usual.sum(-1, keepdim=True), 0)
     found = ((a - b).norm(dim=-1) / spread.norm(dim=-1)).square().mean().sqrt().item()

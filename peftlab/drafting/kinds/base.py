@@ -132,7 +132,7 @@ class Opening:
 
     Args:
         target: reference. tokenizer: the target's. dtype: of the target. draft_dtype: of the draft.
-        pack: see ``decoding.engines.build.build_engine``.
+        device: where both run. pack: see ``decoding.engines.build.build_engine``.
     """
 
     def __init__(
@@ -141,15 +141,22 @@ class Opening:
         tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         draft_dtype: torch.dtype,
+        device: torch.device,
         pack: bool,
     ) -> None:
         self.reference, self.tokenizer, self.dtype = target, tokenizer, dtype
-        self.draft_dtype, self.pack = draft_dtype, pack
+        self.draft_dtype, self.device, self.pack = draft_dtype, device, pack
 
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
-        return load_model(self.reference, "AutoModelForCausalLM", dtype=self.dtype)[0]
+        return self.load(self.reference, self.dtype)
+
+    def load(self, reference: str, dtype: torch.dtype) -> PreTrainedModel:
+        """Load a language model onto the device."""
+        model = load_model(reference, "AutoModelForCausalLM", dtype=dtype)[0]
+        nn.Module.to(model, self.device)
+        return model
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class DecodingOptions:
         policy: how the draft length is chosen: ``fixed``, ``confidence`` or ``heuristic``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
+        device: where the models run: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         pack: store the weights in the layout of fast kernels (CPU).
         corpus: file of texts that ``suffix`` copies from, as ``read_documents`` takes it.
     """
@@ -44,6 +45,7 @@ class DecodingOptions:
     draft_dtype: str | None = None
     pack: bool = True
     corpus: str | None = None
+    device: str = "auto"
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen."""
@@ -67,7 +69,7 @@ class DecodingOptions:
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
         documents = None if self.corpus is None else read_documents(self.corpus)
-        pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, pack=self.pack)
+        pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, device=self.device, pack=self.pack)
         if documents is not None:
             pair.corpus = index_corpus(documents, pair.tokenizer)
         return pair

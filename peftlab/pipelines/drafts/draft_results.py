@@ -11,6 +11,7 @@ from peftlab.decoding.analysis.results import TimeShares
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
+from peftlab.hardware import Cpu
 from peftlab.training.spec import Scores
 
 
@@ -43,11 +44,6 @@ class DecodingSpeed:
     kernel: str
     conditions: Conditions
 
-    def as_json(self) -> dict[str, Json]:
-        """Return the attributes, and the doubts beside the conditions."""
-        values = {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
-        return values | {"conditions": self.conditions.as_json()}
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -63,8 +59,7 @@ class Decoding:
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes; ``before`` is an empty object where nothing could draft yet."""
-        before = {} if self.before is None else self.before.as_json()
-        return {"before": before, "after": self.after.as_json(), "gamma": self.gamma}
+        return to_json(vars(self)) | ({"before": {}} if self.before is None else {})
 
 
 @dataclass
@@ -82,7 +77,8 @@ class DraftResults:
         tokens_per_second: training tokens without padding.
         learnt_tokens: tokens of the target's text in the training examples.
         kept_share: share of them that the loss counted.
-        peak_gpu_mb: largest GPU memory in MiB; None without one. lr: the peak learning rate.
+        peak_gpu_mb: largest GPU memory in MiB; None without one.
+        lr: the peak learning rate. cpu: the processor.
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
         latency: of the merged draft, and of base and adapter, where the recipe asks (``merge.latency``).
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
@@ -114,6 +110,7 @@ class DraftResults:
     kept_share: float
     peak_gpu_mb: float | None
     lr: float
+    cpu: Cpu
     seed: int
     repetition: Repetition
     merge: MergeCheck | None = None
@@ -123,9 +120,7 @@ class DraftResults:
     acceptance_head: dict[str, float] | None = None
     decoding: Decoding | None = None
 
-    def to_dict(self) -> dict[str, Json]:
+    def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""
         optional = {name.name for name in fields(self) if name.default is None}
-        values = {name.name: to_json(getattr(self, name.name)) for name in fields(self) if name.name != "decoding"}
-        kept = {key: value for key, value in values.items() if value is not None or key not in optional}
-        return kept if self.decoding is None else kept | {"decoding": self.decoding.as_json()}
+        return {key: value for key, value in to_json(vars(self)).items() if value is not None or key not in optional}

@@ -14,6 +14,7 @@ from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.drafting.load import MODEL_FREE, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
+from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.tasks.prompts import encode, read_prompts, spread
 
@@ -52,7 +53,7 @@ class DraftBenchmark(Measured):
     result: BenchmarkResult
 
     def as_json(self) -> dict[str, object]:
-        """Return what ``draft bench --json`` writes: the settings, and the keys of the result beside them."""
+        """Return the settings, and the keys of the result beside them."""
         return self.settings() | self.result.as_json()
 
 
@@ -68,8 +69,8 @@ class MeasuredDraftPlan(Measured):
     result: planning.MeasuredPlan | planning.MeasuredAdvice
 
     def as_json(self) -> dict[str, object]:
-        """Return what ``draft plan --json`` writes: the settings, and the keys of the result beside them."""
-        return self.settings() | self.result.as_json()
+        """Return the settings, and the keys of the result beside them."""
+        return self.settings() | to_json(self.result)
 
 
 def benchmark(

@@ -35,6 +35,8 @@ from peftlab.reporting.facts import flatten
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
+    import torch
+
     Running = tuple[BaseProcess, Connection[str, str], Cell, str]  # a cell's process, its pipe, the cell, its slot
 
 RESULTS = "results.json"
@@ -110,17 +112,19 @@ def let_end(cells: Sequence[Cell], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def gpu_slots() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES is for each cell that runs at the same time: a GPU each, or one on the CPU."""
+def gpu_slots(device: torch.device) -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES is for each cell that runs at the same time: a GPU each, else one cell."""
     import torch
 
+    if device.type != "cuda":
+        return [""]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    return named[: torch.cuda.device_count()] or [""]
+    return named[: torch.cuda.device_count()]
 
 
 def run_cells(
-    cells: Sequence[Cell], table: Path, slots: Sequence[str], done: Callable[[Cell, str], None]
+    cells: Sequence[Cell], table: Path, slots: Sequence[str], done: Callable[[Cell, str], None], device: str
 ) -> dict[Cell, str]:
     """Run ``cells``, one for each slot at a time, and return the reasons of those that failed.
 
@@ -130,6 +134,7 @@ def run_cells(
         table: the table's directory.
         slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time.
         done: called with each cell and the reason why it failed, or an empty text.
+        device: where each runs, as ``run_finetune`` takes it.
 
     Raises:
         Stopped: SIGINT or SIGTERM came; it was passed on to the cells and they have ended.
@@ -144,7 +149,7 @@ def run_cells(
                 waiting.remove(cell)
                 slot = free.pop(0)
                 listening, answering = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(target=_work, args=(cell.recipe, slot, answering))
+                process: BaseProcess = context.Process(target=_work, args=(cell.recipe, slot, device, answering))
                 process.start()
                 answering.close()
                 running[process.sentinel] = (process, listening, cell, slot)
@@ -214,7 +219,7 @@ def log_file(recipe: FinetuneRecipe) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def _work(recipe: FinetuneRecipe, slot: str, answering: Connection[str, str]) -> None:
+def _work(recipe: FinetuneRecipe, slot: str, device: str, answering: Connection[str, str]) -> None:
     """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
@@ -230,7 +235,7 @@ def _work(recipe: FinetuneRecipe, slot: str, answering: Connection[str, str]) ->
     checkpoints = Path(recipe.output_dir) / "checkpoints"
     resume = any(checkpoints.glob("step-*.pt"))
     try:
-        run_finetune(recipe, overwrite=not resume, resume=resume)
+        run_finetune(recipe, overwrite=not resume, resume=resume, device=device)
         # The results are written; the optimiser states of many full finetunings would fill a disk.
         shutil.rmtree(checkpoints, ignore_errors=True)
     except PeftlabError as error:

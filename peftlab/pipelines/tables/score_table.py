@@ -9,6 +9,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, write_text
+from peftlab.hardware import resolve_device
 from peftlab.outputs import Claim, claimed, read_mark
 from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
@@ -38,7 +39,12 @@ class CellsFailed(PeftlabError):
 
 
 def run_table(
-    recipe: TableRecipe, *, overwrite: bool = False, resume: bool = False, slots: Sequence[str] | None = None
+    recipe: TableRecipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    slots: Sequence[str] | None = None,
 ) -> TableResults:
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
@@ -47,6 +53,7 @@ def run_table(
 
     Args:
         overwrite: rerun cells whose recipe has changed; others are kept.
+        device: where the cells run (``hardware.resolve_device``).
         slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
 
     Raises:
@@ -59,18 +66,18 @@ def run_table(
     directory = Path(recipe.output_dir)
     mark = read_mark(directory)
     begun = mark is not None and mark.kind == TABLE.kind
+    slots = gpu_slots(resolve_device(device)) if slots is None else slots
     with claimed(directory, TABLE, resume=begun, inputs=recipe_inputs(recipe)) as claim:
-        return _run(recipe, claim, overwrite, slots)
+        return _run(recipe, claim, overwrite, slots, device)
 
 
-def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str] | None) -> TableResults:
+def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str], device: str) -> TableResults:
     directory = claim.path
     cells = table_cells(recipe)
     let_end(cells)
     missing = missing_cells(cells, overwrite=overwrite)
     claim.begin()
     write_text(directory / "recipe.yaml", dump_recipe(recipe))
-    slots = gpu_slots() if slots is None else slots
     print(f"{len(cells)} cells, {len(cells) - len(missing)} with results; {len(slots)} at a time", flush=True)
     finished = 0
 
@@ -81,7 +88,7 @@ def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str
         print(f"[{finished}/{len(missing)}] {cell.directory.name}: {outcome}", flush=True)
 
     try:
-        failed = run_cells(missing, directory, slots, done)
+        failed = run_cells(missing, directory, slots, done, device)
     except PeftlabError:
         _write(recipe, cells, [])
         raise

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from accelerate import Accelerator
 from torch import nn
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
@@ -19,6 +18,7 @@ from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untr
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
 from peftlab.tasks.table import find_task
+from peftlab.training.distributed import accelerator_on
 
 
 def evaluate(
@@ -27,6 +27,7 @@ def evaluate(
     overrides: Iterable[str] = (),
     *,
     latency: bool = False,
+    device: str = "auto",
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by evaluation split of the model that ``reference`` names; its answers' as ``generate``.
 
@@ -38,15 +39,16 @@ def evaluate(
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
         latency: also return as ``latency`` how long forward passes on the CPU take, relative to the base model's:
             ``merged``, of the merged model beside the adapter, and ``unmerged``, of base and adapter.
+        device: as for ``peftlab.run``.
 
     Raises:
         PeftlabError: no recipe is found, there is no such model or one whose head is not trained, the
             data's labels are not the model's classes, or there is no merged model to time.
     """
+    accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     merged = _merged_beside(reference, trained) if latency else None
     recipe, task = trained.recipe, _load(trained)
-    accelerator = Accelerator()
     answers = asked_answers(task, recipe.generate, accelerator)
     if task.refer is not None:
         task.compare_with(nn.Module.to(_starting_model(recipe, task), accelerator.device))

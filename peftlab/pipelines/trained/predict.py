@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from accelerate import Accelerator
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,6 +21,7 @@ from peftlab.tasks.labelled.labelled_task import load_classifier, tokens_for
 from peftlab.tasks.labelled.scoring import Evaluation
 from peftlab.tasks.table import Task, find_task
 from peftlab.tasks.tokens import Collate, Row
+from peftlab.training.distributed import accelerator_on
 
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 """Single texts, or pairs for a task of pairs."""
@@ -41,6 +41,11 @@ class Predictions:
     classes: tuple[str, ...]
     probabilities: NDArray[np.float64] | None
 
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes, the probabilities as lists."""
+        shares = None if self.probabilities is None else self.probabilities.tolist()
+        return {**vars(self), "probabilities": shares}
+
     def columns(self) -> dict[str, list[str] | list[float]]:
         """Return ``prediction`` and, for each class, ``probability NAME``."""
         found: dict[str, list[str] | list[float]] = {"prediction": self.answers}
@@ -55,6 +60,7 @@ def predict(
     recipe_name: str | Path | None = None,
     overrides: Iterable[str] = (),
     *,
+    device: str = "auto",
     on_rows: Callable[[int], None] | None = None,
 ) -> Predictions:
     """Return what the model that ``reference`` names says of ``texts``.
@@ -64,12 +70,14 @@ def predict(
         texts: texts, or pairs where the task has pairs; longer ones than ``train.max_length`` tokens are truncated.
         recipe_name: the recipe that names the task; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: ``train.eval_batch_size``, ``train.max_length``.
+        device: as for ``peftlab.run``.
         on_rows: called with the number of rows of each batch as it begins.
 
     Raises:
         PeftlabError: no recipe is found, its task has no labels, there is no such model or one that is not trained,
             or a text is empty or not of the task's shape.
     """
+    accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     task, settings = _task(trained), trained.recipe.train
     examples = _examples(task, texts)
@@ -88,7 +96,7 @@ def predict(
         return collate(rows)
 
     evaluation = Evaluation(task, {}, counted, settings.eval_batch_size)
-    prepared = Accelerator().prepare(model)
+    prepared = accelerator.prepare(model)
     with eval_mode(prepared):
         found = evaluation.predict(prepared, tokens)
     if task.regression:

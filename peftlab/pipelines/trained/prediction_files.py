@@ -32,12 +32,13 @@ def predict_file(
     overrides: Iterable[str] = (),
     *,
     overwrite: bool = False,
+    device: str = "auto",
     on_rows: Callable[[int], None] | None = None,
 ) -> Predictions:
     """Predict every row of a file and write the rows with ``prediction`` and, by class, ``probability NAME``.
 
     Args:
-        reference, recipe_name, overrides, on_rows: as for ``predict``.
+        reference, recipe_name, overrides, device, on_rows: as for ``predict``.
         source: csv, tsv, json, jsonl (``.gz`` too) or parquet; ``-`` reads stdin: JSON objects or texts, one a line.
         out: csv, jsonl or parquet; ``-`` writes JSON objects to stdout, one a line.
         text: the text column, or the two columns of a pair; default: those that the recipe names.
@@ -55,7 +56,7 @@ def predict_file(
     table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
     if len(table) == 0:
         raise PeftlabError(f"{table.path}: no rows")
-    found = predict(reference, _texts(table, names), recipe_name, overrides, on_rows=on_rows)
+    found = predict(reference, _texts(table, names), recipe_name, overrides, device=device, on_rows=on_rows)
     taken = [name for name in found.columns() if name in table.columns]
     if taken:
         raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")

@@ -87,6 +87,11 @@ class Table:
     entries: dict[tuple[str, str], Entry]
     published: Published = field(default_factory=Published)
 
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes, with the entries by row and then by task."""
+        rows = {r: {t: self.entries[t, r] for t in self.titles if (t, r) in self.entries} for r in self.rows}
+        return {**vars(self), "entries": rows}
+
     @property
     def rows(self) -> list[str]:
         """The rows' names in order."""
@@ -106,8 +111,9 @@ class Table:
     @property
     def heading(self) -> str:
         """What the overview's numbers are."""
-        scales = {scale(entry.metric) for entry in self.entries.values()} or {100.0}
-        what = {(100.0,): "score x 100", (1.0,): "score"}.get(tuple(scales), "score, all but errors x 100")
+        scales = frozenset(scale(entry.metric) for entry in self.entries.values()) or frozenset({100.0})
+        alike = {frozenset({100.0}): "score x 100", frozenset({1.0}): "score"}
+        what = alike.get(scales, "score, all but errors x 100")
         return f"{what} at the best epoch"
 
     def average(self, row: str) -> float | None:

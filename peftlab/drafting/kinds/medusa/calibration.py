@@ -45,7 +45,7 @@ def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: D
             if i:
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
             hits = _hits(heads, i, hidden[:, :n][alive], ids[:, i + 1 :][alive], own[:, i + 1 :][alive], width)
-            right[i] += hits.sum(0).double().cpu()
+            right[i] += hits.sum(0).cpu().double()
             tried[i] += len(hits)
             alive = alive.masked_scatter(alive, hits.any(-1))
     return RankRates.counted(right.tolist(), tried.tolist())

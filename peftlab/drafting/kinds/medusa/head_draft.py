@@ -128,7 +128,7 @@ def find(reference: str) -> str | None:
 def open(reference: str, opening: Opening) -> Opened:
     """Read the heads and check them against the target."""
     check_heads(reference, opening.target)
-    heads = read_medusa(reference).to(opening.draft_dtype)
+    heads = read_medusa(reference).to(opening.device, opening.draft_dtype)
     return Opened(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
 
 

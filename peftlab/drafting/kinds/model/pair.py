@@ -135,7 +135,7 @@ def open(reference: str, opening: Opening) -> Opened:
     tokenizer = _tokenizer_of(reference)
     check_tokens(opening.tokenizer, tokenizer)
     target = opening.target
-    model, _ = load_model(reference, "AutoModelForCausalLM", dtype=opening.draft_dtype)
+    model = opening.load(reference, opening.draft_dtype)
     vocabulary = common_vocabulary(target, model, tokenizer)
     size = model.num_parameters()
     engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)
