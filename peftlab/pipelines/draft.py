@@ -66,7 +66,7 @@ def run_draft(
 def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> DraftResults:
     run_dir, settings = directory.path, recipe.train
     kind = DRAFTS.find(recipe.draft.kind)
-    if recipe.merge and recipe.method is not None and not has_fold(recipe):
+    if recipe.merge is True and recipe.method is not None and not has_fold(recipe):
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     check_trackers(list(settings.trackers))
     text = read_text(recipe)

@@ -145,7 +145,7 @@ def run_finetune(
 def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) -> FinetuneResults:
     began, run_dir = time.perf_counter(), directory.path
     check_trackers(list(recipe.train.trackers))
-    if recipe.merge and not METHODS[recipe.method.name].folds:
+    if recipe.merge is True and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
     settings = recipe.train
     accelerator = make_accelerator(settings, run_dir, device)

@@ -94,8 +94,8 @@ class FinetuneRecipe(Section):
     )
     merge: bool | MergeConfig | None = Field(
         default=None,
-        description="Write merged/: true, a section that says how, false, or null for wherever the method has a "
-        "linear fold.",
+        description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
+        "and says how.",
     )
     output_dir: str = Field(description="The run directory.")
 
@@ -182,8 +182,8 @@ class DraftRecipe(Section):
     gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
     merge: bool | MergeConfig | None = Field(
         default=None,
-        description="Write merged/: true, a section that says how, false, or null for wherever the method has a "
-        "linear fold.",
+        description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
+        "and says how.",
     )
     output_dir: str = Field(description="The run directory.")
 
@@ -248,7 +248,9 @@ class TableRecipe(Section):
         default={},
         description="Task to the task of this table whose result, same row and seed, it starts from.",
     )
-    merge: bool = Field(default=False, description="Write merged/ in every cell whose method has a linear fold.")
+    merge: bool | MergeConfig = Field(
+        default=False, description="Write merged/ in every cell whose method has a linear fold; a section says how."
+    )
     output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
 
 
