@@ -161,7 +161,7 @@ def test_losses_are_not_multiplied_and_the_smallest_is_best() -> None:
         {"text/plain": "plain", "glue/mrpc": "MRPC"},
         [*runs, run("glue/mrpc", "a", 0, 0.8, 0.8)],
     )
-    assert mixed.heading == "score, all but errors x 100 at the best epoch"
+    assert mixed.heading == "score at the best epoch, all but errors x 100"
     assert (str(mixed.entries["glue/mrpc", "a"].best), mixed.average("a")) == ("80.0", None)
 
 

@@ -106,9 +106,10 @@ class Table:
     @property
     def heading(self) -> str:
         """What the overview's numbers are."""
-        scales = {scale(entry.metric) for entry in self.entries.values()} or {100.0}
-        what = {(100.0,): "score x 100", (1.0,): "score"}.get(tuple(scales), "score, all but errors x 100")
-        return f"{what} at the best epoch"
+        scales = {scale(entry.metric) for entry in self.entries.values()}
+        if len(scales) > 1:
+            return "score at the best epoch, all but errors x 100"
+        return "score at the best epoch" if scales == {1.0} else "score x 100 at the best epoch"
 
     def average(self, row: str) -> float | None:
         """Return the mean over tasks of a row's mean scores; None where a task is missing or there is but one."""
