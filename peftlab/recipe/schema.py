@@ -35,7 +35,7 @@ else:
 OWN_MODULES_LR = 1e-3  # of a draft whose own modules alone train: no method's row describes them
 
 
-def _with_lr(train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+def _with_lr(train: TrainConfig, info: ValidationInfo[object]) -> TrainConfig:
     """Return ``train`` with its method's learning rate where it states none, so that a valid recipe always has one."""
     if train.lr is not None or "method" not in info.data:  # the method was refused
         return train

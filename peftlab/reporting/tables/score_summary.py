@@ -57,6 +57,7 @@ class Entry:
         others: mean of every other metric at the best evaluation, by ``split.name``, as shown; losses left out.
         trainable: trainable parameters. seconds: mean training time.
         memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
+        lr: peak learning rate; None in results that do not say.
     """
 
     metric: str
@@ -68,6 +69,7 @@ class Entry:
     seconds: float
     memory: float
     gpu: float | None
+    lr: float | None
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ def _entry(runs: list[facts.Results]) -> Entry:
         statistics.fmean(numbers("train_seconds")),
         max(numbers("peak_rss_mb")),
         max(gpus, default=None),
+        facts.real(runs[0].get("lr")),
     )
 
 

@@ -119,7 +119,7 @@ def _grid(title: str) -> Grid:
 
 _OURS = ["metric", "seeds", "n", "best_mean", "best_std", "best_median", "last_mean", "last_std", "last_median"]
 _PUBLISHED = ["published", "published_std", "published_parameters"]
-_COSTS = ["trainable_parameters", "train_seconds", "peak_rss_mb", "peak_gpu_mb"]
+_COSTS = ["lr", "trainable_parameters", "train_seconds", "peak_rss_mb", "peak_gpu_mb"]
 
 
 def table_csv(table: Table) -> str:
@@ -151,6 +151,7 @@ def table_csv(table: Table) -> str:
                 "against_best": _against_best(table, task, row),
                 **_theirs(table.published.beside.get(row), task),
                 **{name: _rounded(value) for name, value in entry.others.items()},
+                "lr": entry.lr,
                 "trainable_parameters": entry.trainable,
                 "train_seconds": round(entry.seconds, 1),
                 "peak_rss_mb": entry.memory,
