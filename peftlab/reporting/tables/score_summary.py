@@ -129,10 +129,10 @@ class Table:
         scores = {row: entry.best.values for row, entry in found.items()}
         return rank(scores, lower_is_better=lower_is_better(metric))
 
-    def best(self, task: str) -> str | None:
-        """Return the row with the best mean on a task, None where there is nothing to compare it with."""
+    def best(self, task: str) -> tuple[str, ...]:
+        """Return the row with the best mean on a task, or several; none where there is nothing to compare it with."""
         ranking = self.ranking(task)
-        return None if ranking is None else ranking.best
+        return () if ranking is None else ranking.best
 
 
 def _average(scores: Sequence[float | None]) -> float | None:

@@ -56,7 +56,7 @@ def _overview(table: Table) -> Grid:
         for task in table.titles:
             entry = table.entries.get((task, row))
             text = "-" if entry is None else entry.best.text(entry.best.mean) if many else str(entry.best)
-            scores.append(text + _BEST if best[task] == row else text)
+            scores.append(text + _BEST if row in best[task] else text)
         add(_name(row), row_parameters(table, row), scores, table.average(row), "")
         if row in table.published.beside:
             add_published(table.published.beside[row], _PUBLISHED_BELOW)
@@ -87,7 +87,7 @@ def _details(table: Table, task: str) -> Grid:
         grid.add_row(
             _name(row),
             f"{len(entry.seeds)}/{table.seeds}",
-            str(entry.best) + (_BEST if ranking is not None and ranking.best == row else ""),
+            str(entry.best) + (_BEST if row in table.best(task) else ""),
             entry.best.text(entry.best.median),
             str(entry.last),
             short_count(entry.trainable),
@@ -168,7 +168,7 @@ def _against_best(table: Table, task: str, row: str) -> str:
     ranking = table.ranking(task)
     if ranking is None:
         return ""
-    groups = {"best": (ranking.best,), "within": ranking.within, "beyond": ranking.beyond}
+    groups = {"best": ranking.best, "within": ranking.within, "beyond": ranking.beyond}
     return next((name for name, rows in groups.items() if row in rows), "")
 
 
@@ -214,7 +214,7 @@ def table_latex(table: Table) -> str:
 
     for row in table.rows:
         entries = [table.entries.get((task, row)) for task in tasks]
-        bold = [table.best(task) == row for task in tasks]
+        bold = [row in table.best(task) for task in tasks]
         scores = [_latex("-" if e is None else str(e.best), best) for e, best in zip(entries, bold, strict=True)]
         lines.append(line(row, row_parameters(table, row).replace("-", "--"), scores, table.average(row)))
         if row in table.published.beside:
