@@ -62,7 +62,7 @@ METHODS: Rows[Method] = Rows(
         "bitfit": Method(
             config="peftlab.methods.bitfit.config:BitFitConfig",
             plan="peftlab.methods.bitfit.plan:plan",
-            default_lr=2e-3,
+            default_lr=3e-3,
         ),
         "full": Method(
             config="peftlab.methods.full.config:FullConfig",

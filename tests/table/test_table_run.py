@@ -67,6 +67,7 @@ def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: 
     cells = {name: read_json(directory / "cells" / name / "results.json") for name in after}
     with (directory / "table.csv").open() as file:
         (line,) = [row for row in csv.DictReader(file) if (row["task"], row["row"]) == ("glue/mrpc", "lora")]
+    assert line["lr"] == "0.05"
     scores = [cells[f"mrpc-lora-seed{seed}"]["score"] for seed in (0, 1)]
     assert (line["seeds"], line["n"]) == ("0 1", "2")
     assert float(line["best_mean"]) == pytest.approx(50 * sum(scores), abs=1e-3)

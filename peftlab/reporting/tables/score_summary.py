@@ -57,6 +57,7 @@ class Entry:
         others: mean of every other metric at the best evaluation, by ``split.name``, as shown; losses left out.
         trainable: trainable parameters. seconds: mean training time.
         memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
+        lr: peak learning rate; None in results that do not say.
     """
 
     metric: str
@@ -68,6 +69,7 @@ class Entry:
     seconds: float
     memory: float
     gpu: float | None
+    lr: float | None
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,10 @@ class Table:
         scores = {row: entry.best.values for row, entry in found.items()}
         return rank(scores, lower_is_better=lower_is_better(metric))
 
-    def best(self, task: str) -> str | None:
-        """Return the row with the best mean on a task, None where there is nothing to compare it with."""
+    def best(self, task: str) -> tuple[str, ...]:
+        """Return the row with the best mean on a task, or several; none where there is nothing to compare it with."""
         ranking = self.ranking(task)
-        return None if ranking is None else ranking.best
+        return () if ranking is None else ranking.best
 
 
 def _average(scores: Sequence[float | None]) -> float | None:
@@ -188,6 +190,7 @@ def _entry(runs: list[facts.Results]) -> Entry:
         statistics.fmean(numbers("train_seconds")),
         max(numbers("peak_rss_mb")),
         max(gpus, default=None),
+        facts.real(runs[0].get("lr")),
     )
 
 

@@ -14,12 +14,12 @@ class Ranking:
     """The rows of one task against the best of them.
 
     Attributes:
-        best: the row with the best mean over seeds on the validation set.
+        best: the row with the best mean over seeds on the validation set; several where their means are equal.
         within: rows whose distance to it is within the seeds' spread; beyond: rows whose distance exceeds it.
         untold: rows that cannot be compared: they, or the best one, have a single seed, or a score is not finite.
     """
 
-    best: str
+    best: tuple[str, ...]
     within: tuple[str, ...]
     beyond: tuple[str, ...]
     untold: tuple[str, ...]
@@ -32,7 +32,7 @@ class Ranking:
             "too few seeds to say": self.untold,
         }
         parts = [f"{text}: {', '.join(rows)}" for text, rows in groups.items() if rows]
-        return "; ".join([f"{self.best} is best", *parts]) + "."
+        return "; ".join([f"{', '.join(self.best)} {'is' if len(self.best) == 1 else 'are'} best", *parts]) + "."
 
 
 def rank(scores: Mapping[str, Sequence[float]], *, lower_is_better: bool) -> Ranking | None:
@@ -41,11 +41,12 @@ def rank(scores: Mapping[str, Sequence[float]], *, lower_is_better: bool) -> Ran
     finite = [row for row, mean in means.items() if math.isfinite(mean)]
     if len(scores) < 2 or not finite:
         return None
-    best = (min if lower_is_better else max)(finite, key=lambda row: means[row])
+    value = (min if lower_is_better else max)(means[row] for row in finite)
+    best = tuple(row for row in finite if means[row] == value)
     others: dict[bool | None, list[str]] = {False: [], True: [], None: []}
     for row in scores:
-        if row != best:
-            others[exceeds_spread(scores[best], scores[row])].append(row)
+        if row not in best:
+            others[exceeds_spread(scores[best[0]], scores[row])].append(row)
     return Ranking(best, tuple(others[False]), tuple(others[True]), tuple(others[None]))
 
 

@@ -28,7 +28,7 @@ def table_page(table: Table, failed: Sequence[str] = ()) -> str:
         {
             "name": row,
             "cells": [
-                {"text": _text(table.entries.get((task, row))), "best": best[task] == row} for task in table.titles
+                {"text": _text(table.entries.get((task, row))), "best": row in best[task]} for task in table.titles
             ],
             "average": _one(table.average(row)),
             "parameters": row_parameters(table, row),

@@ -56,7 +56,7 @@ def _overview(table: Table) -> Grid:
         for task in table.titles:
             entry = table.entries.get((task, row))
             text = "-" if entry is None else entry.best.text(entry.best.mean) if many else str(entry.best)
-            scores.append(text + _BEST if best[task] == row else text)
+            scores.append(text + _BEST if row in best[task] else text)
         add(_name(row), row_parameters(table, row), scores, table.average(row), "")
         if row in table.published.beside:
             add_published(table.published.beside[row], _PUBLISHED_BELOW)
@@ -87,7 +87,7 @@ def _details(table: Table, task: str) -> Grid:
         grid.add_row(
             _name(row),
             f"{len(entry.seeds)}/{table.seeds}",
-            str(entry.best) + (_BEST if ranking is not None and ranking.best == row else ""),
+            str(entry.best) + (_BEST if row in table.best(task) else ""),
             entry.best.text(entry.best.median),
             str(entry.last),
             short_count(entry.trainable),
@@ -119,7 +119,7 @@ def _grid(title: str) -> Grid:
 
 _OURS = ["metric", "seeds", "n", "best_mean", "best_std", "best_median", "last_mean", "last_std", "last_median"]
 _PUBLISHED = ["published", "published_std", "published_parameters"]
-_COSTS = ["trainable_parameters", "train_seconds", "peak_rss_mb", "peak_gpu_mb"]
+_COSTS = ["lr", "trainable_parameters", "train_seconds", "peak_rss_mb", "peak_gpu_mb"]
 
 
 def table_csv(table: Table) -> str:
@@ -151,6 +151,7 @@ def table_csv(table: Table) -> str:
                 "against_best": _against_best(table, task, row),
                 **_theirs(table.published.beside.get(row), task),
                 **{name: _rounded(value) for name, value in entry.others.items()},
+                "lr": entry.lr,
                 "trainable_parameters": entry.trainable,
                 "train_seconds": round(entry.seconds, 1),
                 "peak_rss_mb": entry.memory,
@@ -167,7 +168,7 @@ def _against_best(table: Table, task: str, row: str) -> str:
     ranking = table.ranking(task)
     if ranking is None:
         return ""
-    groups = {"best": (ranking.best,), "within": ranking.within, "beyond": ranking.beyond}
+    groups = {"best": ranking.best, "within": ranking.within, "beyond": ranking.beyond}
     return next((name for name, rows in groups.items() if row in rows), "")
 
 
@@ -213,7 +214,7 @@ def table_latex(table: Table) -> str:
 
     for row in table.rows:
         entries = [table.entries.get((task, row)) for task in tasks]
-        bold = [table.best(task) == row for task in tasks]
+        bold = [row in table.best(task) for task in tasks]
         scores = [_latex("-" if e is None else str(e.best), best) for e, best in zip(entries, bold, strict=True)]
         lines.append(line(row, row_parameters(table, row).replace("-", "--"), scores, table.average(row)))
         if row in table.published.beside:
