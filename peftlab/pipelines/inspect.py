@@ -26,6 +26,7 @@ from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
 from peftlab.reporting.console import Inspection
+from peftlab.untyped import KnownModel
 
 
 def inspect_model(
@@ -77,8 +78,8 @@ def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
     injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
     patterns = Counter(_pattern(module) for module in injection.replaced)
     in_place = Counter(_pattern(parameter) for parameter in injection.originals)
-    maps = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, *conv1d()))]
-    linear = {name: model.get_parameter(f"{name}.weight").numel() for name in maps}
+    maps: dict[str, KnownModel] = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, *conv1d()))}
+    linear = {name: module.weight.numel() for name, module in maps.items()}
     covered = sum(size for n, size in linear.items() if n in set(injection.replaced))
     trainable, total = count_parameters(model)
     return Inspection(
