@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
 from peftlab.errors import PeftlabError, about
@@ -12,6 +13,9 @@ from peftlab.methods.table import METHODS
 from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import load_base
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_model(

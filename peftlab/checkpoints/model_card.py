@@ -7,10 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # What YAML 1.1 readers (the hub's Python client) and 1.2 readers alike read as a string without quotes.
@@ -30,20 +26,20 @@ class Training:
     name: str
     summary: str
     parts: Sequence[str]
-    data: ModelCardData
+    data: Mapping[str, object]
 
 
 def model_card(
-    data: ModelCardData, name: str, parts: Sequence[str], *, recipe: str | None, license_: str | None
+    data: Mapping[str, object], name: str, parts: Sequence[str], *, recipe: str | None, license_: str | None
 ) -> str:
     """Return a model card: metadata, title, ``parts``, recipe, and what the base model's licence means for the result.
 
     Args:
-        data: the front matter; its ``eval_results`` become the ``model-index``.
+        data: the front matter; nulls are left out.
         name: the model's name or directory. parts: Markdown blocks.
         recipe: the resolved recipe's YAML. license_: of the base model, as its own card calls it.
     """
-    blocks = [f"---\n{front_matter(data.to_dict())}---", f"# {prose(name)}", *parts]
+    blocks = [f"---\n{front_matter(data)}---", f"# {prose(name)}", *parts]
     if recipe:
         blocks.append(f"## Recipe\n\n{fence(recipe, 'yaml')}")
     if license_:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Adapted
 from peftlab.methods.targets import inside, match
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def task_head(model: nn.Module) -> list[str]:
@@ -69,6 +71,8 @@ def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def _pretrained(model: nn.Module, names: list[str]) -> set[str]:
     """Return those of the parameters ``names`` that belong to the pretrained base model."""
+    from transformers import PreTrainedModel
+
     kind, base = type(model), _base_class(model)
     if (kind is base or kind.__module__.startswith("transformers.")) and not re.search("For[A-Z]", kind.__name__):
         return set(names)
@@ -88,6 +92,8 @@ def _pretrained(model: nn.Module, names: list[str]) -> set[str]:
 
 
 def _base_class(model: nn.Module) -> type[PreTrainedModel] | None:
+    from transformers import MODEL_MAPPING
+
     kind: type = type(getattr(model, "config", None))
     found = MODEL_MAPPING.get(kind, None)  # a tuple where a configuration has several
     return found[0] if isinstance(found, tuple) else found
@@ -95,6 +101,8 @@ def _base_class(model: nn.Module) -> type[PreTrainedModel] | None:
 
 def _parameters_of(base: type[PreTrainedModel], model: nn.Module) -> set[str]:
     """Return the names of all parameters of the model's base class; none where it cannot be made."""
+    from transformers.initialization import no_init_weights
+
     try:
         with torch.device("meta"), no_init_weights():
             plain = base(copy.deepcopy(getattr(model, "config")))  # noqa: B009

@@ -11,15 +11,18 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 from peftlab.untyped import Function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_LAYERS, _MOST_LABELS, _MOST_TENSORS = 1_000, 100_000, 200_000
 _ID_RANGE = 10  # ids may leave gaps

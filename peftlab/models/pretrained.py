@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.quantizers.base import get_keys_to_not_convert
 
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
@@ -28,7 +25,7 @@ from peftlab.references import locate, similar_path
 from peftlab.untyped import Attributes, Function, Unwrapped
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 _CONFIG = "config.json"
@@ -79,6 +76,8 @@ def storage(base: BaseConfig, precision: str) -> Attributes:
 def _load_weights(
     reference: str, auto_class: str, *, revision: str | None, **options: object
 ) -> tuple[PreTrainedModel, list[str]]:
+    import transformers
+
     loader = getattr(transformers, auto_class).from_pretrained
     model, info = _load(reference, loader, _CONFIG, output_loading_info=True, revision=revision, **options)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
@@ -115,6 +114,8 @@ def _load_quantised(
 
 
 def _kept(model: PreTrainedModel) -> list[str]:
+    from transformers.quantizers.base import get_keys_to_not_convert
+
     return [*get_keys_to_not_convert(model), *task_head(model)]
 
 
@@ -127,12 +128,14 @@ def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> Bits
         raise PeftlabError(
             f"base.dtype: {base.dtype} needs bitsandbytes, which is not installed; pip install 'peftlab[quantised]'"
         )
+    from transformers import BitsAndBytesConfig
+
     # They advise installing kernels for a product that is not used here, and repeat at each product what int8 means.
     for name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if base.dtype == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
-    return transformers.BitsAndBytesConfig(
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=base.double_quant,
@@ -155,17 +158,21 @@ def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def load_config(reference: str, *, revision: str | None = None, **options: object) -> transformers.PretrainedConfig:
+def load_config(reference: str, *, revision: str | None = None, **options: object) -> PretrainedConfig:
     """Load the configuration of a model, finetuned or not (``models.finetuned``); errors as in ``load_base``."""
+    from transformers import AutoConfig
+
     parts = find_model(reference, revision=revision)
-    return _load(parts.base, transformers.AutoConfig.from_pretrained, _CONFIG, revision=parts.revision, **options)
+    return _load(parts.base, AutoConfig.from_pretrained, _CONFIG, revision=parts.revision, **options)
 
 
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, finetuned or not (``models.finetuned``); errors as in ``load_base``."""
+    from transformers import AutoTokenizer
+
     parts = find_model(reference, revision=revision)
     needs = _CONFIG if parts.tokenizer == parts.base else "tokenizer_config.json"  # an adapter has no config
-    loader = transformers.AutoTokenizer.from_pretrained
+    loader = AutoTokenizer.from_pretrained
     tokenizer = _load(parts.tokenizer, loader, needs, revision=parts.revision, **options)
     check_ids(tokenizer, reference)
     return tokenizer

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from peftlab.untyped import Attributes, Function, Unwrapped
+from peftlab.models.conv1d import conv1d
+from peftlab.untyped import Attributes, Function, KnownModel, Unwrapped
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -97,7 +96,9 @@ def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer: Unwrapped = AutoHfQuantizer.from_config(how, pre_quantized=False)
-    plain = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)}
+    plain: dict[str, KnownModel] = {
+        name: m for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, conv1d())
+    }
     quantizer.preprocess_model(model=model, device_map={"": model.device})
     for name, linear in plain.items():
         new = model.get_submodule(name)
@@ -105,7 +106,8 @@ def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
             continue
         options: Attributes = {key: value for key, value in vars(new.weight).items() if key not in ("CB", "SCB")}
         make: Function[Unwrapped] = Params4bit if isinstance(new, Linear4bit) else Int8Params
-        values = linear.weight.data.t() if isinstance(linear, Conv1D) else linear.weight.data
+        stored: Tensor = linear.weight.data
+        values = stored if type(linear) is nn.Linear else stored.t()
         new._parameters["weight"] = make(values, **{**options, "requires_grad": False}).to(model.device)
         if linear.bias is not None:
             new._parameters["bias"] = linear.bias

@@ -9,24 +9,19 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    rename_source_key,
-)
-from transformers.initialization import no_init_weights
 
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.models.bounds import Bounded
 from peftlab.untyped import Converter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 
 def empty_model(
@@ -40,6 +35,10 @@ def empty_model(
     Raises:
         PeftlabError: no such class, or its model cannot be made of the configuration.
     """
+    import transformers
+    from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
+
     cls = getattr(transformers, name, None)
     auto = name.startswith("AutoModel")
     if cls is not None and not auto and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -102,6 +101,9 @@ def places(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Place | Non
     keys = list(keys)
     if all(key in state for key in keys):
         return {key: Place(key, key) for key in keys}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

@@ -5,22 +5,28 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from peftlab.errors import PeftlabError
+from peftlab.files import read_object
 from peftlab.methods.architectures import QUERY_VALUE
+from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import has_suffix, model_type
 from peftlab.methods.task_head import task_head
+from peftlab.models.bounds import Bounded, check_directory
+from peftlab.models.conv1d import conv1d
 from peftlab.models.finetuned import find_model
+from peftlab.models.plain import NoValues, plain_model
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
 from peftlab.reporting.console import Inspection
+from peftlab.untyped import KnownModel
 
 
 def inspect_model(
@@ -37,16 +43,43 @@ def inspect_model(
         PeftlabError: as loading the configuration and injecting do.
     """
     settings = make_config(method, **(fields or {}))
-    config, place = load_config(reference), locate(find_model(reference).base)
+    place = locate(find_model(reference).base)
+    plain = _plain(place) if isinstance(place, Path) and auto_class in (None, "AutoModelForCausalLM") else None
+    if plain is not None:
+        with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
+            return _counted(plain, settings)
+    return _counted(_empty(reference, place, auto_class), settings)
+
+
+def _plain(place: Path) -> nn.Module | None:
+    """Return the empty model of a directory whose configuration alone describes it."""
+    try:
+        config = read_object(place / "config.json")
+        check_directory(place)
+        with Bounded(place):
+            return plain_model(config)
+    except (PeftlabError, OSError):
+        return None  # loading it says what is wrong
+
+
+def _empty(reference: str, place: Path | str, auto_class: str | None) -> nn.Module:
+    import transformers
+
+    config = load_config(reference)
     name = auto_class or (config.architectures or ["AutoModel"])[0]
     known = auto_class or hasattr(transformers, name)
-    model = empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
+    return empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)
+
+
+def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
     head = task_head(model)
-    inject(model, settings)
+    with NoValues():
+        inject(model, settings)
     injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
     patterns = Counter(_pattern(module) for module in injection.replaced)
     in_place = Counter(_pattern(parameter) for parameter in injection.originals)
-    linear = {n: m.weight.numel() for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    maps: dict[str, KnownModel] = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, *conv1d()))}
+    linear = {name: module.weight.numel() for name, module in maps.items()}
     covered = sum(size for n, size in linear.items() if n in set(injection.replaced))
     trainable, total = count_parameters(model)
     return Inspection(
@@ -59,7 +92,7 @@ def inspect_model(
         trainable_tensors=len(trainable_parameters(model)),
         total=total,
         linear_covered=covered / max(1, sum(linear.values())),
-        folds=METHODS[method].folds,
+        folds=METHODS[settings.name].folds,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,13 +16,11 @@ from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import MergeCheck, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import read_text
-from peftlab.models.pretrained import load_tokenizer
-from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, sample_inputs
-from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import FinetuneRecipe
+
+if TYPE_CHECKING:
+    from peftlab.checkpoints.merge.verify import MergeCheck
 
 # The inputs of the comparison where no recipe names data.
 SAMPLES = (
@@ -84,6 +83,8 @@ def run_merge(
     report = merge_checkpoint(adapter, base, out, options)
     if not (verify if verify is not None else recipe is not None and _comparable(report, options)):
         return Merged(report, None)
+    from peftlab.checkpoints.merge.verify import verify_merge
+
     check = verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
     return Merged(report, check)
 
@@ -111,6 +112,11 @@ def _recipe_near(adapter: Path) -> Path | None:
 
 
 def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
+    from peftlab.models.pretrained import load_tokenizer
+    from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, sample_inputs
+    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.schema import FinetuneRecipe
+
     if recipe is not None:
         loaded = load_recipe(recipe)
         if isinstance(loaded, FinetuneRecipe):

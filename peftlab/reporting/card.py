@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,12 +81,12 @@ def adapter_card(info: CardInfo) -> str:
         f"model = {load}(model, {json.dumps(info.name)})",
     ]
     trained = training(info)
-    data = copy(trained.data)
-    data["base_model"], data["base_model_relation"], data["library_name"] = (
-        hub_id(info.base_model),
-        "adapter",
-        library,
-    )
+    data = {
+        "base_model": hub_id(info.base_model),
+        "base_model_relation": "adapter",
+        "library_name": library,
+        **trained.data,
+    }
     parts = [
         f"A {info.method} adapter of {code(info.base_model)}, {trained.summary} with peftlab.",
         *trained.parts,
@@ -115,7 +114,7 @@ def training(info: CardInfo) -> Training:
         table(("run", ""), facts.facts(info.results).items()),
         *([_classes(counts)] if (counts := class_counts(info.results)) else []),
     ]
-    return Training(info.name, f"finetuned on {code(task)}", parts, data)
+    return Training(info.name, f"finetuned on {code(task)}", parts, data.to_dict())
 
 
 def _classes(classes: Counts) -> str:

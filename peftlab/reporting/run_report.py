@@ -7,7 +7,6 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_object, read_text, write_json, write_text
 from peftlab.reporting.html import run_page
-from peftlab.reporting.peft_results import peft_results
 
 FORMS = ("html", "json", "peft")
 
@@ -30,8 +29,12 @@ def report_run(run_dir: str | Path, out: str | Path, form: str = "html") -> Path
         raise PeftlabError(f"{directory}: no finished run here (there is no results.json)")
     if form == "html":
         write_text(out, run_page(directory))
+    elif form == "json":
+        write_json(out, _everything(directory))
     else:
-        write_json(out, _everything(directory) if form == "json" else peft_results(directory))
+        from peftlab.reporting.peft_results import peft_results
+
+        write_json(out, peft_results(directory))
     return out
 
 

@@ -1,4 +1,4 @@
-"""What needs no model starts without torch and transformers."""
+"""What a command imports: without a model neither torch nor transformers, with a plain decoder torch alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from peftlab.checkpoints.adapter import save_adapter
+from peftlab.methods.injection import inject_lora
 from tests.distribution import write_distribution
 from tests.reporting.run_directory import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "datasets", "numpy", "scipy", "sklearn", "accelerate", "huggingface_hub")
+HEAVY = (
+    "torch", "torch._dynamo", "torch.distributed.tensor", "transformers", "datasets", "numpy", "scipy", "sklearn", "pandas",
+    "sympy", "accelerate", "torchao", "huggingface_hub", "matplotlib",
+)  # fmt: skip
 UNIX_MODULES = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "readline", "syslog")
 UNIX_NAMES = (
     "O_NONBLOCK", "O_DIRECTORY", "fork", "setpgid", "killpg", "getuid", "pread", "preadv", "pwrite", "fdatasync",
@@ -31,14 +38,19 @@ COMMANDS = {
 }
 
 
-def _imported(code: str, *arguments: str, path: Path = ROOT) -> set[str]:
-    """Run ``code`` in a process of its own and return which of ``HEAVY`` it has imported."""
-    code += f"\nimport sys\nprint('imported:', *(name for name in {HEAVY} if name in sys.modules))"
+def _modules(code: str, *arguments: str, path: Path = ROOT) -> set[str]:
+    """Run ``code`` in a process of its own and return the modules it has imported."""
+    code += "\nimport sys\nprint('imported:', *sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, dict.fromkeys([path, ROOT])))}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, check=True
     )
     return set(done.stdout.splitlines()[-1].removeprefix("imported:").split())
+
+
+def _imported(code: str, *arguments: str, path: Path = ROOT) -> set[str]:
+    """Run ``code`` in a process of its own and return which of ``HEAVY`` it has imported."""
+    return _modules(code, *arguments, path=path) & set(HEAVY)
 
 
 _COMMAND = "from peftlab.cli.app import main\ntry: main()\nexcept SystemExit: pass"
@@ -47,6 +59,50 @@ _COMMAND = "from peftlab.cli.app import main\ntry: main()\nexcept SystemExit: pa
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_without_a_model_imports_none_of_the_heavy_packages(command: str) -> None:
     assert _imported(_COMMAND, *COMMANDS[command]) == set()
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny Llama, ``base``, a plain adapter of it, and a finished run."""
+    place = tmp_path_factory.mktemp("decoder")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40))
+    model.save_pretrained(place / "base")
+    save_adapter(inject_lora(model, r=2), place / "adapter", base=str(place / "base"))
+    write_run(place / "run")
+    return place
+
+
+# The heavy packages that a command imports, and how many modules beyond those of Python, or of torch where it imports
+# that. A number that grows is a command that starts later; one that shrinks by a fifth has to be written down here, so
+# that it does not grow again.
+COUNTS = {
+    "--help": ("", 160),
+    "recipes": ("", 320),
+    "validate glue/cola-lora": ("", 360),
+    "report run -o report.html": ("matplotlib numpy", 640),
+    "inspect base": ("torch numpy", 300),
+    "merge adapter -o merged": ("torch numpy", 300),
+    "unmerge merged -o again": ("torch numpy", 250),
+}
+
+
+def test_a_command_imports_no_more_modules_than_it_did(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order, in one directory: what is merged is unmerged."""
+    monkeypatch.chdir(decoder)
+    start = {name: _modules(f"import {name}" if name else "") for name in ("", "torch")}
+    found = {}
+    for command, (heavy, _) in COUNTS.items():
+        modules = _modules(_COMMAND, *command.split())
+        names = " ".join(name for name in HEAVY if name in modules)
+        found[command] = (names, len(modules - start["torch" if "torch" in heavy else ""]))
+    assert (decoder / "again" / "config.json").exists() and (decoder / "report.html").exists()
+    assert {command: names for command, (names, _) in found.items()} == {
+        command: " ".join(name for name in HEAVY if name in heavy.split()) for command, (heavy, _) in COUNTS.items()
+    }
+    counts = {command: (count, COUNTS[command][1]) for command, (_, count) in found.items()}
+    assert not {command: both for command, both in counts.items() if not 0.8 * both[1] <= both[0] <= both[1]}
 
 
 def test_validating_takes_half_the_processor_time_of_importing_torch_at_most() -> None:

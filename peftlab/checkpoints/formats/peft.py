@@ -6,8 +6,6 @@ import re
 from typing import TypeGuard
 
 from torch import Tensor, nn
-from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
-from transformers.pytorch_utils import Conv1D
 
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
@@ -16,6 +14,7 @@ from peftlab.methods.lora.layers import LoraAttention, LowRank
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.targets import has_suffix, inside, model_type
 from peftlab.methods.task_head import trained_whole
+from peftlab.models.conv1d import conv1d
 
 PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+)_(lora_A|lora_B)")
@@ -75,7 +74,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
     twins = _whole_twins(model)
     whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
-    conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in injection.replaced)
+    transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
     raw: dict[str, object] = {
         "peft_type": "LORA",
@@ -86,7 +85,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         "lora_alpha": config.lora_alpha,
         "lora_dropout": 0.0 if matrices else config.lora_dropout,
         "bias": config.bias,
-        "fan_in_fan_out": conv1d,
+        "fan_in_fan_out": transposed,
         "target_modules": short_names(model, [name for name in leaves if name not in matrices]),
         "modules_to_save": whole or None,
     }
@@ -146,6 +145,8 @@ def _classifier_trains(model: nn.Module, whole: list[str]) -> bool:
 
 def _treated_as_experts(model: nn.Module) -> tuple[str, ...]:
     """Return the last names of modules that peft treats as expert weights in this model."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
     kind = model_type(model)
     return _TREATED_AS_EXPERTS.get("mixtral" if kind == "mixtral" else _MODEL_TO_CONVERSION_PATTERN.get(kind, ""), ())
 

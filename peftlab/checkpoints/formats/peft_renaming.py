@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.models.skeleton import places
@@ -20,15 +19,19 @@ def new_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Renaming is transformers' own for checkpoints: a module has the name that its weight gets, and a whole tensor its
     own. Names that the model has, or that no renaming leads to, are left out.
     """
-    if not isinstance(model, PreTrainedModel):
-        return {}
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
     weights = {}
     for name in names:
         module, _, last = name.rpartition(".")
         if module not in known and name not in known:
             weights[name] = f"{module}.weight" if last in ADDED else name
-    found = places(model, dict.fromkeys(weights.values())) if weights else {}
+    if not weights:
+        return {}
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    found = places(model, dict.fromkeys(weights.values()))
     renamed = {}
     for name, weight in weights.items():
         place, last = found[weight], name.rpartition(".")[2]

@@ -12,9 +12,11 @@ from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.errors import PeftlabError
-from peftlab.files import real
+from peftlab.files import read_object, real
 from peftlab.hub import snapshot
+from peftlab.models.bounds import check_directory
 from peftlab.models.finetuned import find_model, plain_directory
+from peftlab.models.plain import decoder
 from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.outputs import contains, scratch_directory
 from peftlab.references import locate
@@ -45,7 +47,8 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     else:
         if not place.is_dir():
             raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
-        method = quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
+        plain = _is_plain(place)
+        method = "" if plain else quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
         if not method:
             yield place, []
             return
@@ -58,6 +61,17 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     with scratch_directory(real(out), "base") as directory:
         _save_plain(reference, adapter, directory, options.trust_remote_code)
         yield directory, [f"{quantised}: it was dequantised to float32 first, and the update was added to that"]
+
+
+def _is_plain(place: Path) -> bool:
+    """Whether a model's ``config.json`` says by itself that its weights are plain: that of a known decoder."""
+    try:
+        known = decoder(read_object(place / "config.json"))
+    except PeftlabError:
+        return False  # loading it says what is wrong
+    if known:
+        check_directory(place)
+    return bool(known)
 
 
 def base_directory(reference: str, what: str = "base model") -> Path:

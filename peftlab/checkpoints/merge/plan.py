@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import Adapter, in_model
 from peftlab.checkpoints.fitting import fill, fitted
@@ -18,6 +18,7 @@ from peftlab.checkpoints.formats.peft_settling import divided
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
 from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.plain_task import plain_task_model
 from peftlab.checkpoints.merge.task_model import task_model
 from peftlab.checkpoints.quantised.fp8 import FP8, compressible
 from peftlab.checkpoints.quantised.training_weights import TrainingWeights
@@ -27,7 +28,11 @@ from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.base_format import BaseFormat
+from peftlab.models.plain import NoValues
 from peftlab.models.skeleton import Place, places, tied_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
 
@@ -101,15 +106,31 @@ def plan_merge(
         directory: of the base. source: the adapter's path, for messages.
         dequantised: ``directory`` already contains the values that a quantised base computes with.
     """
-    shards, fp8 = open_shards(directory), options.dtype == FP8
-    stored = None if fp8 else options.dtype
+    shards = open_shards(directory)
+    plain = plain_task_model(adapter, directory, shards, options)
+    if plain is not None:
+        with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
+            return _planned(plain, adapter, shards, options, source, dequantised)
     model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
+    return _planned(model, adapter, shards, options, source, dequantised)
+
+
+def _planned(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    shards: list[Shard],
+    options: MergeOptions,
+    source: str,
+    dequantised: bool,
+) -> MergePlan:
+    fp8 = options.dtype == FP8
+    stored = None if fp8 else options.dtype
     weights, plain = _compressible(model) if fp8 else (set(), None)
     adapter = in_model(model, adapter)
     tied = tied_names(model)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
-    with no_init_weights():  # tensors on the meta device have no values to initialise
+    with NoValues():
         inject(model, adapter.config)
     given, shared = _whole_tensors(model, adapter, known, source)
     replaced = {name: model.get_submodule(name) for name in injection_of(model).replaced}
@@ -125,7 +146,7 @@ def plan_merge(
         _restore_training(plan, found, options, source)
     _refuse_codes(plan, found)
     extra = _tie(plan, found, tied, shared)
-    _refuse_missing(plan, known, found, tied, extra, directory)
+    _refuse_missing(plan, known, found, tied, extra, shards[0].path.parent)
     for shard in shards:
         targets = [_target(plan, shard, key, found[key]) for key in shard.entries if key in found]
         if targets:

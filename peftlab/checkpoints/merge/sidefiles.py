@@ -6,17 +6,16 @@ import json
 import os
 import re
 import shutil
-from copy import copy
 from fnmatch import fnmatch
 from pathlib import Path
-
-from huggingface_hub import ModelCardData
 
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
 from peftlab.checkpoints.quantised.fp8 import quantization_config
+from peftlab.files import write_text
+from peftlab.models.plain import PlainModel
 
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
@@ -42,6 +41,12 @@ def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
 def write_model_config(plan: MergePlan, out: Path) -> None:
     """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied."""
     model = plan.model
+    if isinstance(model, PlainModel):
+        left_out = ("torch_dtype", "_name_or_path")  # the earlier name of dtype; where the base was
+        values = {key: value for key, value in vars(model.config).items() if key not in left_out}
+        values["dtype"] = plan.dtype
+        write_text(out / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+        return
     model.config.architectures = [type(model).__name__]
     model.config.dtype = plan.dtype
     if plan.plain is not None:
@@ -60,14 +65,13 @@ def merge_card(report: MergeReport, base: Path, out: Path, options: MergeOptions
         options: its ``training`` and ``recipe``.
     """
     licence, training = _base_licence(base), options.training
-    data = copy(training.data) if training else ModelCardData()
-    data["base_model"], data["base_model_relation"], data["library_name"] = (
-        hub_id(report.base),
-        "finetune",
-        "transformers",
-    )
-    for key in ("license", "license_name", "license_link"):
-        data[key] = licence.get(key)
+    data = {
+        "base_model": hub_id(report.base),
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        **licence,
+        **(training.data if training else {}),
+    }
     name = training.name if training else Path(report.out).name
     folded = sum(row.kind == "folded" for row in report.tensors)
     parts = [

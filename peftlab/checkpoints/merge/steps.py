@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import dot_natural_key
 
 from peftlab.checkpoints.formats.peft import tied_twins
 from peftlab.checkpoints.io.shards import Shard
@@ -176,6 +175,8 @@ class Steps:
             for target in group:
                 yield self._single(target, self.outputs[target.key])
             return
+        from transformers.core_model_loading import dot_natural_key
+
         group = sorted(group, key=lambda target: dot_natural_key(target.source))
         reads: list[tuple[Shard, str]] = []
         for target in group:

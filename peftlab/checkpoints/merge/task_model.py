@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.formats.peft_renaming import new_names
@@ -16,6 +16,9 @@ from peftlab.files import Json, member, reason
 from peftlab.models.bounds import check_sizes
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _ADDED = re.compile(r"\.base_layer|[._]lora_\w+$|\.token_rows$")
 

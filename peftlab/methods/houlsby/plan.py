@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.houlsby.config import HoulsbyConfig
@@ -16,6 +15,7 @@ from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
 from peftlab.methods.plan import Plan
 from peftlab.methods.sites import find, sites_of
 from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.models.conv1d import conv1d
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _width(model: nn.Module, name: str) -> int:
     leaf = model.get_submodule(name)
     if isinstance(leaf, nn.Linear):
         return leaf.out_features
-    if isinstance(leaf, Conv1D):
-        return leaf.nf
+    if isinstance(leaf, conv1d()):
+        return int(getattr(leaf, "nf"))  # noqa: B009
     config: PretrainedConfig = getattr(model, "config")  # noqa: B009
     return int(config.get_text_config().hidden_size)
 

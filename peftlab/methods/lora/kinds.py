@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.methods.leaf import recast
-from peftlab.methods.lora.layers import LEAVES, LowRank, own_forward
+from peftlab.methods.lora.layers import LowRank, leaves, own_forward
 from peftlab.methods.targets import inside
 from peftlab.models.quantised import is_quantised
 
@@ -41,23 +41,24 @@ def reason_against(model: nn.Module, name: str) -> str:
         return "attention uses its weights and never calls it; name the MultiheadAttention"
     if inside(name, _called_at_times(model)):
         return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
-    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in LEAVES)} outside the task head"
+    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
     return why_not(model.get_submodule(name)) or acts_on
 
 
 def leaf_kind(module: nn.Module) -> type[LowRank] | None:
-    """Return the leaf that adapts ``module``, or None: it is of no class in ``LEAVES``, or of a subclass that
+    """Return the leaf that adapts ``module``, or None: it is of no class in ``leaves()``, or of a subclass that
     computes something else with its weight (``why_not``)."""
-    kind = next((LEAVES[base] for base in type(module).__mro__ if base in LEAVES), None)
+    known = leaves()
+    kind = next((known[base] for base in type(module).__mro__ if base in known), None)
     return kind if kind is not None and not why_not(module) else None
 
 
 def why_not(module: nn.Module) -> str:
-    """Return why LoRA cannot act on an instance of a subclass of a class in ``LEAVES``; "" for any other module."""
+    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
         return "its queries, keys and values have different widths"
     own, weight = own_forward(type(module)), module._parameters.get("weight")
-    if type(module) in LEAVES or not isinstance(module, tuple(LEAVES)):
+    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
         return ""
     if weight is None:
         return "its weight is computed of other parameters"

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from peftlab.methods.leaf import (
     FOLDING,
@@ -30,6 +29,7 @@ from peftlab.methods.lora.function import Weight, frozen_linear, low_rank_linear
 from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
 from peftlab.methods.several.batch_rows import BatchRows
+from peftlab.models.conv1d import conv1d
 from peftlab.models.quantised import dequantised, is_quantised, weight_shape
 from peftlab.untyped import Function, Parameters
 
@@ -166,10 +166,12 @@ class LoraLinear(LowRank, nn.Linear):
         return low_rank_linear(x, weight, self.total_bias(), a, b, self.scale, p)
 
 
-class LoraConv1D(LowRank, Conv1D):  # type: ignore[misc]
-    """GPT-2's ``Conv1D``, a linear map that stores its weight as (in, out), with a low-rank addition."""
+class LoraConv1D(LowRank):
+    """GPT-2's ``Conv1D``, a linear map that stores its weight as (in, out), with a low-rank addition.
 
-    base_class = Conv1D
+    ``adapted_class`` adds the base, which transformers defines.
+    """
+
     transposed = True
     forward = LoraLinear.forward
 
@@ -295,15 +297,19 @@ def _effective(leaf: LowRank, weight: Tensor) -> Tensor:
     return torch.addmm(weight, b, a, alpha=leaf.scale)
 
 
-LEAVES: dict[type[nn.Module], type[LowRank]] = {
-    kind.base_class: kind
-    for kind in (LoraLinear, LoraConv1D, LoraEmbedding, LoraConv1d, LoraConv2d, LoraConv3d, LoraAttention)
+_TORCHS: dict[type[nn.Module], type[LowRank]] = {
+    kind.base_class: kind for kind in (LoraLinear, LoraEmbedding, LoraConv1d, LoraConv2d, LoraConv3d, LoraAttention)
 }
 
 
+def leaves() -> dict[type[nn.Module], type[LowRank]]:
+    """Return the classes of modules that LoRA acts on, each with the leaf that adapts it."""
+    return {**_TORCHS, **dict.fromkeys(conv1d(), LoraConv1D)}
+
+
 def own_forward(kind: type[nn.Module]) -> bool:
-    """Whether a subclass of a class in ``LEAVES`` has another forward than that."""
-    return not any(kind.forward is base.forward for base in LEAVES)
+    """Whether a subclass of a class in ``leaves()`` has another forward than that."""
+    return not any(kind.forward is base.forward for base in leaves())
 
 
 def spread(b: Tensor, rows: Tensor, sizes: tuple[int, ...], out: int) -> Tensor:

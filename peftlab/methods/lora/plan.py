@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
@@ -28,6 +27,7 @@ from peftlab.methods.targets import (
     match,
 )
 from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.models.conv1d import conv1d
 from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes
@@ -164,7 +164,7 @@ def _chosen(model: nn.Module, config: LoraConfig, body: list[str]) -> list[str]:
         whole = {name for name in names if name not in parts} if isinstance(chosen, str) else set()
         return [name for name in names if not (name in parts and name.rpartition(".")[0] in whole)]
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, Conv1D))]
+    linear = [n for n in body if isinstance(model.get_submodule(n), (nn.Linear, *conv1d()))]
     linear = [name for name in linear if model.get_submodule(name) is not outputs]
     names = default_targets(model, linear) if chosen is None else linear
     if not names:
@@ -254,7 +254,7 @@ def _check(leaf: nn.Module, name: str, rank: int, rows: list[Tensor] | None, con
         )
     if config.start and rows is not None:
         raise PeftlabError(f"init_lora_weights={config.init_lora_weights}: name {name} as a whole, not by its parts")
-    if config.start and not isinstance(leaf, (nn.Linear, Conv1D, nn.Embedding)):
+    if config.start and not isinstance(leaf, (nn.Linear, *conv1d(), nn.Embedding)):
         raise PeftlabError(
             f"init_lora_weights={config.init_lora_weights}: {name} is a {type(leaf).__name__}, not linear"
         )
@@ -301,7 +301,7 @@ def _adapt(leaf: nn.Module, *, rank: int, scale: float, rows: list[Tensor] | Non
         _fill_a(a, config, rank)
     for name, factor in zip(kind.names, (a, b), strict=True):
         new.register_parameter(name, nn.Parameter(factor))
-    new.start = config.start if isinstance(leaf, (nn.Linear, Conv1D)) else None
+    new.start = config.start if isinstance(leaf, (nn.Linear, *conv1d())) else None
     if new.start is not None:
         new.update_start()
         assert new.frozen_A is not None and new.frozen_B is not None
