@@ -9,6 +9,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, to_json
+from peftlab.methods.table import METHODS
 from peftlab.recipe.problems import validated
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.source import Keys, Place, Source
@@ -102,9 +103,17 @@ def _cell_source(
     if isinstance(train := cell.data["train"], dict):
         cell.data["train"] = {**train, "seed": seed}
     cell.data["output_dir"] = _directory(recipe, task, row, seed)
+    if "merge" not in line and not _folds(cell.data.get("method")):
+        cell.data["merge"] = False
     if task in recipe.init and "init_from" not in line:
         cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
     return cell
+
+
+def _folds(method: Json | None) -> bool:
+    """Return whether a row's method has a linear fold; a wrong name is another check's problem."""
+    name = method.get("name") if isinstance(method, dict) else None
+    return not isinstance(name, str) or name not in METHODS or METHODS[name].folds
 
 
 def _directory(recipe: TableRecipe, task: str, row: str, seed: int) -> str:

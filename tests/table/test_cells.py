@@ -74,6 +74,16 @@ def test_a_rows_own_keys_for_a_task_win_over_all_others() -> None:
     assert (found["cola-full-seed1"].recipe.model, cola.model) == ("a/b", "x/y")
 
 
+def test_what_has_no_fold_is_not_merged() -> None:
+    merged = {"into": "dequantised", "latency": True}
+    for override, expected in (("merge=true", True), ("merge={latency: true}", merged)):
+        found = cells("t.yaml", override, "rows.adapters={method: {name: houlsby}}")
+        values = {cell.row: cell.recipe.model_dump()["merge"] for cell in found.values()}
+        assert values == {"lora": expected, "full": expected, "adapters": False}
+    swept = cells("one.yaml", "merge={latency: true}", "sweep.method=[lora, houlsby]")
+    assert [cell.recipe.model_dump()["merge"] for cell in swept.values()] == [merged, False]
+
+
 def test_a_table_is_what_it_was_when_dumped_and_loaded() -> None:
     recipe = load_recipe("t.yaml")
     Path("again.yaml").write_text(dump_recipe(recipe))

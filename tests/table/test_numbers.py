@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from peftlab.files import to_json
 from peftlab.reporting.tables.published import published_rows
 from peftlab.reporting.tables.score_summary import Spread, Table, short_count, summarise
 from peftlab.reporting.tables.seed_spread import exceeds_spread, rank
@@ -72,6 +73,13 @@ def test_numbers_by_hand(table: Table) -> None:
     assert table.entries["glue/mrpc", "base-lora"].others == pytest.approx({"validation.f1": 90.0})
     assert table.average("base-lora") == pytest.approx((55 + 80) / 2)
     assert table.average("a_50%") is None, "an average of fewer tasks would not compare"
+
+
+def test_json_has_the_rankings(table: Table) -> None:
+    found = to_json(table.as_json())
+    assert found["rankings"]["glue/cola"] == {"best": ["base-lora"], "within": [], "beyond": [], "untold": ["a_50%"]}
+    assert found["entries"]["base-lora"]["glue/cola"]["seeds"] == [0, 1, 2]
+    assert found["published"]["beside"]["base-lora"]["deviations"]["glue/cola"] == 1.2
 
 
 def test_mnli_is_matched_and_the_other_split_is_beside_it() -> None:

@@ -90,9 +90,9 @@ class Table:
     published: Published = field(default_factory=Published)
 
     def as_json(self) -> dict[str, object]:
-        """Return the attributes, with the entries by row and then by task."""
+        """Return the attributes, with the entries by row and then by task, and each task's ranking."""
         rows = {r: {t: self.entries[t, r] for t in self.titles if (t, r) in self.entries} for r in self.rows}
-        return {**vars(self), "entries": rows}
+        return {**vars(self), "entries": rows, "rankings": {task: self.ranking(task) for task in self.titles}}
 
     @property
     def rows(self) -> list[str]:
@@ -113,10 +113,10 @@ class Table:
     @property
     def heading(self) -> str:
         """What the overview's numbers are."""
-        scales = frozenset(scale(entry.metric) for entry in self.entries.values()) or frozenset({100.0})
-        alike = {frozenset({100.0}): "score x 100", frozenset({1.0}): "score"}
-        what = alike.get(scales, "score, all but errors x 100")
-        return f"{what} at the best epoch"
+        scales = {scale(entry.metric) for entry in self.entries.values()}
+        if len(scales) > 1:
+            return "score at the best epoch, all but errors x 100"
+        return "score at the best epoch" if scales == {1.0} else "score x 100 at the best epoch"
 
     def average(self, row: str) -> float | None:
         """Return the mean over tasks of a row's mean scores; None where a task is missing or there is but one."""
