@@ -16,8 +16,6 @@ HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "ba
 _ELSEWHERE = frozenset(
     {"merge", "classes", "generate", "generate_before", "by_class", "confusion", "points", "hardest", "last_metrics"}
 )
-_LESS_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
-_NEITHER = frozenset({"chosen_reward", "rejected_reward", "ended", "contexts"})
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
 
 
@@ -147,11 +145,6 @@ def other_scores(results: Results) -> list[Score]:
 
 def _first_split(results: Results) -> str:
     return next((place.rpartition(".")[0] for place, _ in flatten(results.get("metrics") or {})), "")
-
-
-def better(metric: str) -> int:
-    """Return 1 for a metric of which more is better, -1 where less is, 0 where neither is."""
-    return -1 if metric in _LESS_IS_BETTER else 0 if metric in _NEITHER else 1
 
 
 def score_name(metric: str, split: str, results: Results) -> str:
