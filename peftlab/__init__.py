@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     from peftlab.pipelines.drafts.measure_draft import benchmark as benchmark
     from peftlab.pipelines.drafts.measure_draft import plan_draft as plan_draft
     from peftlab.pipelines.inspect import inspect_model as inspect_model
+    from peftlab.pipelines.merge import run_merge as run_merge
     from peftlab.pipelines.trained.evaluate import evaluate as evaluate
     from peftlab.pipelines.trained.predict import predict as predict
     from peftlab.pipelines.update import update_draft as update_draft
+    from peftlab.reporting.runs.run_report import report as report
 
 
 def _public() -> dict[str, str]:

@@ -201,18 +201,21 @@ def predict(
 @app.command()
 @verb()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.", metavar="RUN")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")],
     form: Annotated[
         str, typer.Option("--as", help="html, json, or peft: a run on GSM8K as in peft's method_comparison.")
     ] = "html",
 ) -> object:
-    """Write a run's report as one file."""
-    from peftlab.reporting.run_report import report_run
+    """Write a run's report, or the comparison of several, as one file."""
+    from peftlab.reporting.runs.comparison_views import comparison_tables
+    from peftlab.reporting.runs.run_report import report as write_report
 
-    done = report_run(run, out, form)
-    show(str(done))
-    return {"out": done}
+    done = write_report(runs, out, form)
+    if done.comparison is not None:
+        show(*comparison_tables(done.comparison), *done.comparison.notes)
+    show(f"report: {out}")
+    return done
 
 
 @app.command("inspect")

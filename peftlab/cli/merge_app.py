@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Base, LoraAlpha, Out, Overwrite
+from peftlab.cli.parameters import Base, Device, LoraAlpha, Out, Overwrite
 
 Adapters = Annotated[
     list[str],
@@ -59,6 +59,7 @@ def merge(
     lora_alpha: LoraAlpha = None,
     push_to_hub: PushToHub = None,
     overwrite: Overwrite = False,
+    device: Device = "auto",
 ) -> object:
     """Fold adapters into their base model: a plain checkpoint, streamed."""
     from peftlab.checkpoints.merge.options import MergeOptions
@@ -76,7 +77,7 @@ def merge(
         push_to_hub=push_to_hub,
         overwrite=overwrite,
     )
-    done = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify)
+    done = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify, device=device)
     show(merge_table(done.report), *done.report.notes, *(f"warning: {text}" for text in done.report.warnings))
     show(*(f"{name.replace('_', ' ')}: {value:.3g}" for name, value in to_json(done.check or {}).items()))
     show(f"merged: {out}")

@@ -18,6 +18,7 @@ from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.files import read_text
+from peftlab.hardware import resolve_device
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.verify import MergeCheck
@@ -54,27 +55,32 @@ class Merged:
 
 def run_merge(
     adapters: Sequence[str],
-    base: str | None,
-    out: Path,
-    options: MergeOptions,
-    combining: Combining,
+    base: str | None = None,
+    out: str | Path = "merged",
+    options: MergeOptions | None = None,
+    combining: Combining | None = None,
     *,
     verify: bool | None = None,
+    device: str = "auto",
 ) -> Merged:
-    """Merge adapters into ``base`` and compare.
+    """Merge adapters on disk into ``base`` and compare merged with unmerged.
 
     The inputs compared on are the run's own evaluation examples where a recipe is beside the adapter, else four
     sentences.
 
     Args:
-        adapters: one, or several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining`` says.
+        adapters: one (or a run), or several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining`` says.
+        base: reference of the base model; None: the one that the adapter names. out: directory to write.
+        options, combining: None for the defaults.
         verify: compare, for which three models are loaded; None: where a recipe is beside the adapter and the
             packages that the models need are installed.
+        device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
+    place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
     weighted = [_weighted(text) for text in adapters]
     adapter: Path | Adapter = Path(weighted[0][0])
     if len(weighted) > 1 or weighted[0][1] is not None:
-        read = [read_adapter(place) for place, _ in weighted]
+        read = [read_adapter(directory) for directory, _ in weighted]
         weights = [1.0 if weight is None else weight for _, weight in weighted]
         adapter = combine(read, weights, combining.method, rank=combining.rank, density=combining.density)
     recipe = None if isinstance(adapter, Adapter) else _recipe_near(adapter)
@@ -85,7 +91,8 @@ def run_merge(
         return Merged(report, None)
     from peftlab.checkpoints.merge.verify import verify_merge
 
-    check = verify_merge(adapter, report.base, out, _inputs(recipe, report.base), lora_alpha=options.lora_alpha)
+    inputs = _inputs(recipe, report.base)
+    check = verify_merge(adapter, report.base, out, inputs, lora_alpha=options.lora_alpha, device=place)
     return Merged(report, check)
 
 

@@ -155,8 +155,8 @@ def _results_table(info: CardInfo) -> str:
     rows = [
         headline,
         *(
-            (name, facts.number(score), "" if baseline is None else facts.number(baseline))
-            for name, score, baseline in facts.other_scores(info.results)
+            (score.name, facts.number(score.value), "" if score.baseline is None else facts.number(score.baseline))
+            for score in facts.other_scores(info.results)
         ),
     ]
     return table(("metric", "score", facts.baseline_name(info.metric)), rows)

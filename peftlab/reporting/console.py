@@ -70,9 +70,12 @@ def results_table(results: facts.Results) -> Table:
     if results.get("baseline_score") is not None:
         against = f"{facts.number(results['baseline_score'])} ({facts.gain(results)})"
         table.add_row(Text(facts.baseline_name(metric)), Text(against))
-    for name, score, baseline in facts.other_scores(results):
-        beside = "" if baseline is None else f" (baseline {facts.number(baseline)})"
-        table.add_row(Text(name), Text(facts.number(score) + beside))
+    headline = next((score for score in facts.scores(results) if score.name == facts.deciding_name(results)), None)
+    if headline is not None and headline.last not in (None, headline.value):
+        table.add_row(Text("at the last evaluation"), Text(facts.number(headline.last)))
+    for score in facts.other_scores(results):
+        beside = f" ({score.beside()})" if score.beside() else ""
+        table.add_row(Text(score.name), Text(facts.number(score.value) + beside))
     for name, text in facts.answer_scores(results).items():
         table.add_row(Text(f"answers: {name}"), Text(text))
     table.add_section()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.generated.table import HIGH, LOW
@@ -31,6 +32,13 @@ def number(value: object) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.2g}"
     return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def setting(value: object) -> str:
+    """Return a recipe's value as YAML has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def real(value: object) -> float | None:
@@ -77,6 +85,12 @@ def label(key: str) -> str:
     return key.replace("_", " ").replace(".", " / ")
 
 
+def title(key: str) -> str:
+    """Return a key as words that begin with a capital letter."""
+    words = label(key)
+    return words[:1].upper() + words[1:]
+
+
 def baseline_name(metric: str) -> str:
     """Return what the baseline of ``metric`` is called: the majority class, a constant for regression, the draft
     or language model before training."""
@@ -85,25 +99,52 @@ def baseline_name(metric: str) -> str:
     return "constant baseline" if metric in _CONSTANT_SCORED else "majority baseline"
 
 
-def scores(results: Results, key: str = "metrics") -> list[tuple[str, float, float | None]]:
-    """Return name, value and baseline of every number in ``metrics``; the baseline is of the first split alone."""
-    baselines, found = results.get("baseline_metrics"), list(flatten(results.get(key) or {}))
-    first = found[0][0].rpartition(".")[0] if found else ""
-    rows = []
-    for place, value in found:
+@dataclass(frozen=True)
+class Score:
+    """A metric of a split.
+
+    Attributes:
+        name: in words, with the split. metric: its key. value: at the best evaluation.
+        baseline: of the first split alone. last: at the last evaluation.
+    """
+
+    name: str
+    metric: str
+    value: float
+    baseline: float | None
+    last: float | None
+
+    def beside(self) -> str:
+        """Return baseline and last value as text; empty without one, or where the last is the best."""
+        known = {"baseline": self.baseline, "last": self.last if self.last != self.value else None}
+        return ", ".join(f"{name} {number(value)}" for name, value in known.items() if value is not None)
+
+
+def scores(results: Results) -> list[Score]:
+    """Return every number in ``metrics``."""
+    baselines, last = results.get("baseline_metrics"), dict(flatten(results.get("last_metrics") or {}))
+    first, rows = _first_split(results), []
+    for place, value in flatten(results.get("metrics") or {}):
         split, _, metric = place.rpartition(".")
         known = baselines.get(metric) if isinstance(baselines, Mapping) and split == first else None
         if (score := real(value)) is not None:
-            rows.append((score_name(metric, split, results), score, real(known)))
+            name = score_name(metric, split, results)
+            rows.append(Score(name, metric, score, real(known), real(last.get(place))))
     return rows
 
 
-def other_scores(results: Results) -> list[tuple[str, float, float | None]]:
-    """Return ``scores`` without the headline's: the deciding metric on the first split."""
-    places = [place.rpartition(".") for place, _ in flatten(results.get("metrics") or {})]
-    first = places[0][0] if places else ""
-    headline = score_name(str(results["metric"]), first, results)
-    return [row for row in scores(results) if row[0] != headline]
+def deciding_name(results: Results) -> str:
+    """Return the name of the headline's score: the deciding metric on the first split."""
+    return score_name(str(results["metric"]), _first_split(results), results)
+
+
+def other_scores(results: Results) -> list[Score]:
+    """Return ``scores`` without the headline's."""
+    return [score for score in scores(results) if score.name != deciding_name(results)]
+
+
+def _first_split(results: Results) -> str:
+    return next((place.rpartition(".")[0] for place, _ in flatten(results.get("metrics") or {})), "")
 
 
 def score_name(metric: str, split: str, results: Results) -> str:
@@ -170,16 +211,19 @@ def facts(results: Results) -> dict[str, str]:
         rows["padding"] = percent(share)
     if (memory := taken("peak_rss_mb")) is not None:
         rows["peak memory"] = f"{memory:,.0f} MB"
-    if "best_step" in rest:
-        rows["best step"] = number(rest.pop("best_step"))
+    if (whole := taken("total_seconds")) is not None:
+        rows["whole run"] = duration(whole)
+    if (step := taken("best_step")) is not None:
+        steps = taken("steps")
+        rows["best step"] = number(step) + ("" if steps is None else f" of {number(steps)}")
     if (rate := taken("lr")) is not None:
         rows["learning rate"] = f"{rate:g}"
+    if isinstance(cpu := rest.pop("cpu", None), Mapping):
+        threads = "1 thread" if cpu.get("threads") == 1 else f"{cpu.get('threads')} threads"
+        rows["CPU"] = f"{cpu.get('name')}, {threads} ({', '.join(cpu.get('features') or ())})"
     if "seed" in rest:
         rows["seed"] = str(rest.pop("seed"))
     left_out = rest.pop("left_out", None)
     if isinstance(left_out, Mapping):
         rows |= {f"left out ({reason})": f"{number(count)} rows" for reason, count in left_out.items() if count}
-    rows |= {label(key): number(value) for key, value in flatten(rest)}
-    if results.get("last_metrics") != results.get("metrics"):
-        rows |= {f"{name}, last": number(value) for name, value, _ in scores(results, "last_metrics")}
-    return rows
+    return rows | {label(key): number(value) for key, value in flatten(rest)}

@@ -20,6 +20,7 @@ from peftlab.reporting.classes import (
 )
 from peftlab.reporting.curves import History, read_history
 from peftlab.reporting.plots import Line, curve_svg, scatter_svg
+from peftlab.reporting.runs.usage import usage
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CLASSES = 500  # rows of the tables of classes
@@ -85,12 +86,13 @@ def page_context(run_dir: Path) -> dict[str, object]:
     if not recipe_file.is_file():
         raise PeftlabError(f"{recipe_file}: no such file")
     recipe = read_text(recipe_file)
+    values = YAML(typ="safe").load(recipe) or {}
     history = read_history(run_dir / "metrics.jsonl")
     metric = str(results["metric"])
     return {
         "task": results["task"],
         "method": results["method"],
-        "model": (YAML(typ="safe").load(recipe) or {}).get("model", "unknown model"),
+        "model": results.get("model") or values.get("model", "unknown model"),
         "metric": facts.label(metric),
         "score": facts.number(results["score"]),
         "gain": facts.gain(results),
@@ -101,8 +103,8 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "classes": class_rows(counts, _CLASSES) if (counts := class_counts(results)) else [],
         "facts": facts.facts(results),
         "scores": [
-            (name, facts.number(score), "" if baseline is None else facts.number(baseline))
-            for name, score, baseline in facts.scores(results)
+            (score.name, *("" if v is None else facts.number(v) for v in (score.value, score.last, score.baseline)))
+            for score in facts.scores(results)
         ],
         "by_class": score_rows(results, _CLASSES),
         "confusion": confusion(results, _CONFUSED),
@@ -110,6 +112,7 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "answers": facts.answer_scores(results),
         "merge": _rows(results.get("merge")),
         "recipe": recipe,
+        "usage": usage(values),
         "provenance": {key: str(value) for key, value in facts.flatten(provenance)},
     }
 
@@ -148,22 +151,37 @@ def _bars(results: facts.Results) -> list[dict[str, str | None]]:
 
 
 def _plots(history: History, metric: str, baseline: float | None) -> list[dict[str, object]]:
-    """Loss, metric and learning rate; a plot without a point is left out."""
-    losses = [Line("training loss", history.train["loss"])]
-    scores: list[Line] = []
+    """Loss, metrics and learning rate; a plot without a point is left out.
+
+    Metrics between -1 and 1 share a plot; any other would flatten them, and has its own.
+    """
+    losses, shares = [Line("training loss", history.train["loss"])], list[Line]()
+    alone: dict[str, list[Line]] = {}
     for (split, name), curve in history.evaluation.items():
-        line = Line(facts.label(f"{split} {name}".strip()), curve)
-        (losses if name == "loss" else scores).append(line)
+        line = Line(facts.label(f"{name} ({split})" if split else name), curve)
+        wide = any(abs(value) > 1 for value in curve.y)
+        (losses if name == "loss" else alone.setdefault(name, []) if wide else shares).append(line)
+    bounds = {name: (baseline if name == metric else None) for name in alone}
     return [
-        *_plot("loss", "Loss", losses),
-        *_plot("metric", "Evaluation", scores, baseline, facts.baseline_name(metric)),
-        *_plot("lr", "Learning rate", [Line("learning rate", history.train["lr"])]),
+        *plot("loss", "Loss", losses),
+        *plot("metric", "Evaluation", shares, None if metric in alone else baseline, facts.baseline_name(metric)),
+        *(
+            each
+            for name, lines in alone.items()
+            for each in plot(name, facts.title(name), lines, bounds[name], facts.baseline_name(metric))
+        ),
+        *plot("lr", "Learning rate", [Line("learning rate", history.train["lr"])]),
     ]
 
 
-def _plot(
+def plot(
     salt: str, title: str, lines: list[Line], baseline: float | None = None, baseline_name: str = ""
 ) -> list[dict[str, object]]:
+    """Return a plot as the templates take it, in a list; none where no line has a point.
+
+    Args:
+        salt: unique in the page. baseline: height of a dashed line, called ``baseline_name``.
+    """
     lines = [line for line in lines if line.curve.buckets]
     if not lines:
         return []

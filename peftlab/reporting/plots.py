@@ -37,7 +37,9 @@ _STYLE: dict[RcKeyType, str | float | bool] = {
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
 }
-_FEW = 60
+# One after the other, so that a curve on top of another one lets it be seen; the templates' legends repeat them.
+_DASHES: tuple[str | tuple[int, tuple[float, float]], ...] = ("solid", (0, (5, 2.5)), (0, (1.2, 1.6)))
+_FEW = 25  # points that are marked one by one
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
     the same bytes.
 
     Args:
-        lines: the curves; the n-th is drawn in the page's variable ``--series-n`` (they repeat after five).
+        lines: the curves; the n-th is drawn in the page's variable ``--series-n`` (they repeat after five),
+            solid, dashed and dotted in turn.
         salt: a word unique in the page; keeps the ids of several drawings apart.
         summary: what a screen reader says.
         baseline: height of a dashed reference line.
@@ -64,7 +67,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
 
     with _figure(salt, summary) as (axes, drawn):
         for i, line in enumerate(lines):
-            _draw(axes, line.curve, SERIES[i % len(SERIES)])
+            _draw(axes, line.curve, SERIES[i % len(SERIES)], _DASHES[i % len(_DASHES)])
         if baseline is not None:
             axes.axhline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.set_xlabel("step")
@@ -111,14 +114,14 @@ def _figure(salt: str, summary: str) -> Iterator[tuple[Axes, _Drawing]]:
     drawn.svg = _inline(buffer.getvalue(), summary)
 
 
-def _draw(axes: Axes, curve: Curve, colour: str) -> None:
+def _draw(axes: Axes, curve: Curve, colour: str, dashes: str | tuple[int, tuple[float, float]]) -> None:
     x, y = curve.x, curve.y
     if curve.per_bucket > 1:
         low = [bucket.low for bucket in curve.buckets]
         high = [bucket.high for bucket in curve.buckets]
         axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     marker = "o" if len(x) <= _FEW else ""
-    axes.plot(x, y, color=colour, linewidth=1.8, marker=marker, markersize=3)
+    axes.plot(x, y, color=colour, linewidth=1.8, linestyle=dashes, marker=marker, markersize=3)
 
 
 def _inline(svg: str, summary: str) -> str:

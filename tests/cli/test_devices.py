@@ -43,6 +43,7 @@ def test_auto_is_a_device_that_computes() -> None:
         ["run", "RECIPE"],
         ["eval", "nowhere"],
         ["predict", "nowhere", "ROWS"],
+        ["merge", "nowhere"],
         ["generate", "--target", "nowhere", "--prompt", "Once"],
         ["draft", "plan", "--target", "nowhere"],
         ["draft", "bench", "--target", "nowhere", "--prompts", "PROMPTS"],

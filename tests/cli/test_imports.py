@@ -81,7 +81,7 @@ COUNTS = {
     "--help": ("", 190),
     "recipes": ("", 320),
     "validate glue/cola-lora": ("", 360),
-    "report run -o report.html": ("matplotlib numpy", 640),
+    "report run -o report.html": ("matplotlib numpy", 670),
     "inspect base": ("torch numpy", 300),
     "merge adapter -o merged": ("torch numpy", 300),
     "unmerge merged -o again": ("torch numpy", 250),

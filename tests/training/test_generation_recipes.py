@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
-from peftlab.reporting.run_report import report_run
+from peftlab.reporting.runs.run_report import report
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
@@ -136,17 +136,17 @@ class TestPeftsFormat:
 
 
 def test_the_other_forms(gsm8k: Path, tmp_path: Path) -> None:
-    everything = json.loads(report_run(gsm8k, tmp_path / "run.json", "json").read_text())
+    everything = json.loads(report(gsm8k, tmp_path / "run.json", "json").out.read_text())
     assert everything["results"] == json.loads((gsm8k / "results.json").read_text())
     assert everything["recipe"] == (gsm8k / "recipe.yaml").read_text()
-    assert report_run(gsm8k, tmp_path / "run.html").read_text() == (gsm8k / "report.html").read_text()
+    assert report(gsm8k, tmp_path / "run.html").out.read_text() == (gsm8k / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_is_refused(gsm8k: Path, tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match="no finished run here"):
-        report_run(tmp_path, tmp_path / "x")
+        report(tmp_path, tmp_path / "x")
     with pytest.raises(PeftlabError, match=r"--as pefft: one of html, json, peft .did you mean 'peft'"):
-        report_run(gsm8k, tmp_path / "x", "pefft")
+        report(gsm8k, tmp_path / "x", "pefft")
     unscored = tmp_path / "run"
     unscored.mkdir()
     for name in ("recipe.yaml", "provenance.json"):
@@ -155,5 +155,5 @@ def test_a_report_that_cannot_be_written_is_refused(gsm8k: Path, tmp_path: Path)
     del results["generate"]
     (unscored / "results.json").write_text(json.dumps(results))
     with pytest.raises(PeftlabError, match=r"no accuracy on GSM8K; run with generate.metrics=\[gsm8k_peft\]"):
-        report_run(unscored, tmp_path / "x", "peft")
+        report(unscored, tmp_path / "x", "peft")
     assert not (tmp_path / "x").exists()

@@ -24,6 +24,7 @@ from peftlab.untyped import Attributes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_CPU = torch.device("cpu")
 ROUNDS = 5  # timed passes over the inputs, for each model
 
 
@@ -59,6 +60,7 @@ def verify_merge(
     batches: Sequence[dict[str, Tensor]],
     *,
     lora_alpha: float | None = None,
+    device: torch.device = _CPU,
 ) -> MergeCheck:
     """Compare the logits of base + adapter with those of the merged model, in one pass over the inputs.
 
@@ -66,13 +68,13 @@ def verify_merge(
 
     Args:
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
-        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels.
+        batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where both models run.
     """
     models = _Models(_read(adapter, lora_alpha), base, str(merged))
-    unmerged, whole = models.unmerged(), models.merged()
+    unmerged, whole = (nn.Module.to(model, device) for model in (models.unmerged(), models.merged()))
     worst, agreed, predictions, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
-        for batch in batches:
+        for batch in ({key: value.to(device) for key, value in batch.items()} for batch in batches):
             here, there = (_logits(model, batch).float() for model in (unmerged, whole))
             worst = max(worst, float((here - there).abs().max()))
             agreed += int((here.argmax(-1) == there.argmax(-1)).sum())
