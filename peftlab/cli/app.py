@@ -81,13 +81,22 @@ def validate(
     examples: Annotated[
         int, typer.Option("--show", help="Print N examples as the model reads them, trained parts marked.", metavar="N")
     ] = 0,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also read all labels, find the method's targets, and compare the disk's space."),
+    ] = False,
 ) -> object:
-    """Check a recipe and print it with all its defaults."""
+    """Check a recipe and its data's files and columns, and print it with all its defaults."""
     from peftlab import pipelines
     from peftlab.recipe.loading import dump_recipe
 
     checked = pipelines.validate(recipe, overrides or [])
     print(dump_recipe(checked), end="")
+    if deep:
+        from peftlab.pipelines.checks.deep_check import deep_check
+
+        for line in deep_check(checked):
+            print(f"# {line}")
     if examples:
         from peftlab.pipelines.show_examples import show_examples
         from peftlab.reporting.console import print_examples

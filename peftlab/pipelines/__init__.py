@@ -32,18 +32,22 @@ def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False,
 
 
 def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe, check it and return it with all its defaults; no model is loaded.
+    """Read a recipe, check it and its data's files and columns, and return it with all its defaults.
 
     Args:
         recipe: a file, or the short name of a shipped recipe.
         overrides: ``"train.lr=1e-4"``, ``"~data.path"`` and so on, applied from left to right.
 
     Raises:
-        PeftlabError: every mistake in it, with file, line and the nearest right spelling.
+        PeftlabError: every mistake in it, with file, line and the nearest right spelling; or a file of its data, or a
+            column, is missing.
     """
+    from peftlab.pipelines.checks.recipe_data import check_data
     from peftlab.recipe.loading import load_recipe
 
-    return load_recipe(recipe, overrides)
+    checked = load_recipe(recipe, overrides)
+    check_data(checked)
+    return checked
 
 
 def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False, device: str = "auto") -> Results:
@@ -57,7 +61,9 @@ def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
-    return run_recipe(validate(recipe, overrides), overwrite=overwrite, device=device)
+    from peftlab.recipe.loading import load_recipe
+
+    return run_recipe(load_recipe(recipe, overrides), overwrite=overwrite, device=device)
 
 
 def resume(directory: str | Path, *, device: str = "auto") -> Results:
@@ -66,8 +72,11 @@ def resume(directory: str | Path, *, device: str = "auto") -> Results:
     Raises:
         PeftlabError: there is no run in the directory, or it cannot be continued.
     """
+    from peftlab.recipe.loading import load_recipe
+
     file = Path(directory) / "recipe.yaml"
     if not file.exists():
         raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
     # Set as a value: a path in an override would be read as YAML.
-    return run_recipe(validate(file).model_copy(update={"output_dir": str(directory)}), resume=True, device=device)
+    recipe = load_recipe(file).model_copy(update={"output_dir": str(directory)})
+    return run_recipe(recipe, resume=True, device=device)

@@ -46,6 +46,7 @@ from peftlab.tasks.language.examples import TOO_LONG
 from peftlab.tasks.prepared import ModelSource, Prepared
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
+from peftlab.tasks.tokens import model_inputs
 from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
@@ -232,12 +233,14 @@ def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
     if task.train is None:
         whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
         raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
-    train, smoothing = task.train(), recipe.train.label_smoothing
+    train, smoothing, weights = task.train(), recipe.train.label_smoothing, recipe.train.class_weights
+    loss = task.smoothed(smoothing) if smoothing and task.smoothed is not None else task.loss
+    loss = task.weighted(weights) if weights is not None and task.weighted is not None else loss
     return TrainingSpec(
         model=task.model,
         train=train,
         collate=task.collate,
-        loss=task.smoothed(smoothing) if smoothing and task.smoothed is not None else task.loss,
+        loss=loss,
         denominator=task.denominator(train),
         score=task.score,
         deciding=task.deciding,
@@ -333,7 +336,7 @@ def _write_out(
         results=results.as_json(),
         recipe=dump_recipe(recipe),
         revision=recipe.revision,
-        labels=task.task.labels if task.task.labelled else None,
+        labels=task.task.labels if task.task.labelled and not task.task.choices else None,
         split=next(iter(task.held_out)),
         auto_class=task.auto_class,
         pipeline=task.pipeline,
@@ -364,8 +367,4 @@ def sample_inputs(task: Prepared, n: int) -> list[dict[str, torch.Tensor]]:
     """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels."""
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
-    batches = [task.collate(rows[i : i + 16]) for i in range(0, len(rows), 16)]
-    return [
-        {key: value for key, value in batch.items() if key not in ("labels", "trained", "reference")}
-        for batch in batches
-    ]
+    return [model_inputs(task.collate(rows[i : i + 16])) for i in range(0, len(rows), 16)]

@@ -10,6 +10,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.rows import resolve
+from peftlab.tasks.labelled.answers.base import Answers
 from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.language.examples import Tokens
 from peftlab.tasks.table import find_task
@@ -70,16 +71,12 @@ def _parts(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
 
 def _labelled(recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Shown]:
     data = load_task_data(recipe.task, recipe.data)
+    answers: Answers = resolve(data.task.answers)(data.task)
     rows = next(iter(data.splits.values()))
     rows = rows.select(range(min(count, len(rows))))
     labels = rows["label"] if "label" in rows.column_names else [None] * len(rows)
-    names = data.task.labels
-    tokenised = zip(tokenise(rows, tokenizer, recipe.train.max_length), labels, strict=True)
+    tokenised = zip(tokenise(rows, tokenizer, recipe.train.max_length, answers.encode), labels, strict=True)
     return [
-        Shown(
-            f"example {number}",
-            [Part(str(tokenizer.decode(row["input_ids"])), False)]
-            + ([] if label is None else [Part(str(names[label] if names else label), True)]),
-        )
+        Shown(f"example {number}", [Part(*part) for part in answers.shown(row, label, tokenizer)])
         for number, (row, label) in enumerate(tokenised, start=1)
     ]

@@ -68,8 +68,8 @@ class FinetuneRecipe(Section):
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
     base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
     task: str = Field(
-        description="glue/NAME; on your own files text/classification, text/regression, text/chat, text/completion, "
-        "text/plain, text/preference."
+        description="glue/NAME; on your own files text/classification, text/regression, text/multilabel, text/tokens, "
+        "text/choice, text/chat, text/completion, text/plain, text/preference."
     )
     objective: PreferenceObjective | None = Field(
         default_factory=_usual_objective,
@@ -119,8 +119,8 @@ class FinetuneRecipe(Section):
         if self.base.quantised and self.method.name == "full":
             reason = f"{self.base.dtype} is for training something beside the weights, and method full trains them"
             problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]
-        if not task.token_loss:
-            problems = [*problems, *_token_settings(self.train, f"task {task.name}")]
+        unused = _unused_settings(self.train, f"task {task.name}", tokens=task.token_loss, classes=task.classed)
+        problems = [*problems, *unused]
         if self.generate is not None and not task.prompted:
             problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
@@ -129,9 +129,16 @@ class FinetuneRecipe(Section):
         return self
 
 
-def _token_settings(train: TrainConfig, what: str) -> list[tuple[tuple[str, ...], str]]:
-    """Return the settings that only a loss over an example's own tokens takes, and that ``what`` does not take."""
-    given = {"packing": train.packing, "label_smoothing": train.label_smoothing}
+def _unused_settings(
+    train: TrainConfig, what: str, *, tokens: bool, classes: bool
+) -> list[tuple[tuple[str, ...], str]]:
+    """Return the settings that ``what`` does not take.
+
+    Args:
+        tokens: whether its loss is one over an example's own tokens. classes: whether its labels are classes.
+    """
+    given = {} if tokens else {"packing": train.packing, "label_smoothing": train.label_smoothing}
+    given |= {} if classes else {"class_weights": train.class_weights is not None}
     return [(("train", name), f"train.{name}: {what} does not take it") for name, value in given.items() if value]
 
 
@@ -208,7 +215,8 @@ class DraftRecipe(Section):
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))
-        found += [(".".join(keys), text.partition(": ")[2]) for keys, text in _token_settings(self.train, "a draft")]
+        unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
+        found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
         found += self.draft.problems(OtherKeys(self.method, objective, data, self.merge, self.acceptance_head))
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]

@@ -42,8 +42,10 @@ FINETUNE = {
     "classes": "class name to its number of examples by split; empty for regression",
     "dropped_rows": "rows left out because a text or label was missing",
     "left_out": "all rows left out, by reason",
-    "by_class": "class name to `precision`, `recall`, `f1` and `support` on the first split; absent for regression",
-    "confusion": "examples of that split by [class of the label][class predicted], in the order of `by_class`",
+    "by_class": "class name to `precision`, `recall`, `f1` and `support` on the first split; `text/tokens`: by type of "
+    "entity (by tag, where tags have none), `text/choice`: by place of the choice; absent for regression",
+    "confusion": "examples of that split by [class of the label][class predicted], in the order of `by_class`; "
+    "absent where an example has several answers (`text/multilabel`, entities)",
     "points": "regression: [label, prediction] of at most 500 examples of that split",
     "hardest": "the ten examples of that split with the largest loss: `row`, `text`, `text_pair`, `label`, "
     "`predicted`, `probability` (of the label), `loss`",

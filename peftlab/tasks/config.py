@@ -30,7 +30,9 @@ class DataConfig(Section):
         default=None,
         min_length=1,
         max_length=2,
-        description="Own task: the text column, or the two columns of a pair. text/plain: the column; null: text.",
+        description="Own task: the text column, or the two columns of a pair. text/plain: the column; null: text. "
+        "text/tokens: the column of words; null: tokens. text/choice: what comes before the choices; "
+        "null: context and prompt, where the file has them.",
     )
     messages: str | None = Field(
         default=None, description="text/chat: the column with the turns; null: recognised by the columns there are."
@@ -42,7 +44,11 @@ class DataConfig(Section):
     completion: str | None = Field(
         default=None, description="text/chat, text/completion: the column with the answer, or what follows."
     )
-    separator: str | None = Field(default=None, description="text/completion: text between prompt and completion.")
+    separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="text/completion: text between prompt and completion. text/multilabel: text between labels.",
+    )
     train_on: Literal["assistant", "last", "all"] | None = Field(
         default=None,
         description="text/chat: every answer (the default), the last one, or all tokens; text/completion: the "
@@ -53,7 +59,22 @@ class DataConfig(Section):
         description="text/chat, text/completion, text/preference: what becomes of examples longer than "
         "train.max_length; null: drop. text/plain is cut into parts.",
     )
-    label: str | None = Field(default=None, description="Own task: the column with the label (class name or number).")
+    label: str | None = Field(
+        default=None,
+        description="Own task: the column with the label (class name or number). text/multilabel: a list of labels, or "
+        "a text with data.separator between them. text/tokens: a tag for each word; null: tags. text/choice: the right "
+        "choice's place, from 0, or its text; null: label.",
+    )
+    labels: list[str] | None = Field(
+        default=None,
+        min_length=2,
+        description="text/multilabel: instead of data.label, a column of 0 and 1 for each label.",
+    )
+    choices: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="text/choice: the column with a list of choices, or the columns of one choice each; null: choices.",
+    )
     bins: Bins = Field(
         default=None,
         min_length=2,
@@ -100,13 +121,16 @@ class DataConfig(Section):
 
 Problem = tuple[tuple[str, ...], str]
 """The keys of the place in a recipe, and what is wrong there."""
-_TEXT_KEYS = ("path", "text", "label", "bins", "validation", "drop_missing")
+_TEXT_KEYS = ("path", "text", "label", "labels", "choices", "bins", "validation", "drop_missing")
 _LANGUAGE_KEYS = ("messages", "prompt", "completion", "separator", "train_on", "too_long")
 _TAKES = {
     "text/chat": {"messages", "prompt", "completion", "bins", "train_on", "too_long"},
     "text/completion": {"prompt", "completion", "separator", "bins", "train_on", "too_long"},
     "text/plain": {"text"},
     "text/preference": {"prompt", "too_long"},
+    "text/multilabel": {"text", "label", "labels", "separator"},
+    "text/tokens": {"text", "label"},
+    "text/choice": {"text", "label", "choices"},
 }
 
 
@@ -123,7 +147,22 @@ def check_own(task: Task, data: DataConfig) -> list[Problem]:
     problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
     if task.regression and "bins" in given:
         problems.append((("data", "bins"), f"data.bins: makes classes, but task {task.name} learns a number"))
-    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS})
+    return problems + _not_taken(task, given & {*_LANGUAGE_KEYS, "labels", "choices"})
+
+
+def check_rows(task: Task, data: DataConfig) -> list[Problem]:
+    """Return the keys that a task whose rows are more than a text and a class lacks, or does not take."""
+    given = _given(data)
+    takes = _TAKES[task.name] | {"path", "validation", "drop_missing"}
+    missing = sorted({"path"} - given)
+    if "labels" in takes:
+        missing = sorted({"path", "text"} - given) + ([] if given & {"label", "labels"} else ["label"])
+    problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
+    if {"label", "labels"} <= given & takes:
+        problems.append((("data", "labels"), "data.labels: the labels are in data.label already; give one of the two"))
+    if task.name == "text/tokens" and len(data.text or ()) > 1:
+        problems.append((("data", "text"), "data.text: task text/tokens has one column of words"))
+    return problems + _not_taken(task, given - takes)
 
 
 def check_language(task: Task, data: DataConfig) -> list[Problem]:

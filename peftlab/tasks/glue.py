@@ -83,7 +83,7 @@ def load_glue(
     if path is None:
         return task, _from_hub(task), {}
     layout = _LAYOUTS[task.name]
-    directory = _directory(task, path)
+    directory = glue_directory(task, path)
     splits: dict[str, Examples] = {}
     broken: list[int] = []
     for split, stem in layout.files:
@@ -110,7 +110,8 @@ def _same_classes(task: Task, classes: Sequence[str]) -> None:
         )
 
 
-def _directory(task: Task, path: str) -> Path:
+def glue_directory(task: Task, path: str) -> Path:
+    """Return the directory with a task's TSV files: ``path``, or the task's folder in it."""
     root = locate(path, "data.path")
     if not isinstance(root, Path) or not root.is_dir():
         raise PeftlabError(f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import parse_json
 from peftlab.tasks.reading.bad_rows import Fault, listed, quoted
 from peftlab.tasks.reading.content import is_unicode
 from peftlab.tasks.reading.readers import Table
@@ -49,7 +52,7 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
-def sorted_classes(table: Table, column: str, labels: Sequence[str]) -> tuple[str, ...]:
+def sorted_classes(table: Table, column: str, labels: Iterable[str]) -> tuple[str, ...]:
     """Return the classes among the training table's labels, sorted, by value if all are numbers.
 
     Raises:
@@ -73,7 +76,19 @@ def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]
 def class_indices(
     tables: Mapping[str, Table], column: str, labels: Mapping[str, Sequence[str]], classes: Sequence[str], owner: str
 ) -> dict[str, list[int]]:
-    """Return each table's labels as positions in ``classes``.
+    """Return each table's labels as positions in ``classes``; arguments and errors as for ``class_sets``."""
+    sets = {split: [[name] for name in found] for split, found in labels.items()}
+    return {s: [places[0] for places in rows] for s, rows in class_sets(tables, column, sets, classes, owner).items()}
+
+
+def class_sets(
+    tables: Mapping[str, Table],
+    column: str,
+    labels: Mapping[str, Sequence[Sequence[str]]],
+    classes: Sequence[str],
+    owner: str,
+) -> dict[str, list[list[int]]]:
+    """Return the labels of each table's rows as positions in ``classes``.
 
     Args:
         tables, labels: by split.
@@ -86,16 +101,37 @@ def class_indices(
     index = {name: place for place, name in enumerate(classes)}
     problems = []
     for split, found in labels.items():
-        counts = Counter(found)
+        counts = Counter(chain.from_iterable(found))
         unknown = sorted(counts.keys() - index.keys())
         if unknown:
-            rows = [row for row, name in enumerate(found) if name not in index]
+            rows = [row for row, names in enumerate(found) if not index.keys() >= set(names)]
             hint = did_you_mean(unknown[0], classes)
             problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
             problems += [*map(str, tables[split].fault(column, problem, rows)), f"  this file's: {_listing(counts)}"]
     if problems:
         raise PeftlabError("\n".join([*problems, f"  those of {owner}: {_listing(classes)}"]))
-    return {split: [index[name] for name in found] for split, found in labels.items()}
+    return {split: [[index[name] for name in names] for names in found] for split, found in labels.items()}
+
+
+def items(value: object, separator: str | None = None) -> list[str] | None:
+    """Return the texts of a list: a list, its JSON text, or a text whose parts ``separator`` separates.
+
+    Args:
+        separator: between the parts of a text, blanks around them removed; None: parts are separated by blanks.
+
+    Returns:
+        None where the value is nothing of that kind, or an item is empty or not valid text.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            value = parse_json(value)
+    if isinstance(value, str):
+        value = value.split() if separator is None else [part.strip() for part in value.split(separator)]
+    if not isinstance(value, list | tuple):
+        return None
+    texts = [item if isinstance(item, str) else _name(item) for item in value]
+    good = [text for text in texts if text is not None and text.strip() and is_unicode(text)]
+    return good if len(good) == len(texts) else None
 
 
 def _listing(classes: Iterable[str]) -> str:

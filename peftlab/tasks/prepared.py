@@ -85,6 +85,7 @@ class Prepared:
         held_out: tokenised splits to evaluate on, the deciding one first.
         collate: rows to one batch of tensors.
         loss: what is trained. smoothed: it with ``train.label_smoothing``; None where it has no labels to smooth.
+        weighted: it with ``train.class_weights``; None where there is no training split, or no classes.
         denominator: (training set) to the function of a global batch's indices that the sum is divided by.
         score: model to metrics by split; every process calls it.
         deciding: the metric that decides which checkpoint is best. higher_is_better: in which direction.
@@ -123,6 +124,7 @@ class Prepared:
     pipeline: str = "text-classification"
     sharing: RowSharing | None = None
     smoothed: Callable[[float], Loss] | None = None
+    weighted: Callable[[str | Mapping[str, float]], Loss] | None = None
     refer: Callable[[nn.Module, Dataset], Dataset] | None = None
     sample: Callable[[nn.Module], str] | None = None
     analyse: Callable[[nn.Module], Analysis] | None = None

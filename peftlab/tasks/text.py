@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.references import locate
+from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 from peftlab.tasks.batches import seeded_order
+from peftlab.tasks.columns import Columns
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import Examples
 from peftlab.tasks.labels import (
@@ -24,33 +23,60 @@ from peftlab.tasks.labels import (
 )
 from peftlab.tasks.reading.bad_rows import Fault, listed, refuse
 from peftlab.tasks.reading.content import is_unicode
-from peftlab.tasks.reading.readers import Table, read_table, table_suffix
+from peftlab.tasks.reading.readers import Table
+from peftlab.tasks.reading.splits import split_files, split_tables
 from peftlab.tasks.table import Task
 
 MISSING = "text or label missing"  # reasons for leaving rows out
 OUTSIDE = "outside every bin"
 BEYOND = "beyond data.max_train_examples"
 _ABSENT = "is missing"
-_SPLIT_STEMS = {
-    "train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test",
-}  # fmt: skip
 
 
 def load_text_task(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
-    """Read ``text/classification`` or ``text/regression`` from the user's files.
+    """Read ``text/classification`` or ``text/regression`` from the user's files, as ``load_own`` does.
+
+    Class names are the strings or integers of the training file's label column (the single file's, before splitting),
+    surrounding blanks removed, sorted (numbers by value), or ``data.bins`` in the order given. Held-out examples are
+    stratified by class.
+
+    Args:
+        task, data: as for ``load_own``.
+        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
+    """
+    text, label = tuple(data.text or ()), data.label
+    if not text or label is None:
+        raise PeftlabError(f"task {task.name} needs data.text and data.label")
+
+    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+        columns = {split: [texts(table, name, faults) for name in text] for split, table in tables.items()}
+        labelled = {split: table for split, table in tables.items() if label in table.columns}
+        labels, class_names = _labels(task, data, label, labelled, classes, faults)
+        splits = {split: _examples(found, labels.get(split)) for split, found in columns.items()}
+        for split, examples in splits.items():
+            if len(examples) == 0:
+                raise PeftlabError(f"{tables[split].path}: no examples; every {label!r} is outside data.bins")
+        return splits, class_names
+
+    return load_own(task, data, read)
+
+
+Read = Callable[[Mapping[str, Table], list[Fault]], tuple[dict[str, Examples], Sequence[str]]]
+"""The needed columns of each split, and what is wrong so far, to the splits' examples and the class names; it raises
+what is wrong, with what it finds itself."""
+
+
+def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read a labelled task from the user's files.
 
     ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (``valid.*``, ``dev.*``), and perhaps
     ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
-    with ``data.split_seed``, stratified by class, or all are the validation split. Class names are the strings or
-    integers of the training file's label column (the single file's, before splitting), surrounding blanks removed,
-    sorted (numbers by value), or ``data.bins`` in the order given.
+    with ``data.split_seed``, or all are the validation split.
 
     Args:
-        task: the table's row.
-        data: the recipe's data section.
-        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
+        task: the table's row. data: the recipe's data section.
 
     Returns:
         The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
@@ -59,54 +85,28 @@ def load_text_task(
         PeftlabError: a file, column, row, label, bin or split size that cannot be used; all bad rows are listed
             together.
     """
-    text, label = tuple(data.text or ()), data.label
-    if data.path is None or not text or label is None:
-        raise PeftlabError(f"task {task.name} needs data.path, data.text and data.label")
-    if label in text:
-        raise PeftlabError(f"data.label {label!r} is also in data.text; a model would read the answer")
+    if data.path is None:
+        raise PeftlabError(f"task {task.name} needs data.path")
     files = split_files(data.path)
-    tables = split_tables(files, data.validation, files)
-    needed = {
-        split: dict.fromkeys(text, "data.text")
-        | ({label: "data.label"} if split != "test" or label in table.columns else {})
-        for split, table in tables.items()
-    }
+    whole = split_tables(files, data.validation, files)
+    columns: Columns = resolve(task.columns)(data, whole["train"].columns)
+    needed = {split: columns.needed(split, table) for split, table in whole.items()}
     faults: list[Fault] = []
-    tables, dropped = _without_missing(tables, needed, data.drop_missing, faults)
-    texts = {split: [_texts(table, name, faults) for name in text] for split, table in tables.items()}
-    labelled = {split: table for split, table in tables.items() if label in needed[split]}
-    labels, classes = _labels(task, data, label, labelled, classes, faults)
-    splits = {split: _examples(columns, labels.get(split)) for split, columns in texts.items()}
-    for split, examples in splits.items():
-        if len(examples) == 0:
-            raise PeftlabError(f"{tables[split].path}: no examples; every {label!r} is outside data.bins")
+    tables, dropped = _without_missing(whole, needed, data.drop_missing, faults)
+    splits, classes = read(tables, faults)
     outside = sum(map(len, tables.values())) - sum(map(len, splits.values()))
     if data.validation == "all":
         splits["validation"] = splits.pop("train")
     elif data.validation is not None:
-        splits = _hold_out(splits, data.validation, data.split_seed, len(classes))
+        splits = _hold_out(splits, data.validation, data.split_seed)
     left_out = {MISSING: dropped, OUTSIDE: outside}
-    return replace(task, labels=tuple(classes), text=text), splits, {why: n for why, n in left_out.items() if n}
+    task = replace(task, labels=tuple(classes), text=tuple(columns.inputs))
+    return task, splits, {why: n for why, n in left_out.items() if n}
 
 
-def split_tables(
-    files: Mapping[str, Path], validation: float | str | None, all_files: Mapping[str, Path]
-) -> dict[str, Table]:
-    """Read the split files; validation comes from one of ``all_files`` or from ``data.validation``, not from both."""
-    if "validation" in all_files and validation is not None:
-        raise PeftlabError(f"data.validation is set, but {all_files['validation']} is the validation split already")
-    if "validation" not in all_files and validation is None:
-        raise PeftlabError(f"{all_files['train']}: data.validation must say how many examples to hold out, or all")
-    tables = {split: read_table(file) for split, file in files.items()}
-    for table in tables.values():
-        if len(table) == 0:
-            raise PeftlabError(f"{table.path}: no examples")
-    return tables
-
-
-def _examples(texts: list[list[str]], labels: Sequence[float | None] | None) -> Examples:
+def _examples(columns: list[list[str]], labels: Sequence[float | None] | None) -> Examples:
     """Put columns together, without the rows whose label is None."""
-    examples = Examples(texts[0], texts[1] if len(texts) == 2 else None, None)
+    examples = Examples(columns[0], columns[1] if len(columns) == 2 else None, None)
     if labels is None:
         return examples
     kept = examples.take(row for row, label in enumerate(labels) if label is not None)
@@ -147,10 +147,10 @@ def _labels(
     """Return each labelled split's labels (None: outside every bin), and the class names; first refuse ``faults``."""
     if task.regression or data.bins is not None:
         values = {split: numbers(table, column, faults) for split, table in tables.items()}
-        _refuse(faults)
+        refuse_all(faults)
         return (values, ()) if data.bins is None else _binned(values, data.bins, tables, known)
     spelled = {split: names(table, column, faults) for split, table in tables.items()}
-    _refuse(faults)
+    refuse_all(faults)
     if known is None:
         classes = sorted_classes(tables["train"], column, spelled["train"])
         return class_indices(tables, column, spelled, classes, "the training data"), classes
@@ -158,7 +158,8 @@ def _labels(
     return class_indices(tables, column, spelled, classes, "the model"), classes
 
 
-def _refuse(faults: Sequence[Fault]) -> None:
+def refuse_all(faults: Sequence[Fault]) -> None:
+    """Raise ``PeftlabError`` with every fault, if there is any."""
     absent = any(fault.problem == _ABSENT for fault in faults)
     refuse(faults, "data.drop_missing: true leaves out the rows without a text or label" if absent else "")
 
@@ -182,7 +183,7 @@ def _binned(
     return binned, tuple(bins)
 
 
-def _texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
+def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
     """Return a column of texts; what is there and no text is added to ``faults``."""
     values = table.column(name, "data.text")
     bad = [row for row, value in enumerate(values) if not isinstance(value, str) and not is_missing(value)]
@@ -192,53 +193,19 @@ def _texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
     return [str(value) for value in values]
 
 
-def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
-    """Return the file of each split; a single file is the training split.
-
-    Args:
-        more: suffixes beside those of tables.
-    """
-    path = locate(reference, "data.path")
-    if not isinstance(path, Path):
-        folder = Path(path).parent
-        siblings = [entry.name for entry in _entries(folder)] if os.path.isdir(folder) else []
-        raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
-    if not path.is_dir():
-        return {"train": path}
-    files: dict[str, Path] = {}
-    for file in _entries(path):
-        suffix = table_suffix(file) or next((s for s in more if file.name.endswith(s)), None)
-        split = _SPLIT_STEMS.get(file.name[: -len(suffix)].lower()) if suffix else None
-        if split is None:
-            continue
-        if split in files:
-            raise PeftlabError(f"{path}: both {files[split].name} and {file.name} could be the {split} split")
-        files[split] = file
-    if "train" not in files:
-        there = listed(entry.name for entry in _entries(path)) if _entries(path) else "nothing"
-        raise PeftlabError(f"{path}: no train.* file (csv, tsv, jsonl, json, parquet) in it, but {there}")
-    return files
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except OSError as error:
-        raise PeftlabError(f"{directory}: cannot be read ({error})") from None
-
-
-def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int, n_classes: int) -> dict[str, Examples]:
-    """Split the training examples into ``train`` and ``validation``."""
+def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int) -> dict[str, Examples]:
+    """Split the training examples into ``train`` and ``validation``, stratified where each has one class."""
     everything = splits["train"]
-    n = len(everything)
+    n, labels = len(everything), everything.label or ()
+    strata = [label if isinstance(label, int) else 0 for label in labels] or [0] * n
+    n_classes = len(set(strata))
     size = validation if isinstance(validation, int) else round(validation * n)
-    if not 0 < size <= n - max(n_classes, 1):
-        enough = f"one for training in each of {n_classes} classes" if n_classes else "one for training"
+    if not 0 < size <= n - n_classes:
+        enough = f"one for training in each of {n_classes} classes" if n_classes > 1 else "one for training"
         raise PeftlabError(
             f"data.validation {validation}: holds out {size} of {n} examples, not at least one and {enough}; "
             "to score a whole file, set data.validation=all"
         )
-    strata = [0] * n if not n_classes else [int(value) for value in everything.label or ()]
     chosen = set(stratified(strata, size, seed))
     train = everything.take(row for row in range(n) if row not in chosen)
     return {**splits, "train": train, "validation": everything.take(sorted(chosen))}

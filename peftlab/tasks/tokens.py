@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,24 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = Mapping[str, object]
 """One tokenised example: ``input_ids``, ``length``, and what else its data set has."""
+ANSWER_KEYS = frozenset({"labels", "trained", "reference", "first", "choices"})
+"""What batches contain beside the model's inputs: labels, and where the answers are."""
 
 
-def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a batch the model's forward takes."""
+    return {key: value for key, value in batch.items() if key not in ANSWER_KEYS}
+
+
+Batch: TypeAlias = Mapping[str, list[object]]
+"""Rows by column."""
+Encode: TypeAlias = Callable[[Batch, "PreTrainedTokenizerBase", int], dict[str, list[object]]]
+"""Columns of rows, tokenizer and ``max_length`` to the rows' tokens: ``input_ids``, ``length`` and others."""
+
+
+def tokenise(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, encode: Encode | None = None
+) -> Dataset:
     """Tokenise ``text`` (and ``text_pair``) once: the result is cached on the disk.
 
     It is stored in datasets' cache (``HF_DATASETS_CACHE``) under ``peftlab/``, named by the SHA-256 of the rows,
@@ -38,6 +53,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
         tokenizer: the model's tokenizer; its special tokens are added.
         max_length: tokens, special ones included, to which an example is truncated; of a pair, the longer
             sentence loses tokens first. The caller checks that the model has that many positions.
+        encode: how rows become tokens; None: ``encode_texts``.
 
     Returns:
         ``input_ids``, ``token_type_ids`` where the tokenizer makes them, ``length`` (tokens), and ``label``
@@ -53,20 +69,16 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     # A tokenizer given less room than its special tokens may return the text untruncated.
     if max_length < shortest:
         raise PeftlabError(f"max_length {max_length} leaves no room for text; this task needs at least {shortest}")
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, object]:
-        tokens = tokenizer(
-            batch["text"],
-            batch["text_pair"] if pair else None,
-            truncation="longest_first",
-            max_length=max_length,
-            return_attention_mask=False,
-        )
-        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
-
     texts = ["text", "text_pair"] if pair else ["text"]
-    key = _fingerprint(dataset, tokenizer, max_length)
-    encoded = partial(dataset.map, encode, batched=True, remove_columns=texts, new_fingerprint=key)
+    encode = encode or encode_texts
+    key = _fingerprint(dataset, tokenizer, max_length, encode)
+    encoded = partial(
+        dataset.map,
+        lambda batch: encode(batch, tokenizer, max_length),
+        batched=True,
+        remove_columns=texts,
+        new_fingerprint=key,
+    )
     with _bars_on_terminals_only():
         try:
             tokenised = encoded(cache_file_name=_cache_file(key))
@@ -79,14 +91,29 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: i
     return tokenised
 
 
+def encode_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
+    """Return the tokens of texts, or pairs of texts."""
+    tokens = tokenizer(
+        batch["text"],
+        batch.get("text_pair"),
+        truncation="longest_first",
+        max_length=max_length,
+        return_attention_mask=False,
+    )
+    return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+
+
 def largest_id(dataset: Dataset) -> int:
     """Return the largest token id in a set that ``tokenise`` made."""
-    from pyarrow import compute
+    from pyarrow import compute, types
 
-    return int(compute.max(compute.list_flatten(dataset.data.column("input_ids"))).as_py())
+    ids = dataset.data.column("input_ids")
+    while types.is_list(ids.type) or types.is_large_list(ids.type):
+        ids = compute.list_flatten(ids)
+    return int(compute.max(ids).as_py())
 
 
-def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, encode: Encode) -> str:
     """Return the SHA-256 of everything the tokens depend on, and of the labels."""
     import transformers
     from datasets.fingerprint import Hasher
@@ -99,6 +126,7 @@ def _fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_lengt
         made_by,
         tokenizer.truncation_side,
         max_length,
+        getattr(encode, "__qualname__", ""),
     ]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for rows in dataset.iter(1000):
@@ -129,6 +157,18 @@ def _cache_file(key: str) -> str | None:
     return str(folder / f"{key}.arrow") if os.access(folder, os.W_OK) else None
 
 
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the token to pad with: the pad token's, or the end-of-sequence token's.
+
+    Raises:
+        PeftlabError: the tokenizer has neither.
+    """
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(pad, int):
+        raise PeftlabError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
+    return pad
+
+
 class Collate:
     """Pad a batch of tokenised examples to its longest and convert it to tensors.
 
@@ -148,17 +188,23 @@ class Collate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, regression: bool, pad_to_multiple_of: int | None = None
     ) -> None:
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        if not isinstance(pad, int):
-            raise PeftlabError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
-        self.fill = {"input_ids": pad, "token_type_ids": tokenizer.pad_token_type_id}
+        self.fill = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
         self.left = tokenizer.padding_side == "left"
         self.regression = regression
         self.multiple = pad_to_multiple_of or 1
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, int64 of shape (batch,
-        longest), and ``labels`` of shape (batch,) where the rows have them."""
+        """Return ``padded``, and ``labels`` of shape (batch,) where the rows have them."""
+        import torch
+
+        batch = self.padded(rows)
+        if "label" in rows[0]:
+            dtype = torch.float32 if self.regression else torch.int64
+            batch["labels"] = torch.tensor([row["label"] for row in rows], dtype=dtype)
+        return batch
+
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, int64 of shape (batch, longest)."""
         import torch
 
         # Masks are padded with 0 like everything else, from lists of ones.
@@ -166,14 +212,10 @@ class Collate:
         longest = max(map(len, lists["input_ids"]))
         width = -(-longest // self.multiple) * self.multiple
         lists["attention_mask"] = [[1] * len(ids) for ids in lists["input_ids"]]
-        batch = {
+        return {
             name: torch.tensor([self._pad(ids, width, self.fill.get(name, 0)) for ids in values], dtype=torch.int64)
             for name, values in lists.items()
         }
-        if "label" in rows[0]:
-            dtype = torch.float32 if self.regression else torch.int64
-            batch["labels"] = torch.tensor([row["label"] for row in rows], dtype=dtype)
-        return batch
 
     def _pad(self, ids: Sequence[int], width: int, fill: int) -> list[int]:
         padding = [fill] * (width - len(ids))

@@ -53,6 +53,11 @@ class TrainConfig(Section):
         description="text/chat, text/completion, text/plain: share of each token's training loss that is the mean "
         "over the vocabulary.",
     )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
+        default=None,
+        description="Tasks with classes: by what the loss of a class's examples is multiplied. balanced: so that every "
+        "class has the same share, by its training examples; {NAME: weight}: those classes, others 1.",
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipping; null for none.")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = Field(
         default="fp32",

@@ -130,7 +130,8 @@ class _Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for weight, inputs in batch.parts:
-            rows, longest = inputs["input_ids"].shape
+            *rows_of, longest = inputs["input_ids"].shape  # [rows, longest]; rows of choices: [rows, choices, longest]
+            rows = math.prod(rows_of)
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
             with (

@@ -15,6 +15,7 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 from peftlab.tasks.labelled.evaluation import load_metric
 from peftlab.tasks.labelled.metrics import compute_metrics, majority_baseline
 from peftlab.tasks.table import TASKS, find_task
@@ -24,9 +25,14 @@ OWN = replace(find_task("text/classification"), labels=("a", "b", "c"))
 PAIRS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=40)
 
 
+SETS = {"text/multilabel": [[0], [0, 1]], "text/tokens": [[0, 1], [2]]}
+
+
 def test_every_metric_of_the_table_is_computed():
     for task in (task for task in TASKS.values() if task.labelled):
-        assert tuple(compute_metrics(task, [0, 1, 1], [0, 1, 0])) == task.metrics
+        known = task if task.labels or not task.classed else replace(task, labels=("B-X", "I-X", "O"))
+        labels = SETS.get(task.name, [0, 1, 1])
+        assert tuple(resolve(task.answers)(known).baseline(labels, labels)) == task.metrics
 
 
 def test_hand_worked_cases():

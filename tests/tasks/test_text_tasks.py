@@ -12,8 +12,10 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled.data import load_task_data
+from peftlab.tasks.labelled.labelled_task import class_counts
 from peftlab.tasks.text import stratified
 
 ROWS = [
@@ -304,9 +306,12 @@ def test_class_counts_by_split(tmp_path):
     write(tmp_path / "train.csv", labelled("b", "a", "b"))
     write(tmp_path / "dev.csv", labelled("a"))
     write(tmp_path / "test.csv", "review\nunlabelled\n")
-    assert load(tmp_path).class_counts() == {"a": {"train": 1, "validation": 1}, "b": {"train": 2, "validation": 0}}
+    data = load(tmp_path)
+    found = class_counts(resolve(data.task.answers)(data.task), data.splits)
+    assert found == {"a": {"train": 1, "validation": 1}, "b": {"train": 2, "validation": 0}}
     numbers = write(tmp_path / "r.csv", csv_text(ROWS))
-    assert load(numbers, "regression", label="stars", validation=3).class_counts() == {}
+    data = load(numbers, "regression", label="stars", validation=3)
+    assert class_counts(resolve(data.task.answers)(data.task), data.splits) == {}
 
 
 def test_the_first_few_of_many_bad_rows_are_named(tmp_path):

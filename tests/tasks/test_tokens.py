@@ -23,11 +23,11 @@ def llama(stories):
 
 
 def singles(label=(0, 1)):
-    return Examples([SHORT, LONG], None, label).dataset(regression=False)
+    return Examples([SHORT, LONG], None, label).dataset()
 
 
 def pairs():
-    return Examples([SHORT, LONG], [LONG, SHORT], [0.5, 4.0]).dataset(regression=True)
+    return Examples([SHORT, LONG], [LONG, SHORT], [0.5, 4.0]).dataset()
 
 
 def test_columns_and_values(bert):
@@ -61,7 +61,7 @@ def test_too_little_room(bert):
 def test_a_text_without_tokens_is_named(bert):
     bert_without_specials = AutoTokenizer.from_pretrained(bert.name_or_path)
     bert_without_specials.backend_tokenizer.post_processor = None
-    blank = Examples([SHORT, "\u200d"], None, [0, 1]).dataset(regression=False)
+    blank = Examples([SHORT, "\u200d"], None, [0, 1]).dataset()
     with pytest.raises(PeftlabError, match="example 1: the tokenizer makes no token"):
         tokenise(blank, bert_without_specials, 16)
 

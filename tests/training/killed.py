@@ -21,7 +21,7 @@ import transformers.models.bert.modeling_bert
 import peftlab.pipelines
 import peftlab.recipe.loading
 from peftlab.cli.app import main
-from peftlab.tasks.labelled import labelled_task
+from peftlab.tasks.labelled.answers.one_class import OneClass
 
 assert matplotlib and sklearn and transformers and peftlab
 
@@ -53,7 +53,7 @@ def command(*arguments: str) -> None:
 
 def dying(recipe: str) -> None:
     """Run ``recipe`` until its 23rd forward pass."""
-    losses, calls = labelled_task.summed_loss, 0
+    losses, calls = OneClass.loss, 0
 
     def last_words(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
@@ -62,7 +62,7 @@ def dying(recipe: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return losses(*arguments, **options)
 
-    labelled_task.summed_loss = last_words
+    OneClass.loss = last_words  # type: ignore[method-assign]
     command("run", recipe)
 
 

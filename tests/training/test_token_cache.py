@@ -22,7 +22,7 @@ def tokenizer(model):
 
 
 def texts(*given, labels=(0, 1)):
-    return Examples(list(given or ("good film", "a very dull plot")), None, labels).dataset(regression=False)
+    return Examples(list(given or ("good film", "a very dull plot")), None, labels).dataset()
 
 
 def untouchable(monkeypatch):

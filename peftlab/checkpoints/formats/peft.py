@@ -78,7 +78,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     ranks, alphas = _effective(model, config, leaves, matrices)
     raw: dict[str, object] = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if _classifier_trains(model, whole) else None,
+        "task_type": _task_type(model, whole),
         "base_model_name_or_path": reference,
         "inference_mode": True,
         "r": config.r,
@@ -137,10 +137,13 @@ def _whole_twins(model: nn.Module) -> dict[str, str]:
     return {twin: name for twin, name in tied_twins(model).items() if not has_suffix(name, "token_rows")}
 
 
-def _classifier_trains(model: nn.Module, whole: list[str]) -> bool:
-    """Whether a sequence classifier trains what peft expects of its task type SEQ_CLS in the file."""
+def _task_type(model: nn.Module, whole: list[str]) -> str | None:
+    """Return peft's name of a classifier's task, where the model trains what peft then expects in the file."""
     heads = [name for name in ("classifier", "score") if isinstance(getattr(model, name, None), nn.Module)]
-    return type(model).__name__.endswith("ForSequenceClassification") and all(inside(name, whole) for name in heads)
+    kind = re.search("For(Sequence|Token)Classification$", type(model).__name__)
+    if kind is None or not all(inside(name, whole) for name in heads):
+        return None
+    return "SEQ_CLS" if kind[1] == "Sequence" else "TOKEN_CLS"
 
 
 def _treated_as_experts(model: nn.Module) -> tuple[str, ...]:

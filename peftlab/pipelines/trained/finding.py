@@ -39,6 +39,8 @@ class Trained:
         task, recipe = find_task(self.recipe.task), self.loaded
         if not task.labelled:
             return None
+        if task.choices:
+            return ()
         names: object
         if self.adapter is not None:
             config = self.adapter.base.get("config")

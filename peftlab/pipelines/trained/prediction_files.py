@@ -12,11 +12,9 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing, to_json, write_text
 from peftlab.pipelines.trained.finding import find_trained
-from peftlab.pipelines.trained.predict import Predictions, Texts, predict
-from peftlab.tasks.labels import is_missing
-from peftlab.tasks.reading.bad_rows import Fault, refuse
-from peftlab.tasks.reading.content import is_unicode
-from peftlab.tasks.reading.readers import Table, read_lines, read_table
+from peftlab.pipelines.trained.predict import answers_of, predict
+from peftlab.tasks.labelled.answers.base import Predictions
+from peftlab.tasks.reading.readers import read_lines, read_table
 from peftlab.tasks.table import find_task
 
 STREAM = "-"
@@ -41,7 +39,8 @@ def predict_file(
         reference, recipe_name, overrides, device, on_rows: as for ``predict``.
         source: csv, tsv, json, jsonl (``.gz`` too) or parquet; ``-`` reads stdin: JSON objects or texts, one a line.
         out: csv, jsonl or parquet; ``-`` writes JSON objects to stdout, one a line.
-        text: the text column, or the two columns of a pair; default: those that the recipe names.
+        text: the text column, or the two columns of a pair; default: those that the recipe names. A list is written to
+            csv as its JSON text.
         overwrite: replace a file that is there.
 
     Raises:
@@ -50,30 +49,18 @@ def predict_file(
     overrides = list(overrides)
     write = _writer(out, overwrite)
     trained = find_trained(reference, recipe_name, overrides)
+    answers = answers_of(trained)
     names = tuple(text or trained.recipe.data.text or find_task(trained.recipe.task).text)
-    if not 1 <= len(names) <= 2:
-        raise PeftlabError(f"a row has one text column or two, not {len(names) or 'none'}; name them by --text")
     table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
     if len(table) == 0:
         raise PeftlabError(f"{table.path}: no rows")
-    found = predict(reference, _texts(table, names), recipe_name, overrides, device=device, on_rows=on_rows)
+    rows = answers.read(table, names, trained.recipe.data)
+    found = predict(reference, rows, recipe_name, overrides, device=device, on_rows=on_rows)  # type: ignore[arg-type]
     taken = [name for name in found.columns() if name in table.columns]
     if taken:
         raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")
     write({**dict(table.columns.items()), **found.columns()})
     return found
-
-
-def _texts(table: Table, names: Sequence[str]) -> Texts:
-    """Return the texts, or pairs of texts, of all rows; every row without one is an error."""
-    columns = [table.column(name, "a text") for name in names]
-    faults: list[Fault] = []
-    for name, column in zip(names, columns, strict=True):
-        bad = [i for i, v in enumerate(column) if not isinstance(v, str) or is_missing(v) or not is_unicode(v)]
-        faults += table.fault(name, "is not a text", bad)
-    refuse(faults)
-    texts = [[str(value) for value in column] for column in columns]
-    return texts[0] if len(texts) == 1 else list(zip(texts[0], texts[1], strict=True))
 
 
 def _writer(out: str, overwrite: bool) -> Callable[[Columns], None]:
@@ -99,8 +86,12 @@ def _csv(path: Path, columns: Columns) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(zip(*columns.values(), strict=True))
+    writer.writerows(map(_cell, row) for row in zip(*columns.values(), strict=True))
     write_text(path, text.getvalue())
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def _parquet(path: Path, columns: Columns) -> None:

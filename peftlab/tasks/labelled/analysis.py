@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 HARDEST = 10
+Integers = NDArray[np.int64]
 _POINTS = 500
 
 
@@ -32,8 +33,8 @@ class HardExample:
 
     Attributes:
         row: its number in the split, from 0. text, text_pair: as in the data.
-        label, predicted: class names, or numbers for regression.
-        probability: of ``label``; None for regression.
+        label, predicted: class names, words' tags or the texts of choices; numbers for regression.
+        probability: of ``label``; None for regression and where a label is several answers.
         loss: cross-entropy, or the squared error.
     """
 
@@ -51,8 +52,9 @@ class Analysis:
     """The predictions for a split, taken apart.
 
     Attributes:
-        by_class: class name, in label order, to its scores; empty for regression.
-        confusion: examples by [class of the label][class predicted], in label order; empty for regression.
+        by_class: class name, in label order, to its scores; type of entity, or place of a choice; empty for regression.
+        confusion: examples by [class of the label][class predicted], in the order of ``by_class``; empty for regression
+            and where examples have several answers.
         points: [label, prediction] of at most 500 examples, evenly spaced; empty for classification.
         hardest: the ten examples of largest loss, the largest first.
     """
@@ -77,15 +79,15 @@ def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: D
         step = -(-len(truth) // _POINTS)
         points = [[float(a), float(b)] for a, b in zip(truth[::step], predictions[::step], strict=True)]
         hardest = [
-            _hard(examples, row, float(truth[row]), float(predictions[row]), None, float(losses[row]))
-            for row in _largest(losses)
+            hard_example(examples, row, float(truth[row]), float(predictions[row]), None, float(losses[row]))
+            for row in largest(losses)
         ]
         return Analysis(points=points, hardest=hardest)
     probabilities = softmax(predictions)
     answers = predictions.argmax(-1)
     of_label = probabilities[np.arange(len(truth)), truth]
     hardest = [
-        _hard(
+        hard_example(
             examples,
             row,
             labels[truth[row]],
@@ -93,37 +95,49 @@ def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: D
             float(of_label[row]),
             float(-np.log(max(of_label[row], np.finfo(np.float64).tiny))),
         )
-        for row in _largest(-of_label)
+        for row in largest(-of_label)
     ]
-    confusion = np.zeros((len(labels), len(labels)), np.int64)
-    np.add.at(confusion, (truth, answers), 1)
-    return Analysis(by_class=_by_class(labels, confusion), confusion=confusion.tolist(), hardest=hardest)
+    confusion = confusion_of(len(labels), truth, answers)
+    return Analysis(by_class=scores_by_class(labels, confusion), confusion=confusion.tolist(), hardest=hardest)
 
 
-def _by_class(labels: Sequence[str], confusion: NDArray[np.int64]) -> dict[str, ClassScores]:
-    right, predicted, support = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
-    scores = {}
-    for i, name in enumerate(labels):
-        hits, said, true = int(right[i]), int(predicted[i]), int(support[i])
-        scores[name] = ClassScores(
-            precision=hits / said if said else 0.0,
-            recall=hits / true if true else 0.0,
-            f1=2 * hits / (said + true) if said + true else 0.0,
-            support=true,
-        )
-    return scores
+def confusion_of(n: int, truth: Sequence[int] | Integers, answers: Sequence[int] | Integers) -> Integers:
+    """Return the number of examples by [class of the label][class predicted], of ``n`` classes."""
+    found = np.zeros((n, n), np.int64)
+    np.add.at(found, (np.asarray(truth, np.int64), np.asarray(answers, np.int64)), 1)
+    return found
 
 
-def _largest(losses: NDArray[np.float64]) -> list[int]:
-    """The places of the largest numbers, the earlier of equals first."""
+def scores_by_class(labels: Sequence[str], confusion: Integers) -> dict[str, ClassScores]:
+    """Return the scores of each class, by name, of a confusion matrix."""
+    right, said, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
+    return {name: class_scores(int(right[i]), int(said[i]), int(true[i])) for i, name in enumerate(labels)}
+
+
+def class_scores(hits: int, said: int, true: int) -> ClassScores:
+    """Return a class's scores: of ``said`` answers and ``true`` labels, ``hits`` are both."""
+    return ClassScores(
+        precision=hits / said if said else 0.0,
+        recall=hits / true if true else 0.0,
+        f1=2 * hits / (said + true) if said + true else 0.0,
+        support=true,
+    )
+
+
+def largest(losses: NDArray[np.float64]) -> list[int]:
+    """Return the places of the ten largest numbers, the earlier of equals first."""
     return [int(row) for row in np.argsort(-losses, kind="stable")[:HARDEST]]
 
 
-def _hard(
+def hard_example(
     examples: Dataset, row: int, label: str | float, predicted: str | float, probability: float | None, loss: float
 ) -> HardExample:
+    """Return a row of ``examples`` with its answer; words are joined by blanks, choices by bars."""
     example = examples[row]
-    return HardExample(row, example["text"], example.get("text_pair"), label, predicted, probability, loss)
+    text, pair = example["text"], example.get("text_pair")
+    text = " ".join(text) if isinstance(text, list) else text
+    pair = " | ".join(pair) if isinstance(pair, list) else pair
+    return HardExample(row, text, pair, label, predicted, probability, loss)
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

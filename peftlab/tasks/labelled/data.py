@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ class TaskData:
     Attributes:
         task: the table's row; for a ``text/`` task with ``labels`` and ``text`` filled in.
         splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
-            ``text``, for pairs ``text_pair``, and ``label`` (class index, or float for regression). An
+            ``text``, for pairs ``text_pair``, and ``label`` (see ``Examples``). An
             unlabelled split has no ``label`` column; a split that the source lacks is absent.
         fingerprint: SHA-256 of the rows used, equal on every machine.
         left_out: reason to the number of rows of the source that are in no split.
@@ -35,14 +34,6 @@ class TaskData:
     splits: dict[str, Dataset]
     fingerprint: str
     left_out: dict[str, int]
-
-    def class_counts(self) -> dict[str, dict[str, int]]:
-        """Return class name, in label order, to its number of examples by labelled split; empty for regression."""
-        counts = {split: Counter(rows["label"]) for split, rows in self.splits.items() if "label" in rows.column_names}
-        return {
-            name: {split: counted[place] for split, counted in counts.items()}
-            for place, name in enumerate(self.task.labels)
-        }
 
 
 def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
@@ -68,5 +59,5 @@ def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = 
     if chosen is not None:
         left_out = {**left_out, BEYOND: len(splits["train"]) - len(chosen)}
         splits["train"] = splits["train"].take(chosen)
-    datasets = {split: examples.dataset(task.regression) for split, examples in splits.items()}
+    datasets = {split: examples.dataset() for split, examples in splits.items()}
     return TaskData(task, datasets, fingerprint(task, splits), left_out)

@@ -1,8 +1,8 @@
-"""Classification and regression: a model with a task head, trained on texts with labels."""
+"""Labelled tasks: a model with a task head, trained on texts with labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from datasets import Dataset
@@ -10,15 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled.analysis import Analysis, analyse
+from peftlab.tasks.labelled.analysis import Analysis
+from peftlab.tasks.labelled.answers.base import Answers, Weights
 from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.labelled.metrics import majority_baseline
-from peftlab.tasks.labelled.scoring import Evaluation, summed_loss
-from peftlab.tasks.prepared import ModelSource, Prepared
+from peftlab.tasks.labelled.scoring import Evaluation
+from peftlab.tasks.prepared import Loss, ModelSource, Prepared
 from peftlab.tasks.table import Task
-from peftlab.tasks.tokens import Collate, largest_id, tokenise
-from peftlab.untyped import Attributes
+from peftlab.tasks.tokens import largest_id, padding_token, tokenise
 
 
 def prepare(
@@ -41,58 +41,62 @@ def prepare(
     """
     loaded = load_task_data(task.name, data, classes)
     task, splits = loaded.task, loaded.splits
-    tokenizer, model, fresh = load_classifier(task, source, max_length)
+    answers: Answers = resolve(task.answers)(task)
+    tokenizer, model, fresh = load_classifier(answers, source, max_length)
     evaluated = [split for split in task.evaluation if split in splits]
     if not evaluated:
-        raise PeftlabError(
-            f"task {task.name}: no labelled split to evaluate on; there is {', '.join(splits) or 'none'}"
-        )
-    collate = Collate(tokenizer, task.regression)
-    tokens = partial(tokens_for, source.reference, model, tokenizer, collate.fill["input_ids"], max_length)
+        there = ", ".join(splits) or "none"
+        raise PeftlabError(f"task {task.name}: no labelled split to evaluate on; there is {there}")
+    tokens = partial(tokens_for, source.reference, answers, model, tokenizer, max_length)
     held_out = {split: tokens(splits[split]) for split in evaluated}
-    train: Callable[[], Dataset] | None = None
-    baseline = None
-    if "train" in splits:
-        train = partial(tokens, splits["train"])
-        baseline = majority_baseline(task, splits["train"]["label"], splits[evaluated[0]]["label"])
-    evaluation = Evaluation(task, held_out, collate, batch_size)
+    labels = list(splits["train"]["label"]) if "train" in splits else None
+    evaluation = Evaluation(answers, held_out, answers.collate(tokenizer), batch_size)
 
     def taken_apart(model: nn.Module) -> Analysis:
-        return analyse(task.labels, evaluation.predict(model, held_out[evaluated[0]]), splits[evaluated[0]])
+        return answers.analyse(evaluation.outputs(model, held_out[evaluated[0]]), splits[evaluated[0]])
 
     return Prepared(
         task=task,
         tokenizer=tokenizer,
         model=model,
         fresh=fresh,
-        train=train,
+        train=None if labels is None else partial(tokens, splits["train"]),
         held_out=held_out,
-        collate=collate,
-        loss=partial(summed_loss, regression=task.regression),
-        denominator=lambda _: len,
+        collate=evaluation.collate,
+        loss=answers.loss,
+        weighted=None if labels is None else partial(_weighted, answers, labels),
+        denominator=answers.denominator,
         score=evaluation.score,
         deciding=task.metrics[0],
-        baseline=baseline,
-        classes=loaded.class_counts(),
+        baseline=None if labels is None else answers.baseline(labels, list(splits[evaluated[0]]["label"])),
+        classes=class_counts(answers, splits),
         left_out=loaded.left_out,
         fingerprint=loaded.fingerprint,
         analyse=taken_apart,
+        auto_class=answers.auto_class,
+        pipeline=answers.pipeline,
     )
 
 
-def load_classifier(
-    task: Task, source: ModelSource, max_length: int
-) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
-    """Return the tokenizer, the model with a head for the task's labels, and its freshly initialised parameters."""
-    tokenizer = source.tokenizer()
-    options: Attributes = {
-        "num_labels": len(task.labels) or 1,
-        "problem_type": "regression" if task.regression else "single_label_classification",
+def class_counts(answers: Answers, splits: Mapping[str, Dataset]) -> dict[str, dict[str, int]]:
+    """Return class name, in label order, to its number of examples by labelled split; empty without classes."""
+    counts = {split: answers.count(rows["label"]) for split, rows in splits.items() if "label" in rows.column_names}
+    return {
+        name: {split: counted[place] for split, counted in counts.items()}
+        for place, name in enumerate(answers.task.labels)
     }
-    if task.labels:
-        options["id2label"] = dict(enumerate(task.labels))
-        options["label2id"] = {name: i for i, name in enumerate(task.labels)}
-    model, fresh = source.model("AutoModelForSequenceClassification", max_length, options)
+
+
+def _weighted(answers: Answers, labels: Sequence[object], given: Weights) -> Loss:
+    return partial(answers.loss, weights=answers.weights(given, labels))
+
+
+def load_classifier(
+    answers: Answers, source: ModelSource, max_length: int
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
+    """Return the tokenizer, the model with a head for the task's answers, and its freshly initialised parameters."""
+    tokenizer = source.tokenizer()
+    model, fresh = source.model(answers.auto_class, max_length, answers.head())
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return tokenizer, model, fresh
@@ -100,15 +104,16 @@ def load_classifier(
 
 def tokens_for(
     reference: str,
+    answers: Answers,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    pad: int,
     max_length: int,
     split: Dataset,
 ) -> Dataset:
     """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
-    tokens = tokenise(split, tokenizer, max_length)
-    largest, embedded = max(largest_id(tokens), pad), len(model.get_input_embeddings().get_parameter("weight"))
+    tokens = tokenise(split, tokenizer, max_length, answers.encode)
+    largest = max(largest_id(tokens), padding_token(tokenizer))
+    embedded = len(model.get_input_embeddings().get_parameter("weight"))
     if largest >= embedded:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise PeftlabError(

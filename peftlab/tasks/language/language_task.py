@@ -44,8 +44,9 @@ from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
 from peftlab.tasks.reading.bad_rows import Fault, refuse
 from peftlab.tasks.reading.content import read_text, text_lines
 from peftlab.tasks.reading.readers import Table
+from peftlab.tasks.reading.splits import split_files, split_tables
 from peftlab.tasks.table import Task
-from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE, split_files, split_tables
+from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE
 from peftlab.untyped import Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {

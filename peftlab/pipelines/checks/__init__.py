@@ -1,0 +1,1 @@
+"""What `peftlab validate` checks beside the recipe itself."""

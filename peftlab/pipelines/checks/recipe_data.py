@@ -1,0 +1,56 @@
+"""Whether the data that a recipe names exist and have their columns; neither torch nor a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peftlab.errors import PeftlabError
+from peftlab.recipe.schema import FinetuneRecipe, Recipe, TableRecipe
+from peftlab.recipe.table_cells import table_cells
+from peftlab.references import locate
+from peftlab.rows import resolve
+from peftlab.tasks.columns import Columns
+from peftlab.tasks.config import DataConfig
+from peftlab.tasks.reading.splits import split_files, split_tables
+from peftlab.tasks.table import Task, find_task
+
+
+def check_data(recipe: Recipe) -> None:
+    """Check that the files that ``recipe`` names are there, can be read and have the columns that its task reads.
+
+    Data of the hub are not asked for.
+
+    Raises:
+        PeftlabError: a file or column is missing, or a file cannot be read.
+    """
+    for task, data in {(each.task, repr(each.data)): (each.task, each.data) for each in runs_of(recipe)}.values():
+        _check(find_task(task), data)
+    if not isinstance(recipe, FinetuneRecipe | TableRecipe) and isinstance(recipe.data.prompts, str):
+        place = locate(recipe.data.prompts, "data.prompts")
+        if not isinstance(place, Path):
+            raise PeftlabError(f"data.prompts {recipe.data.prompts!r}: no such file")
+
+
+def runs_of(recipe: Recipe) -> list[FinetuneRecipe]:
+    """Return the finetune recipes that running ``recipe`` runs: itself, or a table's cells."""
+    if isinstance(recipe, FinetuneRecipe):
+        return [recipe]
+    return [cell.recipe for cell in table_cells(recipe)] if isinstance(recipe, TableRecipe) else []
+
+
+def _check(task: Task, data: DataConfig) -> None:
+    if data.path is None:
+        return
+    if task.glue:
+        from peftlab.tasks.glue import glue_directory
+
+        glue_directory(task, data.path)
+        return
+    files = split_files(data.path, () if task.labelled else (".txt",))
+    with_columns = {split: file for split, file in files.items() if file.suffix != ".txt"}
+    tables = split_tables(with_columns, data.validation, files)
+    for split, table in tables.items():
+        columns: Columns = resolve(task.columns)(data, table.columns)
+        for name, key in columns.needed(split, table).items():
+            if name not in table.columns:
+                table.column(name, key)

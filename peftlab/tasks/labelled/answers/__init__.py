@@ -1,0 +1,1 @@
+"""The kinds of answers that labelled tasks have, one file each."""

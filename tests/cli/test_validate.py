@@ -1,0 +1,129 @@
+"""``peftlab validate`` checks what ``run`` would find: data and columns, and with ``--deep`` labels, targets and space."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import peftlab
+from peftlab.errors import PeftlabError
+from peftlab.pipelines.checks.deep_check import deep_check
+from peftlab.recipe import library
+from tests.training import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("model") / "bert")
+
+
+def write(
+    tmp_path: Path, model: Path, rows: str = "text,label\ngood,a\nbad,b\nfine,a\ndull,b\n", **changes: Any
+) -> Path:
+    (tmp_path / "rows.csv").write_text(rows)
+    values = tiny.recipe(model, tmp_path / "rows.csv", tmp_path / "run")
+    values["data"]["validation"] = 1
+    return tiny.write_recipe({**values, **changes}, tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.path": "{}/row.csv"}, r"row\.csv'?: no such file or directory \(did you mean 'rows\.csv'\?\)"),
+        ({"data.label": "labl"}, r"rows\.csv: no column 'labl' \(data\.label\) \(did you mean 'label'\?\); columns: text, label"),
+        ({"data.text": "[txt]"}, r"no column 'txt' \(data\.text\)"),
+        ({"data.validation": "null"}, r"data\.validation must say how many examples"),
+        ({"task": "text/tokens", "data.text": "null", "data.label": "null"}, r"no column 'tokens' \(data\.text\); columns"),
+        ({"task": "text/choice", "data.text": "null", "data.label": "null"}, r"no column 'choices' \(data\.choices\)"),
+        ({"task": "text/multilabel", "data.label": "null", "data.labels": "[x, y]"}, r"no column 'x' \(data\.labels\)"),
+        ({"task": "text/completion", "data.text": "null", "data.label": "null"}, r"no column 'prompt' \(data\.prompt\)"),
+        ({"task": "text/plain", "data.text": "[body]", "data.label": "null"}, r"no column 'body' \(data\.text\)"),
+        ({"task": "text/preference", "data.text": "null", "data.label": "null"}, r"no column 'chosen'"),
+        ({"task": "glue/cola", "data.path": "{}", "data.text": "null", "data.label": "null", "data.validation": "null"}, "contains neither a folder 'CoLA'"),
+    ],
+)  # fmt: skip
+def test_missing_data_and_columns_are_found(tmp_path: Path, model: Path, changes: dict[str, str], message: str) -> None:
+    file = write(tmp_path, model)
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.validate(file, [f"{key}={value.format(tmp_path)}" for key, value in changes.items()])
+
+
+def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").write_text("text,label\ngood,a\nbad,b\n")
+    (tmp_path / "data" / "validation.csv").write_text("text,mood\ngood,a\n")
+    (tmp_path / "data" / "test.csv").write_text("text\ngood\n")
+    table = {
+        "kind": "table", "model": str(model), "tasks": ["text/classification"], "rows": {"one": {}}, "output_dir": str(tmp_path / "t"),
+        "data": {"path": str(tmp_path / "data"), "text": ["text"], "label": "label"},
+    }  # fmt: skip
+    file = tmp_path / "table.yaml"
+    file.write_text(json.dumps(table))
+    with pytest.raises(PeftlabError, match=r"validation\.csv: no column 'label' \(data\.label\)"):
+        peftlab.validate(file)
+    (tmp_path / "data" / "validation.csv").write_text("text,label\ngood,a\n")
+    assert len(deep_check(peftlab.validate(file))) == 3
+
+
+def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
+    file = write(tmp_path, model)
+    lines = deep_check(peftlab.validate(file))
+    assert lines[0] == "data of text/classification: train 3, validation 1; 2 classes"
+    assert "method lora trains" in lines[1] and "BertForSequenceClassification" in lines[1] and "query (2)" in lines[1]
+    assert lines[2].startswith("checkpoints and models need 0.")
+    with pytest.raises(PeftlabError, match="single class"):
+        deep_check(peftlab.validate(write(tmp_path, model, "text,label\ngood,a\nbad,a\n")))
+    with pytest.raises(PeftlabError, match="'qery' matches no module; nearest: query"):
+        deep_check(peftlab.validate(write(tmp_path, model), ["method.target_modules=[qery]"]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(PeftlabError, match=r"output_dir: checkpoints and models need 0\.\d MB in .*; 0 MB are free"):
+        deep_check(peftlab.validate(file))
+
+
+TINY: dict[str, dict[str, Any]] = {  # encoders with no row in the table of query and value projections
+    "nystromformer": {"num_landmarks": 64, "segment_means_seq_len": 64},
+    "squeezebert": {"embedding_size": 16, "q_groups": 2, "k_groups": 2, "v_groups": 2, "post_attention_groups": 1, "intermediate_groups": 2, "output_groups": 2},
+    "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16, "num_feedforward_networks": 1},
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "pooler_hidden_size": 16},
+    "xlm": {"emb_dim": 16, "n_layers": 2, "n_heads": 2},
+    "funnel": {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24},
+}  # fmt: skip
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_template_trains_any_encoder(kind: str, tmp_path: Path, model: Path) -> None:
+    torch.manual_seed(0)
+    own = TINY[kind]
+    sizes = {} if "d_model" in own or "emb_dim" in own else SIZES
+    config = AutoConfig.for_model(kind, vocab_size=len(tiny.WORDS) + 5, pad_token_id=0, **{**sizes, **own})
+    AutoModelForSequenceClassification.from_config(config).base_model.save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "encoder")
+    rows = tiny.save_rows(tmp_path / "reviews.csv", 30)
+    template = library.recipes_root() / "text-classification.yaml"
+    overrides = [
+        f"model={tmp_path / 'encoder'}", f"data.path={rows}", f"output_dir={tmp_path / 'run'}",
+        "train.max_length=16", "train.max_steps=2",
+    ]  # fmt: skip
+    lines = deep_check(peftlab.validate(template, overrides))
+    # SqueezeBERT's maps but the pooler's are grouped convolutions, which no merge could fold an update into.
+    assert ("attention" in lines[1]) == (kind != "squeezebert")
+    results = peftlab.run(template, overrides)
+    assert f"{results.trainable_parameters:,} of {results.total_parameters:,}" in lines[1]
+    assert results.merge is not None and results.merge.argmax_agreement == 1
+    assert (
+        len(peftlab.predict(tmp_path / "run" / "merged", ["good film"], tmp_path / "run" / "recipe.yaml").answers) == 1
+    )
