@@ -176,6 +176,14 @@ def _notes(results: Sequence[facts.Results], provenances: Sequence[dict[str, Jso
         notes.append("The runs are of different tasks: their scores do not compare.")
     elif len({str(origin.get("data_fingerprint")) for origin in provenances}) > 1:
         notes.append("The runs were trained or scored on different rows: their scores may not compare.")
-    if len({str(found.get("cpu")) + str(origin.get("device")) for found, origin in zip(results, provenances)}) > 1:
+    if (
+        len(
+            {
+                str(found.get("cpu")) + str(origin.get("device"))
+                for found, origin in zip(results, provenances, strict=True)
+            }
+        )
+        > 1
+    ):
         notes.append("The runs were not all on one machine: their times do not compare.")
     return notes
