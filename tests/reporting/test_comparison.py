@@ -56,6 +56,19 @@ def test_the_best_is_marked_by_the_direction_of_each_metric(runs: list[Path], tm
     assert all("lora from" in label and "bitfit from" in label for label in plots)
 
 
+def test_scores_of_generated_answers_are_compared_too(tmp_path: Path) -> None:
+    answers = {"gsm8k": 0.2, "gsm8k_low": 0.1, "gsm8k_high": 0.3, "ended": 1.0, "contexts": 9}
+    runs = [
+        write_run(tmp_path / "a", generate=answers, **scores(0.9, 0.4)),
+        write_run(tmp_path / "b", generate=answers | {"gsm8k": 0.25, "ended": 0.5}, **scores(0.9, 0.4)),
+    ]
+    found = peftlab.report(runs, tmp_path / "page.html").comparison
+    assert found is not None
+    figures = {figure.name: (figure.values, figure.best) for figure in found.scores[-2:]}
+    assert [*figures.values()] == [([0.2, 0.25], [1]), ([1.0, 0.5], [])]
+    assert all(name.endswith(" (generated answers)") for name in figures)
+
+
 def test_the_verb_prints_tables_and_its_json_is_the_comparison(runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "runs.json"
     done = CliRunner().invoke(app, ["report", *map(str, runs), "-o", str(out), "--as", "json"], env={"COLUMNS": "80"})

@@ -15,6 +15,7 @@ from peftlab.methods.table import METHODS
 from peftlab.reporting import facts
 from peftlab.reporting.tables.score_scale import lower_is_better
 from peftlab.rows import resolve
+from peftlab.tasks.generated.table import HIGH, LOW
 
 # key of results.json -> name, unit
 _COSTS = {
@@ -27,7 +28,7 @@ _COSTS = {
     "peak_rss_mb": ("peak memory", "MB"),
     "peak_gpu_mb": ("peak GPU memory", "MB"),
 }
-_NEITHER = {"chosen_reward", "rejected_reward"}  # metrics of which neither more nor less is better
+_NEITHER = {"chosen_reward", "rejected_reward", "ended"}  # metrics of which neither more nor less is better
 _ELSEWHERE = {"kind", "output_dir"}  # keys of a recipe that differ by nature
 
 
@@ -130,6 +131,17 @@ def _scores(results: Sequence[facts.Results]) -> list[Figure]:
         metric = next(score.metric for score in found if score)
         values = [score.value if score else None for score in found]
         figures.append(Figure(name, "", values, _best(values, metric)))
+    return [*figures, *_answers([found.get("generate") for found in results])]
+
+
+def _answers(generated: Sequence[Json]) -> list[Figure]:
+    """Return a figure for each metric of the generated answers."""
+    tables = [found if isinstance(found, dict) else {} for found in generated]
+    figures = []
+    for metric in dict.fromkeys(metric for table in tables for metric in table):
+        if not metric.endswith((LOW, HIGH)) and metric != "contexts":
+            values = [facts.real(table.get(metric)) for table in tables]
+            figures.append(Figure(f"{facts.label(metric)} (generated answers)", "", values, _best(values, metric)))
     return figures
 
 
@@ -176,14 +188,7 @@ def _notes(results: Sequence[facts.Results], provenances: Sequence[dict[str, Jso
         notes.append("The runs are of different tasks: their scores do not compare.")
     elif len({str(origin.get("data_fingerprint")) for origin in provenances}) > 1:
         notes.append("The runs were trained or scored on different rows: their scores may not compare.")
-    if (
-        len(
-            {
-                str(found.get("cpu")) + str(origin.get("device"))
-                for found, origin in zip(results, provenances, strict=True)
-            }
-        )
-        > 1
-    ):
+    machines = {f"{r.get('cpu')} {o.get('device')}" for r, o in zip(results, provenances, strict=True)}
+    if len(machines) > 1:
         notes.append("The runs were not all on one machine: their times do not compare.")
     return notes
