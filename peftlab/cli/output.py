@@ -39,7 +39,7 @@ def verb(*, filters: bool = False) -> Callable[[Function[object]], Function[None
 
     def decorate(function: Function[object]) -> Function[None]:
         @wraps(function)
-        def call(*arguments: object, json: Path | None, quiet: bool, **named: object) -> None:
+        def call(*arguments: object, json: Path | None = None, quiet: bool = False, **named: object) -> None:
             if json is not None and json.is_dir():
                 raise PeftlabError(f"--json {json}: is a directory")
             to_stdout = json == Path("-")

@@ -16,6 +16,7 @@ import peftlab
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.reporting.plots import curve_svg
+from peftlab.reporting.runs.usage import usage
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -126,6 +127,24 @@ def test_a_metric_beyond_one_has_a_plot_of_its_own(tmp_path: Path) -> None:
     path = peftlab.report(write_run(tmp_path / "run", lines=lines), tmp_path / "page.html").out
     labels = [attrs["aria-label"] or "" for tag, attrs in Page(path.read_text()).elements if tag == "svg"]
     assert [label.partition(":")[0] for label in labels] == ["Evaluation", "Perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shell", "python"),
+    [
+        ({"task": "text/classification", "data": {"text": ["body"]}}, "predict 'a run' new.csv", '["a text"]'),
+        ({"task": "glue/mrpc", "data": {"text": None}}, "predict 'a run' new.csv", '[("a text", "its pair")]'),
+        ({"task": "text/choice"}, "predict 'a run' new.csv", '["an answer", "another"]'),
+        ({"task": "text/chat"}, "generate --target 'a run' --chat", "chat=True"),
+        ({"task": "text/plain"}, "generate --target 'a run' --prompt", 'generate("a run", "Once upon a time")'),
+        ({"kind": "draft", "target": "T"}, "generate --target T --draft 'a run'", '"Once upon a time", "a run")'),
+    ],
+    ids=lambda value: str(value.get("task", "draft")) if isinstance(value, dict) else "",
+)
+def test_the_lines_that_use_a_run_are_its_tasks(recipe: dict[str, Any], shell: str, python: str) -> None:
+    lines = usage({"output_dir": "a run", **recipe})
+    assert shell in lines["sh"] and python in lines["python"]
+    compile(lines["python"], "usage", "exec")
 
 
 def test_the_page_says_how_the_run_is_used_and_names_scores_once(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ def usage(recipe: Mapping[str, object]) -> dict[str, str]:
     name = str(recipe.get("task"))
     if name in TASKS and not TASKS[name].labelled:
         return _generating(place, chat=name == "text/chat")
-    example = '[("a text", "its pair")]' if len(_columns(name, recipe)) == 2 else '["a text"]'
-    lines = ["import peftlab", "", f"found = peftlab.predict({json.dumps(place)}, {example})"]
+    lines = ["import peftlab", "", f"found = peftlab.predict({json.dumps(place)}, [{_row(name, recipe)}])"]
     return {
         "sh": f"peftlab predict {shlex.quote(place)} new.csv -o labelled.csv",
         "python": "\n".join([*lines, "print(found.answers, found.probabilities)"]),
@@ -37,8 +36,11 @@ def _generating(target: str, draft: str | None = None, *, chat: bool = False) ->
     }
 
 
-def _columns(task: str, recipe: Mapping[str, object]) -> tuple[object, ...]:
-    """Return the names of the text columns."""
-    data = recipe.get("data")
+def _row(name: str, recipe: Mapping[str, object]) -> str:
+    """Return a row as Python has it: a text, a pair, or a text with its choices."""
+    task, data = TASKS.get(name), recipe.get("data")
+    if task is not None and task.choices:
+        return '("a question", ["an answer", "another"])'
     named = data.get("text") if isinstance(data, Mapping) else None
-    return tuple(named) if isinstance(named, list) else TASKS[task].text if task in TASKS else ()
+    columns = named if isinstance(named, list) else task.text if task is not None else ()
+    return '("a text", "its pair")' if len(columns) == 2 else '"a text"'
