@@ -11,6 +11,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing, to_json, write_text
+from peftlab.hardware import resolve_device
 from peftlab.pipelines.trained.finding import find_trained
 from peftlab.pipelines.trained.predict import answers_of, predict
 from peftlab.tasks.labelled.answers.base import Predictions
@@ -48,6 +49,7 @@ def predict_file(
     """
     overrides = list(overrides)
     write = _writer(out, overwrite)
+    resolve_device(device)
     trained = find_trained(reference, recipe_name, overrides)
     answers = answers_of(trained)
     names = tuple(text or trained.recipe.data.text or find_task(trained.recipe.task).text)
