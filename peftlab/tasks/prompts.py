@@ -57,7 +57,9 @@ class Request:
     response: list[int]
 
 
-def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None) -> list[Prompt]:
+def read_prompts(
+    source: str | Path | Sequence[str], *, field: str | None = None, most: int | None = None
+) -> list[Prompt]:
     """Read prompts, in order.
 
     Args:
@@ -67,6 +69,7 @@ def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None
             ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
         field: the column, or a text with columns in braces that each row fills, ``Where is {city}?``; None for the
             first of these columns that a row has.
+        most: read only the first so many; None: all.
 
     Raises:
         PeftlabError: no such file, no prompt in it, or a row without one; file and line are named.
@@ -77,7 +80,9 @@ def read_prompts(source: str | Path | Sequence[str], *, field: str | None = None
     elif table_suffix(path := _file(source)) is None:
         prompts = [Prompt(str(n), "all", line, where=f"{path}:{n}") for n, line in text_lines(path) if line.strip()]
     else:
-        prompts = _rows(read_table(path), field)
+        table = read_table(path)
+        prompts = _rows(table.take([*table.columns], range(len(table))[:most]), field)
+    prompts = prompts[:most]
     if not prompts:
         raise PeftlabError(f"{source if isinstance(source, (str, Path)) else 'data.prompts'}: no prompt in it")
     return prompts
@@ -94,13 +99,12 @@ def read_prompt_ids(
     """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
 
     Args:
-        most: only of the first so many; None: of all.
         chat: put a text into the tokenizer's chat template as one user turn; None: if it has a template.
 
     Raises:
         PeftlabError: as ``read_prompts``; an empty prompt; or messages without a chat template.
     """
-    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field)[:most]]
+    return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
 
 
 def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:

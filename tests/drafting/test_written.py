@@ -153,6 +153,7 @@ class TestPrompts:
         path.write_text("city,state\nTroy,Ohio\nBath,\n")
         with pytest.raises(PeftlabError, match=r"cities.csv:3: state is empty; data.field puts it into a prompt"):
             read_prompt_ids(str(path), tokenizer, field=field)
+        assert len(read_prompt_ids(str(path), tokenizer, field=field, most=1)) == 1
 
     def test_chat_messages_go_through_the_template(self, tokenizer: Any, tmp_path: Path) -> None:
         path = tmp_path / "m.jsonl"

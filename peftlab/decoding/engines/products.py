@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.structure import Linear
@@ -20,15 +20,28 @@ Added = Callable[[Tensor, Tensor], Tensor]
 _PACKED_FOR = 8  # rows that oneDNN packs the weights for; measured no slower at 1 and at 64
 
 
-def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether this model's weights can be packed for the CPU: with oneDNN, in float32 or bfloat16."""
+def can_pack(weights: Tensor | PreTrainedModel) -> bool:
+    """Return whether weights can be packed for the CPU: with oneDNN, in float32 or bfloat16."""
     return (
-        model.device.type == "cpu"
-        and model.dtype in (torch.float32, torch.bfloat16)
+        weights.device.type == "cpu"
+        and weights.dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and (model.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and (weights.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Let the linear maps of a module whose weights do not change any more multiply with packed weights."""
+    for linear in module.modules():
+        if type(linear) is nn.Linear and can_pack(linear.weight):
+            linear.forward = _of_packed(linear)  # type: ignore[method-assign, assignment]
+
+
+def _of_packed(linear: nn.Linear) -> Product:
+    with torch.no_grad():
+        multiply, shrink = product([Linear(linear.weight.detach(), linear.bias)], pack=True)
+    return multiply if shrink == 1 else lambda x: multiply(x) * shrink
 
 
 def product(linears: Sequence[Linear], pack: bool, outputs: int | None = None) -> tuple[Product, float]:
@@ -43,10 +56,7 @@ def product(linears: Sequence[Linear], pack: bool, outputs: int | None = None) -
     if (grow := growth(weight)) is not None:
         return _half(weight * grow, bias), 1 / grow
     packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
-    if weight.dtype != torch.float32:
-        return lambda x: pointwise(x, packed, bias, "none", [], ""), 1.0
-    # One token in float32 is bound by memory, and there the plain layout is the faster one to stream.
-    return lambda x: F.linear(x, weight, bias) if _one(x) else pointwise(x, packed, bias, "none", [], ""), 1.0
+    return lambda x: pointwise(x, packed, bias, "none", [], ""), 1.0
 
 
 def added(linear: Linear, pack: bool) -> Added:
@@ -58,13 +68,7 @@ def added(linear: Linear, pack: bool) -> Added:
         half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
         return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
     packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
-    if weight.dtype != torch.float32:
-        return lambda x, residual: fused(x, residual, packed, bias, "add")
-
-    def sum_of_both(x: Tensor, residual: Tensor) -> Tensor:
-        return residual + F.linear(x, weight, bias) if _one(x) else fused(x, residual, packed, bias, "add")
-
-    return sum_of_both
+    return lambda x, residual: fused(x, residual, packed, bias, "add")
 
 
 def growth(weight: Tensor) -> float | None:
@@ -104,7 +108,3 @@ def _half(weight: Tensor, bias: Tensor | None) -> Product:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     dynamic = torch.ops.quantized.linear_dynamic_fp16.default
     return lambda x: dynamic(x, packed)
-
-
-def _one(x: Tensor) -> bool:
-    return x.shape[0] * x.shape[1] == 1

@@ -131,12 +131,12 @@ def _scores(results: Sequence[facts.Results]) -> list[Figure]:
         metric = next(score.metric for score in found if score)
         values = [score.value if score else None for score in found]
         figures.append(Figure(name, "", values, _best(values, metric)))
-    return [*figures, *_answers([found.get("generate") for found in results])]
+    return [*figures, *_answers(results)]
 
 
-def _answers(generated: Sequence[Json]) -> list[Figure]:
+def _answers(results: Sequence[facts.Results]) -> list[Figure]:
     """Return a figure for each metric of the generated answers."""
-    tables = [found if isinstance(found, dict) else {} for found in generated]
+    tables = [dict(facts.flatten(found.get("generate") or {})) for found in results]
     figures = []
     for metric in dict.fromkeys(metric for table in tables for metric in table):
         if not metric.endswith((LOW, HIGH)) and metric != "contexts":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
+from peftlab.decoding.engines.products import pack_linears
 from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
@@ -138,6 +139,7 @@ def drafter(draft: EagleDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     network = read_eagle(saved.directory / FOLDER, input_embedding(draft.target)).to(draft.target.device)
+    pack_linears(network)
     return Served(draft.target, partial(FeatureDrafter, network), network.features)
 
 
@@ -154,6 +156,7 @@ def open(reference: str, opening: Opening) -> Opened:
     network = read_eagle(reference, input_embedding(target)).to(target.device)
     for part in (network.fc, network.layers, network.norm, network.lm_head):
         part.to(opening.draft_dtype)
+    pack_linears(network)
     count = target.config.get_text_config(decoder=True).num_hidden_layers
     if max(network.features) > count:
         raise PeftlabError(
