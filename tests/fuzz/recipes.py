@@ -8,6 +8,9 @@ from typing import Any
 
 import yaml
 
+from peftlab.methods.table import METHODS
+from peftlab.recipe.schema import OWN_MODULES_LR
+
 _TAG = "tag:yaml.org,2002:"
 _CORE = (
     (re.compile(r"~|null|Null|NULL|"), lambda text: None),
@@ -71,7 +74,18 @@ def disagreement(stated: Any, printed: Any, schema: dict[str, Any]) -> str:
     """Return where ``printed`` is neither what was stated nor, where nothing was, the schema's default."""
     kind = stated.get("kind", "finetune")
     name = {"finetune": "FinetuneRecipe", "draft": "DraftRecipe", "table": "TableRecipe"}[kind]
+    if kind != "table":
+        printed = _without_own_lr(stated.get("train"), printed)
     return _differs(stated, printed, {"$ref": f"#/$defs/{name}"}, schema["$defs"], kind)
+
+
+def _without_own_lr(stated: Any, printed: dict[str, Any]) -> dict[str, Any]:
+    """Return what was printed with null in the place of the method's own learning rate, which stands for it."""
+    if isinstance(stated, dict) and stated.get("lr") is not None:
+        return printed
+    method = printed["method"]
+    own = OWN_MODULES_LR if method is None else METHODS[method["name"]].default_lr
+    return {**printed, "train": {**printed["train"], "lr": None}} if printed["train"]["lr"] == own else printed
 
 
 def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[str, Any], where: str) -> str:
