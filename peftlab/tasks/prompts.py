@@ -69,20 +69,20 @@ def read_prompts(
             ``prompt_ids``, and optionally ``question_id`` or ``id``, and ``category``.
         field: the column, or a text with columns in braces that each row fills, ``Where is {city}?``; None for the
             first of these columns that a row has.
-        most: read only the first so many; None: all.
+        most: read the first N prompts only; None: all.
 
     Raises:
         PeftlabError: no such file, no prompt in it, or a row without one; file and line are named.
     """
     if not isinstance(source, (str, Path)):
         texts = [(f"data.prompts, prompt {i}", text) for i, text in enumerate(source, start=1)]
-        prompts = [Prompt(str(i), "all", text, where=where) for i, (where, text) in enumerate(texts, start=1)]
+        prompts = [Prompt(str(i), "all", text, where=where) for i, (where, text) in enumerate(texts, start=1)][:most]
     elif table_suffix(path := _file(source)) is None:
-        prompts = [Prompt(str(n), "all", line, where=f"{path}:{n}") for n, line in text_lines(path) if line.strip()]
+        lines = [(n, line) for n, line in text_lines(path) if line.strip()][:most]
+        prompts = [Prompt(str(n), "all", line, where=f"{path}:{n}") for n, line in lines]
     else:
-        table = read_table(path)
+        table = read_table(path)  # rows after the first N are not looked at: their values may be missing
         prompts = _rows(table.take([*table.columns], range(len(table))[:most]), field)
-    prompts = prompts[:most]
     if not prompts:
         raise PeftlabError(f"{source if isinstance(source, (str, Path)) else 'data.prompts'}: no prompt in it")
     return prompts

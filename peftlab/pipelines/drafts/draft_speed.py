@@ -29,7 +29,7 @@ def decoding_speed(
 
     Args:
         served: what decodes.
-        prompts: token ids, at least two of them. eos: ids that end an output.
+        prompts: token ids. eos: ids that end an output.
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
     settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=1)

@@ -18,7 +18,7 @@ from peftlab.reporting.tables.seed_spread import Ranking, rank
 
 @dataclass(frozen=True)
 class Spread:
-    """A score over seeds as it is shown, with so many decimals; ``values`` is never empty."""
+    """A score over seeds, shown with ``decimals`` decimals; ``values`` is never empty."""
 
     values: tuple[float, ...]
     decimals: int = 1
