@@ -93,7 +93,7 @@ def decode(
 
     Args:
         target: the model whose output it is.
-        prompts: token ids; at least one each.
+        prompts: token ids; at least one each. An encoder-decoder target reads them with its encoder.
         stopping: what ends an output. The target's context limit ends it too.
         drafter: proposes tokens; None is plain decoding.
         policy: makes each sequence its draft length policy.
@@ -115,7 +115,8 @@ def decode(
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
         generator = torch.Generator(target.device).manual_seed(sampling.seed + index)
-        row = Row(index, len(rows), list(prompt), len(prompt), policy(), generator)
+        source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
+        row = Row(index, len(rows), begun, len(begun), policy(), generator, source)
         if _room(target, row, stopping) > 0:
             rows.append(row)
         elif stopping.max_new_tokens:
@@ -132,11 +133,12 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
         raise PeftlabError("prompts: none given")
     if stopping.max_new_tokens < 0:
         raise PeftlabError(f"max_new_tokens: {stopping.max_new_tokens} is negative")
+    limit = target.limit if target.encoder is None else target.encoder.limit
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise PeftlabError(f"prompt {i}: empty; give at least one token, such as the tokenizer's BOS")
-        if target.limit is not None and len(prompt) > target.limit:
-            raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {target.limit}")
+        if limit is not None and len(prompt) > limit:
+            raise PeftlabError(f"prompt {i}: {len(prompt)} tokens, but the model's context is {limit}")
         if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
@@ -175,7 +177,9 @@ class _Batch:
 
     def __post_init__(self) -> None:
         longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in self.rows)
-        self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK)
+        encoder = self.target.encoder
+        context = encoder.encode([row.source for row in self.rows]) if encoder is not None else None
+        self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK, context)
         read = prefill(self.target, self.cache, [row.tokens for row in self.rows], [row.slot for row in self.rows])
         if self.drafter is not None:
             vocabulary = self.target.vocab_size

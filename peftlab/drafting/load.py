@@ -26,6 +26,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
+from peftlab.untyped import Unwrapped
 
 SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
 MODEL_FREE: dict[str, Callable[[SuffixAutomaton | None], Drafter]] = {
@@ -117,9 +118,12 @@ def load_pair(
 
 
 def target_weights(model: PreTrainedModel) -> TargetWeights:
-    """Return how many numbers a step of the model reads; of a mixture of experts all of them."""
+    """Return how many numbers a step of the model reads; of a mixture of experts all of them, of an encoder none."""
     head = head_weight(model)
     outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
+    if model.config.is_encoder_decoder:
+        library: Unwrapped = model
+        outside |= {id(parameter) for parameter in library.get_encoder().parameters()}
     body = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return TargetWeights(body / layers, layers, *head.shape)

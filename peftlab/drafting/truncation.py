@@ -49,6 +49,8 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         PeftlabError: there is none with as many layers as the configuration says, or more than one.
     """
+    if model.config.is_encoder_decoder:
+        raise PeftlabError(f"{type(model).__name__} is an encoder-decoder model: it is not cut to some of its layers")
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:

@@ -166,6 +166,14 @@ def load_config(reference: str, *, revision: str | None = None, **options: objec
     return _load(parts.base, AutoConfig.from_pretrained, _CONFIG, revision=parts.revision, **options)
 
 
+def language_model_class(config: PretrainedConfig) -> str:
+    """Return the name of the auto class of a language model of this configuration.
+
+    ``AutoModelForCausalLM`` would load an encoder-decoder model without its encoder.
+    """
+    return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+
+
 def load_tokenizer(reference: str, *, revision: str | None = None, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, finetuned or not (``models.finetuned``); errors as in ``load_base``."""
     from transformers import AutoTokenizer

@@ -118,7 +118,7 @@ def step_seconds(
 
     Args:
         engines: name -> engine and its largest k.
-        context: tokens in the cache.
+        context: tokens in the cache, and of the prompt of an encoder-decoder model.
         repeats: passes of each kind, in turn. One more of each warms up.
 
     Returns:
@@ -133,8 +133,9 @@ def step_seconds(
     for name, (engine, most) in engines.items():
         if engine.limit is not None and context + most > engine.limit:
             raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
-        cache = KVCache(engine.layers, 1, context + most)
         ids = torch.randint(engine.vocab_size, (1, context + most), generator=generator).to(engine.device)
+        encoded = None if engine.encoder is None else engine.encoder.encode(ids[:, :context].tolist())
+        cache = KVCache(engine.layers, 1, context + most, encoded)
         engine.forward(cache, ids[:, :context], Block((0,), context), [context - 1])
         for k in range(1, most + 1):
             runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,), k))

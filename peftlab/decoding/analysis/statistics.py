@@ -199,8 +199,10 @@ def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], othe
         return None
     pairs = zip(plain, other, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
-    ids = [*prompt, *plain[:position]]
-    cache = KVCache(engine.layers, 1, len(ids))
+    encoder = engine.encoder
+    context, begun = (None, prompt) if encoder is None else (encoder.encode([prompt]), encoder.start)
+    ids = [*begun, *plain[:position]]
+    cache = KVCache(engine.layers, 1, len(ids), context)
     tokens = torch.tensor([ids], device=engine.device)
     logits = engine.forward(cache, tokens, Block((0,), len(ids)), [len(ids) - 1]).logits[0, 0]
     first, second = logits.float().topk(2).values.tolist()

@@ -48,7 +48,7 @@ class Stopwatch(Clock):
         super().__init__(engine.device)
         self._engine = engine
         self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers = engine.layers
+        self.layers, self.encoder = engine.layers, engine.encoder
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""

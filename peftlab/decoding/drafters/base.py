@@ -22,10 +22,12 @@ class Row:
     Attributes:
         index: which of the caller's prompts it continues.
         slot: its row in every cache.
-        tokens: prompt and output so far; no cache contains the last one yet.
-        prompt_length: tokens of the prompt.
+        tokens: prompt and output so far; no cache contains the last one yet. With an encoder-decoder target the
+            output alone, behind the tokens that every output begins with.
+        prompt_length: tokens before the output.
         policy: its draft length.
         generator: its randomness.
+        source: the prompt that an encoder-decoder target's encoder reads; empty with any other target.
     """
 
     index: int
@@ -34,6 +36,12 @@ class Row:
     prompt_length: int
     policy: Policy
     generator: torch.Generator
+    source: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> list[int]:
+        """All that is known of the sequence, the source first."""
+        return self.source + self.tokens if self.source else self.tokens
 
 
 @dataclass

@@ -42,12 +42,16 @@ class ModelDrafter:
                 f"draft: vocabulary of {self.engine.vocab_size} rows, but the target's has {state.vocab_size}; "
                 "if the tokenizers are the same, build both engines with vocabulary=len(tokenizer)"
             )
+        if (self.engine.encoder is None) != (state.cache.context is None):
+            raise PeftlabError("draft: of target and draft only one is an encoder-decoder model; both or none must be")
         self._sampling = state.sampling
         self._read = {row.index: len(row.tokens) - 1 for row in rows}
         self._ahead = {}
         self._cache = state.cache
         if not self.shares_cache:
-            self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity)
+            encoder = self.engine.encoder
+            context = encoder.encode([row.source for row in rows]) if encoder is not None else None
+            self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity, context)
             readable = [row for row in rows if self._room(row) >= 0]
             if readable:
                 prefill(self.engine, self._cache, [row.tokens for row in readable], [row.slot for row in readable])

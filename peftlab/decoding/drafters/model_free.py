@@ -38,7 +38,7 @@ class PromptLookup:
         return _chains(rows, budgets, self._guess)
 
     def _guess(self, row: Row, budget: int) -> list[int]:
-        after, tokens = self._after[row.index], row.tokens
+        after, tokens = self._after[row.index], row.text
         for end in range(self._indexed[row.index] + 1, len(tokens)):
             for n in range(self.shortest, min(self.longest, end) + 1):
                 after[tuple(tokens[end - n : end])] = end

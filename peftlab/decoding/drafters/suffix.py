@@ -43,7 +43,7 @@ class SuffixLookup:
     def find(self, row: Row, budget: int) -> tuple[int, list[int]]:
         """Return how many tokens match, and at most ``budget`` tokens that followed; (0, []) if none are copied."""
         text, place = self._texts[row.index], self._places[row.index]
-        for token in row.tokens[len(text.tokens) :]:
+        for token in row.text[len(text.tokens) :]:
             text.extend(token)
             if self.corpus is not None:
                 place = self.corpus.follow(place, token)

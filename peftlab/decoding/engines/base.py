@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.cache import Block, Context, KVCache
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class Output:
     features: Tensor | None = None
 
 
+class Encoder(Protocol):
+    """What reads the prompts of an encoder-decoder model.
+
+    Attributes:
+        start: tokens that every output of the decoder begins with.
+        limit: how many tokens a prompt may have; None if there is no limit.
+    """
+
+    start: list[int]
+    limit: int | None
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> Context:
+        """Return what the decoder reads of prompts of any lengths, in their order."""
+        ...
+
+
 class Engine(Protocol):
     """A model that decodes.
 
@@ -36,6 +53,7 @@ class Engine(Protocol):
         limit: how many positions the model has; None if it has no limit.
         layers: layers of the cache.
         device: where tokens go.
+        encoder: of an encoder-decoder model; None of others, whose prompts are the beginnings of their outputs.
     """
 
     kind: str
@@ -43,6 +61,7 @@ class Engine(Protocol):
     limit: int | None
     layers: int
     device: torch.device
+    encoder: Encoder | None
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """Run tokens [b, n] whose slots in the cache ``block`` gives.

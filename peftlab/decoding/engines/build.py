@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.flat import FlatEngine
 from peftlab.decoding.engines.proof import Trial
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
@@ -27,12 +28,12 @@ def build_engine(
     """Return the fastest engine that gives ``model``'s own logits.
 
     For the families of ``structure.py`` that is a flattened step (``flat.py``), else the forward of ``transformers``
-    with peftlab's masks, else with its own. Each is tried on chains, on a batch of rows of different lengths and on a
-    tree (``proof.py``); where only chains are right, rows of one length are read at a time and trees path by path
-    (``split.py``). ``Engine.kind`` says which it is.
+    with peftlab's masks, else with its own; so it is for the decoder of an encoder-decoder model. Each is tried on
+    chains, on a batch of rows of different lengths and on a tree (``proof.py``); where only chains are right, rows of
+    one length are read at a time and trees path by path (``split.py``). ``Engine.kind`` says which it is.
 
     Args:
-        model: a causal language model; its weights must not change afterwards.
+        model: a causal or an encoder-decoder language model; its weights must not change afterwards.
         vocabulary: return logits for this many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
         pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
@@ -44,20 +45,21 @@ def build_engine(
     Raises:
         PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
     """
-    library = TransformersEngine(model, vocabulary, features=features)
     name = type(model).__name__
+    language_model = Decoder(model) if model.config.is_encoder_decoder else model
+    library = TransformersEngine(language_model, vocabulary, features=features)
     try:
-        trial = Trial(model)
+        trial = Trial(language_model)
     except _FAULTS as fault:
         raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
     if not trial.causal:
         raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
-    if flat and (structure := structure_of(model)) is not None:
+    if flat and library.encoder is None and (structure := structure_of(model)) is not None:
         engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
         if engine is not None:
             return engine
     failures: list[str] = []
-    for engine in (library, TransformersEngine(model, vocabulary, masks=False, features=features)):
+    for engine in (library, TransformersEngine(language_model, vocabulary, masks=False, features=features)):
         if exact := _exact(engine, trial, failures):
             return exact
     raise PeftlabError(

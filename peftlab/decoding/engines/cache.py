@@ -14,6 +14,25 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Context:
+    """What the decoder of an encoder-decoder model reads of each row's prompt.
+
+    Attributes:
+        states: [B, S, H], the encoder's output. mask: [B, S], 1 where there is a token.
+        layers: keys and values of each layer's cross-attention, [B, heads, S, D] each.
+    """
+
+    states: Tensor
+    mask: Tensor
+    layers: list[tuple[Tensor, Tensor]]
+
+    def select(self, rows: Sequence[int]) -> Context:
+        """Return these rows, in this order."""
+        kept = list(rows)
+        return Context(self.states[kept], self.mask[kept], [(k[kept], v[kept]) for k, v in self.layers])
+
+
 class KVCache:
     """Keys and values of every layer, [B, 2 H_kv, capacity, D], the keys' heads first; allocated at its first write.
 
@@ -21,10 +40,11 @@ class KVCache:
         batch: rows B.
         capacity: slots per row.
         states: one tensor per layer.
+        context: what the prompts gave in an encoder-decoder model; None in others.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int):
-        self.batch, self.capacity = batch, capacity
+    def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
+        self.batch, self.capacity, self.context = batch, capacity, context
         self.states: list[Tensor | None] = [None] * layers
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -56,7 +76,8 @@ class KVCache:
 
     def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
         """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
-        copies = KVCache(len(self.states), len(rows), capacity)
+        context = None if self.context is None else self.context.select(rows)
+        copies = KVCache(len(self.states), len(rows), capacity, context)
         for layer, stored in enumerate(self.states):
             if stored is not None:
                 state = stored.new_zeros(len(rows), stored.shape[1], capacity, stored.shape[3])
@@ -77,6 +98,7 @@ class KVCache:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.batch = len(rows)
+        self.context = None if self.context is None else self.context.select(rows)
         self.states[:] = [stored if stored is None else stored[list(rows)] for stored in self.states]
 
 

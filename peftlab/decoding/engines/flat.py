@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Output
+from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Block, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, added, can_pack, product
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
@@ -45,6 +45,8 @@ class _Layer:
 
 class FlatEngine:
     """See ``base.Engine``; made by ``build.build_engine`` from a model and its structure."""
+
+    encoder: Encoder | None = None
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.transformers import limit_of
 from peftlab.decoding.verification.tree import tree_shape
 
@@ -38,7 +39,8 @@ class Trial:
     over thirty layers is several times smaller, and a token too many or too few in a trained model larger.
 
     Args:
-        model: a causal language model as it is to decode: on its device, in its dtype.
+        model: a causal language model, or an encoder-decoder model's decoder, as it is to decode: on its device, in its
+            dtype.
 
     Attributes:
         tolerance: the largest difference at which logits agree.
@@ -48,7 +50,7 @@ class Trial:
         Exception: whatever the model's own forward raises.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel | Decoder):
         self._model, self._config = model, model.config.get_text_config(decoder=True)
         limit = limit_of(self._config) or _WIDEST + _NODES
         self._window = _window(self._config)

@@ -24,7 +24,7 @@ class EqualLengths:
         self._engine = engine
         self.kind = f"{engine.kind}, rows of one length at a time"
         self.vocab_size, self.limit = engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
+        self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -63,7 +63,7 @@ class PathByPath:
         self._engine = engine
         self.kind = f"{engine.kind}, trees path by path"
         self.vocab_size, self.limit = engine.vocab_size, engine.limit
-        self.layers, self.device = engine.layers, engine.device
+        self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:

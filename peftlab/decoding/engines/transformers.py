@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from peftlab.decoding.engines.base import Output
+from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Block, KVCache, additive
+from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.errors import PeftlabError
 
 
@@ -18,7 +19,8 @@ class TransformersEngine:
     """The model's own forward, with peftlab's positions and a four-dimensional mask, or with its own mask.
 
     Args:
-        model: a causal language model. vocabulary: see ``build.build_engine``.
+        model: a causal language model, or the decoder of an encoder-decoder model.
+        vocabulary: see ``build.build_engine``.
         masks: give the model a mask of what each token sees. Without, the model masks as in its own ``generate``, which
             is right for rows of one length without trees only.
         features: see ``build.build_engine``.
@@ -29,22 +31,23 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Decoder,
         vocabulary: int | None = None,
         *,
         masks: bool = True,
         features: Sequence[int] = (),
     ):
         config = model.config.get_text_config(decoder=True)
-        name = type(model).__name__
-        if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
-            raise PeftlabError(f"{name} is not a decoder-only language model; load one for causal LM")
+        name, head = type(model).__name__, model.get_output_embeddings()
+        if head is None:
+            raise PeftlabError(f"{name} is not a language model; load one for causal LM")
         kinds = {type(layer) for layer in DynamicCache(config=config).layers} or {DynamicLayer}
         if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
             raise PeftlabError(f"{name} keeps a state other than keys and values, which cannot be cropped")
         self.kind = "transformers" if masks else "transformers, its own mask"
-        self.model, self.config = model, config
-        self.vocab_size = vocabulary or model.get_output_embeddings().weight.shape[0]
+        self.model, self.config, self.head = model, config, head
+        self.encoder: Encoder | None = model if isinstance(model, Decoder) else None
+        self.vocab_size = vocabulary or self.head.get_parameter("weight").shape[0]
         self.limit = limit_of(config)
         self.layers = config.num_hidden_layers
         self.device = model.device
@@ -59,19 +62,22 @@ class TransformersEngine:
         if self.limit is not None:
             positions = positions.clamp_max(self.limit - 1)  # of rows that are at the end, and draft nothing
         head_inputs: list[Tensor] = []
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: head_inputs.append(inputs[0])
-        )
+        hook = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         try:
             logits, features = self._logits(cache, tokens, positions, block, keep)
         finally:
             hook.remove()
-        return Output(logits[..., : self.vocab_size], head_inputs[0], features)
+        hidden = head_inputs[0]
+        if keep is not None and self.encoder is not None:  # such a model computes them all
+            logits, hidden = logits[:, keep], hidden[:, keep]
+        return Output(logits[..., : self.vocab_size], hidden, features)
 
     def _logits(
         self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
     ) -> tuple[Tensor, Tensor | None]:
-        slots = _Slots if self._masks else _Copies
+        slots, context = _Slots if self._masks else _Copies, cache.context
+        if context is not None and block.rows is not None:
+            context = context.select(block.rows)
         output = self.model(
             input_ids=tokens,
             attention_mask=self._mask(block) if self._masks else None,
@@ -80,6 +86,7 @@ class TransformersEngine:
             use_cache=True,
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
             output_hidden_states=bool(self._features),
+            **({} if context is None else {"context": context}),
         )
         features = [output.hidden_states[layer] for layer in self._features]
         return output.logits, torch.cat(features, -1) if features else None

@@ -19,6 +19,7 @@ from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.methods.config import MethodConfig
+from peftlab.models.pretrained import language_model_class, load_config
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfig)
 
@@ -154,7 +155,7 @@ class Opening:
 
     def load(self, reference: str, dtype: torch.dtype) -> PreTrainedModel:
         """Load a language model onto the device."""
-        model = load_model(reference, "AutoModelForCausalLM", dtype=dtype)[0]
+        model = load_model(reference, language_model_class(load_config(reference)), dtype=dtype)[0]
         nn.Module.to(model, self.device)
         return model
 

@@ -55,6 +55,11 @@ def read_text(recipe: DraftRecipe) -> Text:
     """Read prompts and requests and check them against the target's context and tokenizer: no weights yet."""
     data, options = recipe.data, model_options(recipe)
     config = load_config(recipe.target, **options)
+    if config.is_encoder_decoder:
+        raise PeftlabError(
+            f"target: {recipe.target} is an encoder-decoder model, which no recipe trains a draft for; generate and "
+            "draft bench decode it with copies of its prompt, or with a smaller model of its kind as --draft"
+        )
     tokenizer = load_tokenizer(recipe.target, **options)
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     prompts: list[list[int]] = []
