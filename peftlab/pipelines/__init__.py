@@ -63,9 +63,14 @@ def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
+    from peftlab.pipelines.checks.recipe_models import check_models
+    from peftlab.pipelines.directory import check_directory
     from peftlab.recipe.loading import load_recipe
 
-    return run_recipe(load_recipe(recipe, overrides), overwrite=overwrite, device=device)
+    checked = load_recipe(recipe, overrides)
+    check_models(checked)  # both again when they are used; here before anything heavy is imported
+    check_directory(checked, overwrite=overwrite)
+    return run_recipe(checked, overwrite=overwrite, device=device)
 
 
 def resume(directory: str | Path, *, device: str = "auto") -> Results:
