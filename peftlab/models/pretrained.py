@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,7 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.files import reason
 from peftlab.hub import snapshot, unreachable
+from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.base_format import base_format
 from peftlab.models.bounds import Bounded, check_directory, check_ids
@@ -42,6 +44,8 @@ def load_base(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a pretrained model and list the parameters that are not in its checkpoint.
 
+    A parameter of the task head that the checkpoint has for another number of classes counts as one of them.
+
     Args:
         reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
         auto_class: name of the transformers auto class.
@@ -55,7 +59,8 @@ def load_base(
         The model in eval mode, and the names of its freshly initialised parameters.
 
     Raises:
-        PeftlabError: the model cannot be loaded; the library's reason is given.
+        PeftlabError: the model cannot be loaded; the library's reason is given. Or a parameter of the body has another
+            shape in the checkpoint.
     """
     told: Attributes = {"revision": revision, **options}
     if quantised is not None:
@@ -79,12 +84,33 @@ def _load_weights(
     import transformers
 
     loader = getattr(transformers, auto_class).from_pretrained
-    model, info = _load(reference, loader, _CONFIG, output_loading_info=True, revision=revision, **options)
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    model, info = _load(reference, loader, _CONFIG, revision=revision, **told)
+    resized = _resized_head(model, info["mismatched_keys"], reference)
     if getattr(model.config, "quantization_config", None) is not None and _gguf(reference):
         # The tensors are dequantised; with this entry, saved copies would be loaded as quantised.
         del model.config.quantization_config
         model.hf_quantizer = None
-    return model, list(info["missing_keys"])
+    return model, [*info["missing_keys"], *resized]
+
+
+def _resized_head(
+    model: PreTrainedModel, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]], reference: str
+) -> list[str]:
+    """Return the parameters of the task head that have another shape in the checkpoint; refuse those of the body.
+
+    Args:
+        mismatched: name, shape in the checkpoint and shape in the model of each.
+    """
+    names = sorted(mismatched)
+    head = task_head(model) if names else []
+    for name, stored, needed in names:
+        if not inside(name, head):
+            raise PeftlabError(
+                f"model {reference!r}: {name} has shape {tuple(stored)} in the weight files and {tuple(needed)} by "
+                "config.json"
+            )
+    return [name for name, _, _ in names]
 
 
 def _load_quantised(

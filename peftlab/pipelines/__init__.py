@@ -32,20 +32,22 @@ def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False,
 
 
 def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe, check it and its data's files and columns, and return it with all its defaults.
+    """Read a recipe, check it, its model's place and its data's files and columns; return it with all its defaults.
 
     Args:
         recipe: a file, or the short name of a shipped recipe.
         overrides: ``"train.lr=1e-4"``, ``"~data.path"`` and so on, applied from left to right.
 
     Raises:
-        PeftlabError: every mistake in it, with file, line and the nearest right spelling; or a file of its data, or a
-            column, is missing.
+        PeftlabError: every mistake in it, with file, line and the nearest right spelling; or its model, a file of its
+            data or a column is missing. What the hub has is not asked.
     """
     from peftlab.pipelines.checks.recipe_data import check_data
+    from peftlab.pipelines.checks.recipe_models import check_models
     from peftlab.recipe.loading import load_recipe
 
     checked = load_recipe(recipe, overrides)
+    check_models(checked)
     check_data(checked)
     return checked
 
@@ -61,9 +63,14 @@ def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
+    from peftlab.pipelines.checks.recipe_models import check_models
+    from peftlab.pipelines.directory import check_directory
     from peftlab.recipe.loading import load_recipe
 
-    return run_recipe(load_recipe(recipe, overrides), overwrite=overwrite, device=device)
+    checked = load_recipe(recipe, overrides)
+    check_models(checked)  # both again when they are used; here before anything heavy is imported
+    check_directory(checked, overwrite=overwrite)
+    return run_recipe(checked, overwrite=overwrite, device=device)
 
 
 def resume(directory: str | Path, *, device: str = "auto") -> Results:

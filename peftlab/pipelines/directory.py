@@ -37,6 +37,13 @@ def run_directory(
     return claimed(path, RUN, overwrite=overwrite, resume=resume, inputs=recipe_inputs(recipe), advice=advice)
 
 
+def check_directory(recipe: Recipe, *, overwrite: bool) -> None:
+    """Check that a run of ``recipe`` may write its directory; a table's is its runs' and may exist."""
+    if not isinstance(recipe, TableRecipe):
+        with run_directory(recipe, overwrite=overwrite, resume=False):
+            pass
+
+
 def recipe_inputs(recipe: Recipe) -> Inputs:
     """Return the paths and references that a recipe reads, by what they are."""
     if isinstance(recipe, DraftRecipe):

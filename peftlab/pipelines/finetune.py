@@ -44,6 +44,7 @@ from peftlab.rows import resolve
 from peftlab.tasks.labelled.analysis import ClassScores, HardExample
 from peftlab.tasks.language.examples import TOO_LONG
 from peftlab.tasks.prepared import ModelSource, Prepared
+from peftlab.tasks.reading.bad_rows import listed
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import model_inputs
@@ -157,7 +158,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     set_seed(settings.seed)
     task = load_task(recipe)
     spec = make_spec(recipe, task)
-    for line in data_lines(task.classes, task.left_out):
+    for line in _remarks(task):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
@@ -201,6 +202,12 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         results = _write_out(recipe, task, spec.model, run_dir, results)
     accelerator.wait_for_everyone()
     return results
+
+
+def _remarks(task: Prepared) -> list[str]:
+    """Return what is said of data and model before training."""
+    fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
+    return [*data_lines(task.classes, task.left_out, task.repeated), *fresh]
 
 
 def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> Prepared:

@@ -16,8 +16,12 @@ FEW = 5
 _SHOWN = 20
 
 
-def data_lines(classes: Counts, left_out: Mapping[str, int]) -> list[str]:
-    """Return what is printed about the data before training: counts, rows left out, warnings."""
+def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[str, int] | None = None) -> list[str]:
+    """Return what is printed about the data before training: counts, rows left out, warnings.
+
+    Args:
+        repeated: split to the number of its rows whose text a training row has too.
+    """
     header, *rows = class_rows(classes, _SHOWN)
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     table = [
@@ -28,6 +32,10 @@ def data_lines(classes: Counts, left_out: Mapping[str, int]) -> list[str]:
         *(table if classes else []),
         *(f"left out: {count:,} rows ({reason})" for reason, count in left_out.items()),
         *(f"warning: {text}" for text in class_warnings(classes)),
+        *(
+            f"warning: {count:,} {split} rows have the text of a training row, so scores may be too high"
+            for split, count in (repeated or {}).items()
+        ),
     ]
 
 

@@ -92,6 +92,7 @@ class Prepared:
         baseline: metrics of always giving the same answer; None: the model before training is the baseline.
         classes: class name to its number of examples by split; empty where there are none.
         left_out: reason to the number of rows that are in no split.
+        repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
         fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
         sharing: how examples share rows; None where each needs its own.
@@ -120,6 +121,7 @@ class Prepared:
     higher_is_better: bool = True
     classes: dict[str, dict[str, int]] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    repeated: dict[str, int] = field(default_factory=dict)
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"
     sharing: RowSharing | None = None

@@ -55,6 +55,22 @@ def test_missing_data_and_columns_are_found(tmp_path: Path, model: Path, changes
         peftlab.validate(file, [f"{key}={value.format(tmp_path)}" for key, value in changes.items()])
 
 
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("{}/bart", r"no such file or directory \(did you mean 'bert'\?\)"),
+        ("package:pytest/no-model", "package 'pytest' has no 'no-model'"),
+        ("package:no-such-package/model", "package 'no-such-package' is not installed"),
+        ("{}", "has no config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_found(tmp_path: Path, model: Path, reference: str, message: str) -> None:
+    file = write(tmp_path, model)
+    with pytest.raises(PeftlabError, match=message):
+        peftlab.validate(file, [f"model={reference.format(model.parent)}"])
+    assert peftlab.validate(file, ["model=an-organisation/a-model-of-the-hub"])
+
+
 def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("text,label\ngood,a\nbad,b\n")

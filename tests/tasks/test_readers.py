@@ -173,3 +173,22 @@ def test_an_unreadable_file_is_named(tmp_path):
 def test_bad_content_is_told_with_its_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert message in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_csv_is_separated_as_its_header_is(tmp_path, separator):
+    """Spreadsheets of countries with a decimal comma write semicolons; commas and semicolons of texts stay theirs."""
+    rows = [{"a text": 'he said "no", then\nleft; alas', "label": "x"}, {"a text": "a\tb", "label": "y, z"}]
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
+        with (tmp_path / "r.csv").open("w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter=separator, quoting=quoting)
+            writer.writeheader()
+            writer.writerows(rows)
+        assert read_whole(tmp_path / "r.csv") == {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def test_a_header_with_a_comma_is_separated_by_commas(tmp_path):
+    (tmp_path / "r.csv").write_text('a;b,"c;d"\n1;2,3\n', encoding="utf-8")
+    assert read_whole(tmp_path / "r.csv") == {"a;b": ["1;2"], "c;d": ["3"]}
+    (tmp_path / "r.csv").write_text("text\na; b\n", encoding="utf-8")
+    assert read_whole(tmp_path / "r.csv") == {"text": ["a; b"]}

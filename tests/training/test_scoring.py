@@ -147,6 +147,46 @@ def test_classes_and_dropped_rows_are_printed_and_in_the_results(
     assert sum(counts["validation"] for counts in found["classes"].values()) == 9
 
 
+def test_validation_rows_that_are_trained_on_are_counted(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "rows"
+    place.mkdir()
+    write(place / "train.csv", ("good film", "a"), ("dull plot", "b"), ("good film", "a"), ("fine", "a"))
+    write(place / "validation.csv", ("good film", "a"), ("a plot", "b"), ("dull plot", "a"))
+    values = tiny.recipe(encoder, place, tmp_path / "run", max_steps=1)
+    values["data"]["validation"] = None
+    tiny.run(values)
+    assert "warning: 2 validation rows have the text of a training row" in capsys.readouterr().out
+    write(place / "validation.csv", ("good plot", "a"), ("a plot", "b"))
+    tiny.run(values, overwrite=True)
+    assert "of a training row" not in capsys.readouterr().out
+
+
+def test_a_head_of_another_number_of_classes_starts_anew(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model for three classes is finetuned on two; the run's own adapter is what its evaluation and merge load."""
+    rows = tiny.save_rows(tmp_path / "rows.csv")
+    tiny.run(tiny.recipe(finished / "merged", rows, tmp_path / "run", max_steps=2) | {"merge": True})
+    assert "newly initialised: classifier.bias, classifier.weight\n" in capsys.readouterr().out
+    config = BertForSequenceClassification.from_pretrained(tmp_path / "run" / "merged").config
+    assert config.id2label == {0: "neg", 1: "pos"}
+    assert evaluate(tmp_path / "run").keys() == {"validation"}
+    same = tiny.save_rows(tmp_path / "same.csv", 42, CLASSES)
+    tiny.run(tiny.recipe(finished / "merged", same, tmp_path / "more", max_steps=1))
+    assert "newly initialised" not in capsys.readouterr().out
+
+
+def test_weights_of_other_shapes_than_the_configuration_s_are_named(finished: Path, rows: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "merged", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 20}))
+    message = r"intermediate\.dense\.bias has shape \(24,\) in the weight files and \(20,\) by config\.json"
+    with pytest.raises(PeftlabError, match=message):
+        tiny.run(tiny.recipe(tmp_path / "model", rows, tmp_path / "run"))
+
+
 def test_more_tokens_than_usable_positions_are_refused(tmp_path: Path, still: Path, rows: Path) -> None:
     from transformers import RobertaConfig, RobertaForSequenceClassification
 

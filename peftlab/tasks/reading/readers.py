@@ -3,7 +3,8 @@
 Every value keeps its spelling: a sentence ``NA``, ``null`` or ``1.0`` in a text file stays that string.
 
 =========  ============================================================================================
-``.csv``   comma separated, standard quoting (``"`` quotes, doubled inside), strict about stray quotes
+``.csv``   comma separated, standard quoting (``"`` quotes, doubled inside), strict about stray quotes; separated by
+           semicolons or tabs where the header is, as spreadsheets of many countries write it
 ``.tsv``   tab separated, unquoted: a quotation mark is part of the text, a row is a line
 ``.jsonl``  one JSON object per line
 ``.json``  one JSON list of objects
@@ -109,11 +110,12 @@ def read_tsv(path: Path, header: Sequence[str] | None = None, ragged: list[int] 
 
 
 def _read_csv(path: Path) -> Table:
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    text = read_text(path)
     limit = csv.field_size_limit(2**31 - 1)
     rows: list[tuple[int, list[str]]] = []
     line = 1
     try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=_separator(text), strict=True)
         for row in reader:
             if row:
                 rows.append((line, row))
@@ -123,6 +125,15 @@ def _read_csv(path: Path) -> Table:
     finally:
         csv.field_size_limit(limit)
     return _tabular(path, rows)
+
+
+def _separator(text: str) -> str:
+    """Return the first of ``,``, ``;`` and tab that separates the header of a csv file; comma if none does."""
+    for separator in ",;\t":
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        if len(next(filter(None, rows), [])) > 1:
+            return separator
+    return ","
 
 
 def _read_jsonl(path: Path) -> Table:
