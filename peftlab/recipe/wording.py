@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import SkipJsonSchema
 
 _WORDS: dict[object, str] = {
     str: "text",
@@ -57,7 +56,7 @@ def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {
         field.alias or name: field
         for name, field in model.model_fields.items()
-        if not any(isinstance(part, SkipJsonSchema) for part in field.metadata)
+        if not any(type(part).__name__ == "SkipJsonSchema" for part in field.metadata)
     }
 
 
