@@ -41,3 +41,6 @@ Schema: TypeAlias = dict[Any, Any] | Callable[..., Any]
 
 KnownModel: TypeAlias = Any
 """A model or module whose class was chosen by its name: to mypy, each of its attributes is a tensor or a module."""
+
+Operator: TypeAlias = Any
+"""One of torch's operators as a dispatch mode receives it: called with any arguments, and named by an attribute."""

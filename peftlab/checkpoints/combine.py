@@ -272,6 +272,7 @@ def _config(first: LoraConfig, pairs: dict[str, Items], rank: int) -> LoraConfig
         "target_parameters": experts or None,
         "exclude_modules": None,
         "layers_to_transform": None,
+        "first_layer": None,
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,

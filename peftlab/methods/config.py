@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from peftlab.section import Section
 
@@ -16,6 +17,11 @@ class MethodConfig(Section):
     modules_to_save: list[str] | None = Field(
         default=None,
         description="Further modules to train and save whole, by name suffix; the task head always is.",
+    )
+    first_layer: SkipJsonSchema[int | None] = Field(  # recipes say train.layers.from, for any method
+        default=None,
+        ge=0,
+        description="Only the layers from this one on (from 0), the task head and modules_to_save train.",
     )
 
     def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str:

@@ -113,8 +113,14 @@ def own_config(config: object) -> MethodConfig:
 
 
 def plan(model: nn.Module, config: MethodConfig) -> Plan:
-    """Return what ``config``'s method would change in ``model``; changes nothing."""
-    return resolve(METHODS.find(config.name).plan)(model, config)
+    """Return what ``config``'s method would change in ``model``, in the layers that it names; changes nothing."""
+    found: Plan = resolve(METHODS.find(config.name).plan)(model, config)
+    if config.first_layer is None:
+        return found
+    from peftlab.methods.plan import from_layer
+    from peftlab.methods.task_head import trained_whole
+
+    return from_layer(model, found, config.first_layer, trained_whole(model, config.modules_to_save))
 
 
 def lr_ratio(config: MethodConfig) -> dict[str, float]:

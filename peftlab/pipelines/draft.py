@@ -39,7 +39,7 @@ from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, Draf
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import DraftRecipe
+from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.reporting.console import trainable_line
 from peftlab.rows import resolve
 from peftlab.training.distributed import make_accelerator
@@ -87,7 +87,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     if kind.prepare:
         resolve(kind.prepare)(job, draft, sets.train)
     if recipe.method is not None:
-        inject(draft.adapted, recipe.method)
+        inject(draft.adapted, injected_method(recipe.method, recipe.train))
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = _spec(recipe, kind, job, draft, sets)

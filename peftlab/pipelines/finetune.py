@@ -36,7 +36,7 @@ from peftlab.pipelines.merge_losses import merge_losses
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
@@ -275,12 +275,13 @@ def _first(scores: Scores) -> dict[str, float]:
 
 def _method_for(recipe: FinetuneRecipe, task: Prepared) -> MethodConfig:
     """Return the recipe's method, which also trains every body module that the checkpoint does not contain."""
+    method = injected_method(recipe.method, recipe.train)
     head = task_head(task.model)
     owners = {name.rpartition(".")[0] for name in task.fresh if not inside(name, head)}
     if not owners:
-        return recipe.method
-    listed = [*(recipe.method.modules_to_save or []), *sorted(owners)]
-    return recipe.method.model_copy(update={"modules_to_save": list(dict.fromkeys(listed))})
+        return method
+    listed = [*(method.modules_to_save or []), *sorted(owners)]
+    return method.model_copy(update={"modules_to_save": list(dict.fromkeys(listed))})
 
 
 def _results(

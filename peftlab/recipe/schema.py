@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Union
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
@@ -42,6 +42,29 @@ def _with_lr(train: TrainConfig, info: ValidationInfo[object]) -> TrainConfig:
     method: MethodConfig | None = info.data["method"]
     lr = OWN_MODULES_LR if method is None else METHODS[method.name].default_lr
     return train.model_copy(update={"lr": lr})
+
+
+def injected_method(method: MethodConfig, train: TrainConfig) -> MethodConfig:
+    """Return the configuration that is put into the model: ``method`` in the layers that ``train.layers`` names."""
+    first = train.layers.from_ if train.layers is not None else None
+    if first is None:
+        return method
+    return method.model_validate({**method.model_dump(by_alias=True), "first_layer": first})
+
+
+def _layer_problems(method: MethodConfig | None, train: TrainConfig) -> list[Problem]:
+    """Return what ``train.layers`` asks for that the method does not do."""
+    if method is None:
+        reason = "there is no method whose layers it could choose; the draft's own modules train"
+        return [(("train", "layers"), f"train.layers: {reason}")] if train.layers is not None else []
+    if method.first_layer is not None:
+        return [(("method", "first_layer"), "method.first_layer: write train.layers={from: K}, for any method")]
+    try:
+        injected_method(method, train)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        return [(("train", "layers", "from"), f"train.layers.from: method {method.name}: {reason}")]
+    return []
 
 
 def _usual_objective(recipe: dict[str, object]) -> PreferenceObjective | None:
@@ -121,6 +144,7 @@ class FinetuneRecipe(Section):
             problems = [*problems, (("base", "dtype"), f"base.dtype: {reason}; choose another method, or fp32")]
         unused = _unused_settings(self.train, f"task {task.name}", tokens=task.token_loss, classes=task.classed)
         problems = [*problems, *unused]
+        problems = [*problems, *_layer_problems(self.method, self.train)]
         if self.generate is not None and not task.prompted:
             problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
@@ -215,7 +239,10 @@ class DraftRecipe(Section):
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))
+        if self.train.layers is not None and self.train.layers.active is not None:
+            found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
+        unused += _layer_problems(self.method, self.train)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
         found += self.draft.problems(OtherKeys(self.method, objective, data, self.merge, self.acceptance_head))
         if found:

@@ -49,8 +49,15 @@ def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
 
 
 def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return a model's fields by the keys a recipe has for them (``from``, which Python does not take as a name)."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
+    """Return a model's fields by the keys a recipe has for them (``from``, which Python does not take as a name).
+
+    Without those that no recipe has: what is left out of the JSON Schema.
+    """
+    return {
+        field.alias or name: field
+        for name, field in model.model_fields.items()
+        if not any(type(part).__name__ == "SkipJsonSchema" for part in field.metadata)
+    }
 
 
 def _type(annotation: object, constraints: Iterable[object]) -> str:

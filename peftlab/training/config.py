@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from peftlab.errors import PeftlabError
 from peftlab.section import Section, Seed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainedLayers(Section):
+    """Which layers train."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    from_: int | None = Field(
+        default=None,
+        ge=0,
+        alias="from",
+        description="Only the layers from this one on (from 0), task head and modules_to_save; backward ends there.",
+    )
+    active: int | None = Field(
+        default=None,
+        ge=1,
+        description="Of the layers that train, so many at a time, drawn anew after each period (LISA); what belongs to "
+        "no layer trains in every step. null: all.",
+    )
+    every: int = Field(default=20, ge=1, description="Steps of a period.")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TrainedLayers:
+        if self.from_ is None and self.active is None:
+            raise ValueError("give from, active, or both")
+        if self.active is None and "every" in self.model_fields_set:
+            raise ValueError("every is the length of a period between draws; give active, the layers to draw, too")
+        return self
 
 
 class TrainConfig(Section):
@@ -67,6 +95,11 @@ class TrainConfig(Section):
         default=False, description="Compile the model with torch.compile; where that fails, continue without."
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
+    layers: TrainedLayers | None = Field(
+        default=None,
+        description="{from: K}: only the layers from K on train; {active: N, every: 20}: N layers at a time, drawn "
+        "anew every 20 steps. null: all that the method trains.",
+    )
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
     early_stopping: int | None = Field(
         default=None, ge=1, description="Stop after this many evaluations without a better score."
@@ -84,6 +117,12 @@ class TrainConfig(Section):
     def _longest_fits(self) -> TrainConfig:
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise ValueError(f"max_tokens {self.max_tokens} does not fit one example of max_length {self.max_length}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_graph(self) -> TrainConfig:
+        if self.compile and self.layers is not None and self.layers.active is not None:
+            raise ValueError("compile makes one graph, and with layers.active every draw is another; set one of them")
         return self
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.training.compile import try_compile
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
 from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.first_steps import FirstStepsCheck
+from peftlab.training.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
 from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
@@ -106,6 +109,7 @@ class _Trainer:
     Attributes:
         model: ``spec.model`` as accelerate wraps it.
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
+        sampling: which layers rest in a step; None if all train.
     """
 
     spec: TrainingSpec
@@ -115,6 +119,7 @@ class _Trainer:
     optimiser: AcceleratedOptimizer
     progress: Progress
     first_steps: FirstStepsCheck | None
+    sampling: LayerSampling | None
 
     @property
     def parts(self) -> int:
@@ -127,6 +132,8 @@ class _Trainer:
         denominator = self.spec.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
         norm = torch.zeros(())
+        resting = self.sampling.resting(progress.step) if self.sampling is not None else {}
+        forget(self.optimiser, resting)
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for weight, inputs in batch.parts:
@@ -138,19 +145,20 @@ class _Trainer:
                 memory_advice(where, training_changes(self.settings, rows, longest)),
                 accelerator.accumulate(self.model),
             ):
-                loss = self.spec.loss(self.model, inputs) * weight
-                # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
-                # is the global batch's. Under ZeRO, backward also clips and steps, and _update does neither again.
-                accelerator.backward(loss * (self.parts / denominator))
+                with frozen(resting):
+                    loss = self.spec.loss(self.model, inputs) * weight
+                    # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
+                    # is the global batch's. Under ZeRO, backward also clips and steps, and _update does neither again.
+                    accelerator.backward(loss * (self.parts / denominator))
                 loss_sum += loss.detach()
-                norm = self._update(norm, self.settings.peak_lr * factor)
+                norm = self._update(norm, self.settings.peak_lr * factor, resting)
         progress.step += 1
         progress.examples += len(batch.indices)
         progress.tokens += batch.tokens
         progress.padded_tokens += batch.padded_tokens
         return accelerator.reduce(loss_sum, "sum") / denominator, norm
 
-    def _update(self, norm: Tensor, lr: float) -> Tensor:
+    def _update(self, norm: Tensor, lr: float, resting: Collection[str]) -> Tensor:
         """Clip and step, once the last accumulation step's gradients are there; return the gradient's norm."""
         if self.accelerator.sync_gradients:
             parameters = trainable_parameters(self.spec.model).values()
@@ -158,7 +166,7 @@ class _Trainer:
         self.optimiser.step()
         stepped = self.accelerator.sync_gradients and not self.optimiser.step_was_skipped
         if self.first_steps is not None and stepped:
-            self.first_steps.record_step(lr)
+            self.first_steps.record_step(lr, resting)
         self.optimiser.zero_grad()
         return norm
 
@@ -193,6 +201,13 @@ def _prepare(
     spec: TrainingSpec, settings: TrainConfig, accelerator: Accelerator, checkpoints: Path, resume: bool
 ) -> _Trainer:
     """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint."""
+    sampling = make_layer_sampling(spec.model, settings)
+    if sampling is not None and accelerator.distributed_type != DistributedType.NO:
+        kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
+        raise PeftlabError(
+            f"train.layers.active: resting layers have no gradients, which {kind} waits for; train in one process, or "
+            "with train.layers.from alone"
+        )
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
@@ -200,4 +215,4 @@ def _prepare(
         try_compile(spec, accelerator)
     zero = accelerator.distributed_type == DistributedType.DEEPSPEED
     check = FirstStepsCheck(spec.model, gradients_kept=not zero) if progress.step == 0 else None
-    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check)
+    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling)

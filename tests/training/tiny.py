@@ -134,12 +134,12 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
 
     from peftlab.methods.injection import inject
     from peftlab.pipelines.finetune import load_task, make_spec
-    from peftlab.recipe.schema import FinetuneRecipe
+    from peftlab.recipe.schema import FinetuneRecipe, injected_method
 
     checked = FinetuneRecipe.model_validate(values)
     set_seed(checked.train.seed)
     task = load_task(checked)
-    inject(task.model, checked.method)
+    inject(task.model, injected_method(checked.method, checked.train))
     return checked.train, make_spec(checked, task)
 
 

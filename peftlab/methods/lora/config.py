@@ -85,6 +85,13 @@ class LoraConfig(MethodConfig):
             raise ValueError("layers_pattern: says which numbers layers_to_transform means; give that too")
         return self
 
+    @model_validator(mode="after")
+    def _within_layers(self) -> LoraConfig:
+        if self.first_layer is not None and (self.bias == "all" or self.trainable_token_indices):
+            what = "bias: all" if self.bias == "all" else "trainable_token_indices"
+            raise ValueError(f"{what} trains outside the layers from {self.first_layer} on (train.layers.from)")
+        return self
+
     @property
     def start(self) -> Start | None:
         """The start that takes part of the base's weight, if it is one."""

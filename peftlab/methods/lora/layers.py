@@ -25,7 +25,7 @@ from peftlab.methods.leaf import (
 )
 from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
-from peftlab.methods.lora.function import Weight, frozen_linear, low_rank_linear
+from peftlab.methods.lora.function import Weight, dropout, frozen_linear, low_rank_linear
 from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
 from peftlab.methods.several.batch_rows import BatchRows
@@ -160,7 +160,7 @@ class LoraLinear(LowRank, nn.Linear):
             return _dora(x, weight, self.bias, a, b, self.scale, p, gain)
         if not quantised and (type(self.weight.data) is not Tensor or own_forward(self.base_class)):
             # Quantised by torchao, or a subclass: the base leaf computes as it is made to; only the addition is ours.
-            low = F.linear(F.linear(F.dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
+            low = F.linear(F.linear(dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
             low = low if self.lora_bias is None else low + self.lora_bias.to(x.dtype)
             return self.base_class.forward(self, x) + low * self.scale
         return low_rank_linear(x, weight, self.total_bias(), a, b, self.scale, p)
@@ -216,7 +216,7 @@ class LowRankConv(LowRank):
         if not self.enabled:
             return base
         p = self.active_dropout()
-        x = F.dropout(input, p) if p > 0 else input
+        x = dropout(input, p)
         a, b = (factor.to(x.dtype) for factor in self.factors())
         low = self.convolve(self.convolve(x, a, None, self.stride, self.padding, self.dilation), b, groups=self.groups)
         if self.lora_bias is not None:
@@ -337,7 +337,7 @@ def _dora(
     if p == 0:
         y = low_rank_linear(x, weight, None, a, b, scale) * gain
     else:
-        dropped = F.dropout(x, p)
+        dropped = dropout(x, p)
         base, kept = (frozen_linear(each, weight, None, len(b)) for each in (x, dropped))
         y = base + low_rank_linear(dropped, weight, None, a, b, scale) * gain - kept
     return y if bias is None else y + bias

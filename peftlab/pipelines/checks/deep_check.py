@@ -9,7 +9,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.checks.recipe_data import runs_of
 from peftlab.pipelines.inspect import inspect_model
-from peftlab.recipe.schema import FinetuneRecipe, Recipe
+from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
 from peftlab.tasks.labelled.data import load_task_data
@@ -55,7 +55,8 @@ def _data_line(recipe: FinetuneRecipe) -> str:
 def _inspected(recipe: FinetuneRecipe) -> Inspection:
     task = find_task(recipe.task)
     auto_class: str | None = resolve(task.answers).auto_class if task.labelled else None
-    return inspect_model(recipe.model, recipe.method.name, recipe.method.model_dump(exclude={"name"}), auto_class)
+    method = injected_method(recipe.method, recipe.train)
+    return inspect_model(recipe.model, method.name, method.model_dump(exclude={"name"}), auto_class)
 
 
 def _target_line(recipe: FinetuneRecipe, found: Inspection) -> str:

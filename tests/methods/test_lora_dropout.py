@@ -1,0 +1,132 @@
+"""LoRA's dropout: masks that drop with exactly probability p, and what a step keeps and computes with them."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import peftlab
+from peftlab.methods.lora.function import dropout, keep_mask, kept, low_rank_linear, threshold
+
+RATES = (0.05, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.75, 2**-9, 0.999)
+
+
+@pytest.mark.parametrize("p", RATES)
+def test_the_probability_is_exact(p):
+    """Over all 256 bytes, and all 2^53 values that torch's uniform double has."""
+    bound, rest = threshold(p)
+    assert Fraction(bound) + Fraction(rest) == 256 * Fraction(p) and 0 <= rest < 1
+    refined = Fraction(math.ceil(Fraction(rest) * 2**53), 2**53)  # values k/2^53 below rest
+    assert (bound + refined) / 256 == Fraction(p)
+
+
+@pytest.mark.parametrize("p", RATES)
+def test_what_each_byte_decides(p):
+    bound, rest = threshold(p)
+    every = torch.arange(256, dtype=torch.uint8)
+    undecided = []
+    for seed in range(40):
+        torch.manual_seed(seed)
+        keep = kept(every, p)
+        assert not keep[:bound].any() and keep[bound + 1 :].all()
+        torch.manual_seed(seed)
+        assert bool(keep[bound]) == (torch.rand(1, dtype=torch.float64).item() >= rest)
+        undecided.append(bool(keep[bound]))
+    assert set(undecided) == ({True} if rest == 0 else {True, False}) or not 0.1 < rest < 0.9
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_elements_at_every_place_of_a_word_are_dropped_alike(p):
+    """A word of the generator decides for eight elements: all its 64 bits must be random."""
+    torch.manual_seed(0)
+    mask = keep_mask(torch.empty(100_000, 8), p).double()
+    spread = math.sqrt(p * (1 - p) / len(mask))
+    assert ((1 - mask.mean(0) - p).abs() < 5 * spread).all()
+    pairs = torch.corrcoef(mask.t()) - torch.eye(8)
+    assert pairs.abs().max() < 5 / math.sqrt(len(mask))
+
+
+def test_torchs_generator_decides():
+    x = torch.empty(7, 5)
+    masks = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        masks.append((keep_mask(x, 0.5), keep_mask(x, 0.5)))
+    assert torch.equal(masks[0][0], masks[2][0]) and torch.equal(masks[0][1], masks[2][1])
+    assert not torch.equal(masks[0][0], masks[0][1]) and not torch.equal(masks[0][0], masks[1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dropout_divides_what_it_keeps(dtype):
+    torch.manual_seed(0)
+    x = torch.ones(40, 50, dtype=dtype, requires_grad=True)
+    y = dropout(x, 0.25)
+    y.sum().backward()
+    assert y.dtype == dtype and set(y.detach().flatten().tolist()) == {0.0, float(torch.tensor(1 / 0.75, dtype=dtype))}
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
+
+
+def factors() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((3, 4, 6), (5, 6), (5,), (2, 6), (5, 2))
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+
+
+def test_gradients_are_those_of_the_formula():
+    x, w, bias, a, b = factors()
+    torch.manual_seed(1)
+    y = low_rank_linear(x, w.detach(), bias, a, b, 0.5, 0.3)
+    torch.manual_seed(1)
+    dropped = x * keep_mask(x, 0.3) / 0.7
+    expected = F.linear(x, w.detach(), bias) + 0.5 * F.linear(F.linear(dropped, a), b)
+    torch.testing.assert_close(y, expected)
+    up = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    ours, theirs = (torch.autograd.grad(out, (x, bias, a, b), up) for out in (y, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_checkpointing_draws_the_same_masks_again():
+    x, w, bias, a, b = factors()
+
+    def forward(x: Tensor) -> Tensor:
+        return low_rank_linear(x, w.detach(), bias, a, b, 0.5, 0.3).square().sum()
+
+    torch.manual_seed(1)
+    plain = torch.autograd.grad(forward(x), (x, a, b))
+    torch.manual_seed(1)
+    recomputed = torch.autograd.grad(checkpoint(forward, x, use_reentrant=False), (x, a, b))
+    assert all(torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True))
+
+
+def kept_bytes(net: nn.Module, x: Tensor) -> int:
+    """Return the bytes that a forward pass keeps for backward, parameters apart, each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(x)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("p", "trains", "per_element"), [(0.0, True, 4), (0.1, True, 5), (0.0, False, 0), (0.1, False, 1)]
+)
+def test_what_a_map_keeps_for_backward(p, trains, per_element):
+    """The input and a byte of mask an element; of a layer that rests, the mask alone."""
+    net = peftlab.inject_lora(nn.Sequential(nn.Linear(32, 16)), r=2, lora_dropout=p, target_modules=["0"]).train()
+    for parameter in net.parameters():
+        parameter.requires_grad_(parameter.requires_grad and trains)
+    assert kept_bytes(net, torch.randn(8, 32, requires_grad=True)) == 8 * 32 * per_element
