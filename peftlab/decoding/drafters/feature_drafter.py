@@ -15,6 +15,7 @@ from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, seen_from
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verification.tree import RankRates
 from peftlab.errors import PeftlabError
 
 
@@ -28,10 +29,12 @@ class FeatureNetwork(Protocol):
         features: layers of the target whose entering states it reads.
         vocab_size: V, of the target.
         tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
+        ranks: how often each choice is right at each depth, as measured; None: not measured.
     """
 
     features: tuple[int, ...]
     vocab_size: int
+    ranks: RankRates | None
 
     @property
     def tokens(self) -> Tensor | None: ...
