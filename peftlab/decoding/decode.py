@@ -20,7 +20,7 @@ from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill, right_padded
 from peftlab.decoding.verification.accept import accept_chains, accept_trees
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import TreeShape
+from peftlab.decoding.verification.tree import depths_of, shape_of
 from peftlab.errors import PeftlabError
 
 
@@ -192,10 +192,9 @@ class _Batch:
         if self.observe is not None:
             self.observe(rows, verified)
         draft = verified.draft
-        outcome = zip(rows, draft.tokens.tolist(), verified.paths, verified.next_tokens, strict=True)
-        ended = {
-            row.index for row, drafted, path, next_ in outcome if self._emit(row, draft.shape, drafted, path, next_)
-        }
+        parents = [None] * len(rows) if draft.parents is None else draft.parents
+        outcome = zip(rows, parents, draft.tokens.tolist(), verified.paths, verified.next_tokens, strict=True)
+        ended = {row.index for row, *emitted in outcome if self._emit(row, *emitted)}
         if self.drafter is not None:
             self.drafter.accept(rows, verified)
         if ended:
@@ -216,23 +215,23 @@ class _Batch:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
         draft.tokens = draft.tokens.to(self.target.device)
         inputs = torch.cat((last, draft.tokens.clamp_min(0)), 1)  # [b, N+1]
-        tree = None if draft.shape is None else (draft.shape.depths, draft.shape.below)
+        tree = None if draft.parents is None else shape_of(draft.parents)
         starts = [len(row.tokens) - 1 for row in rows]
         block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
         output = self.target.forward(self.cache, inputs, block)
         generators = [row.generator for row in rows]
-        if draft.shape is None:
+        if draft.parents is None:
             accepted = accept_chains(output.logits, draft.tokens, draft.probs, self.sampling, generators)
         else:
-            parents = draft.shape.parents
-            accepted = accept_trees(output.logits, draft.tokens, draft.probs, parents, self.sampling, generators)
+            accepted = accept_trees(output.logits, draft.tokens, draft.probs, draft.parents, self.sampling, generators)
         return Verified(inputs, draft, output, *accepted)
 
-    def _emit(self, row: Row, shape: TreeShape | None, tokens: list[int], path: list[int], following: int) -> bool:
+    def _emit(
+        self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int
+    ) -> bool:
         """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it."""
-        if shape is not None and path:
-            self.cache.move(row.slot, len(row.tokens), path)
-        depths = range(1, len(tokens) + 1) if shape is None else shape.depths[1:]
+        self.cache.move(row.slot, len(row.tokens), path)
+        depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
         drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
         row.policy.update(drafted, len(path))
         run = [*(tokens[node] for node in path), following]

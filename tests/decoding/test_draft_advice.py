@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -17,18 +18,20 @@ from peftlab.decoding.analysis.advice import (
     rank_rates,
     recommendation,
 )
-from peftlab.decoding.analysis.measured_gain import MeasuredGain, expected_tokens, measured_gain
+from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain, possible_drafts
 from peftlab.decoding.analysis.planning import plan_from_times
 from peftlab.decoding.analysis.theory import block_efficiency
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.verification.tree import RankRates, best_tree, reach
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.load import draft_costs, target_weights
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
+from tests.eagle_models import eagle
 
 CHAIN = DraftCost("model", "", "kind: model", 0.0, 0.11)
 STEEP = [1.0, 1.1, 1.2, 1.3, 1.7, 1.8]
@@ -68,6 +71,9 @@ def test_nothing_is_recommended_where_nothing_pays():
     assert found[0].break_even is None and found[0].stated.nodes == 0
     assert "no kind of draft pays here" in recommendation(found)
     assert "draft={kind: model}, a chain of" in recommendation(advise([dear, CHAIN], STEEP, 0.5))
+    layer = DraftCost("eagle3", "", "kind: eagle3", 0.01, 0.02, tree=True, width=4)
+    words = recommendation(advise([layer], [1.0, *[1.01] * 8], 0.5))
+    assert "draft={kind: eagle3}, a tree of 8 (--gamma 8 --width 4)" in words
     with pytest.raises(PeftlabError, match=r"alpha: 1\.5 is not a probability"):
         best_draft(CHAIN, STEEP, 1.5)
 
@@ -81,6 +87,10 @@ def test_costs_are_shares_of_the_weights(stories_model):
     costs = {(cost.kind, cost.size): cost for cost in draft_costs(large)}
     assert costs["model", "3 layers"].of(2) == pytest.approx(2 * (3 * 3.54e6 + 49152 * 576) / large.total)
     assert costs["medusa", "4 heads"].of(4) == pytest.approx(0.045, abs=5e-3)
+    layer = costs["eagle3", "1 layer"]
+    assert layer.tree and layer.of(3) == pytest.approx(
+        (3 * 576**2 + 3 * (3.54e6 + 2 * 576**2 + 8192 * 576)) / large.total
+    )
     assert costs["medusa", "4 heads, Markov"].of(1) > costs["medusa", "4 heads"].of(1)
 
 
@@ -88,7 +98,9 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     target = build_engine(stories_model, pack=False)
     drafter = ModelDrafter(build_engine(truncate(stories_model, [0]), pack=False))
     histogram = {"1": 50, "2": 30, "5": 20}
-    assert expected_tokens(drafter, histogram, 4) == pytest.approx([1.0, 1.5, 1.7, 1.9, 2.1])
+    drafts = possible_drafts(drafter, histogram, 4, STEEP)
+    assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 2.1])
+    assert [draft.effort for draft in drafts] == [1, 2, 3, 4]
     found = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e-9)
     assert found.gain == pytest.approx(2.1 / (found.verification[4] + found.drafting))
     expected = [1.0, *(t / found.verification[n] for n, t in enumerate((1.5, 1.7, 1.9, 2.1), start=1))]
@@ -97,13 +109,44 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     )
     slow = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e3)
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
-    assert expected_tokens(PromptLookup(), {"1": 4}, 2) == [1.0, 1.0, 1.0]
+    assert [draft.tokens for draft in possible_drafts(PromptLookup(), {"1": 4}, 2, STEEP)] == [1.0, 1.0]
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
     heads = MedusaHeads(stories_model.lm_head.weight, 2)
     heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
-    assert expected_tokens(HeadsDrafter(heads), {"1": 9}, 2)[:4] == pytest.approx([1, 1.5, 1.7, 1.9])
+    drafts = possible_drafts(HeadsDrafter(heads), {"1": 9}, 2, STEEP)
+    assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 1.98, 2.03])
+    assert {(draft.width, draft.effort) for draft in drafts} == {(None, 1.0)}
+
+
+def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_model):
+    """A level of a tree reads four nodes where a chain reads one, and costs what verification says of four."""
+    network = eagle(stories_model)
+    network.ranks = RankRates(((0.5, 0.3), (0.4, 0.1)))
+    drafts = possible_drafts(FeatureDrafter(network), {"1": 9}, 2, STEEP)
+    chains, trees = ([d for d in drafts if d.width == width] for width in (1, 4))
+    assert [d.tokens for d in chains] == pytest.approx([1.5, 1.7, 1.78, 1.812, 1.8248])
+    assert [d.effort for d in chains] == pytest.approx([1, 1 + 1, 3, 4, 5])
+    assert [d.tokens for d in trees] == pytest.approx([1.5, 1.8, 2.0, 2.12, 2.2])  # (0), (1), (0, 0), (1, 0), (0, 0, 0)
+    assert [d.effort for d in trees] == pytest.approx([1, 1, 1 + STEEP[3], 1 + STEEP[3], 1 + 2 * STEEP[3]])
+    target = build_engine(stories_model, pack=False)
+    drafter = FeatureDrafter(network)
+    found = measured_gain(target, drafter, {"1": 9}, gamma=2, tau=1.6, drafting=1e-9)
+    drafts = possible_drafts(drafter, {"1": 9}, 2, found.verification)
+    best = max([1.0, *(draft.tokens / found.verification[draft.gamma] for draft in drafts)])
+    assert found.best_gain == pytest.approx(best, rel=1e-3)
+    assert "--gamma 7 --width 4, 1.50x" in replace(found, best_gamma=7, best_width=4, best_gain=1.5).line()
+
+
+def test_a_level_of_a_tree_that_reads_its_nodes_costs_more():
+    layer = DraftCost("eagle3", "", "kind: eagle3", 0.1, 0.2, tree=True, width=4)
+    assert (layer.of(3), layer.of(3, 1.5)) == pytest.approx((0.7, 0.9))
+    rates = rank_rates(0.4)
+    choice = best_draft(layer, [1.0, *[1.01] * 8], 0.4)
+    tree = best_tree(8, 8, 4, rates)
+    gains = [(1 + sum(reach(tree, rates)[:n])) / (1.01 + layer.of(max(map(len, tree[:n])), 1.01)) for n in range(1, 9)]
+    assert choice.tree and choice.gain == pytest.approx(max(gains))
 
 
 def test_the_sentence_names_the_parts():

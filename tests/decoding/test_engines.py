@@ -43,7 +43,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.products import growth
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
-from peftlab.decoding.verification.tree import best_tree, tree_shape
+from peftlab.decoding.verification.tree import best_tree, parents_of, shape_of
 from peftlab.errors import PeftlabError
 
 SMALL = {
@@ -163,37 +163,37 @@ def test_ragged_blocks_and_overwritten_slots(built):
     close(last.logits, torch.stack([want[2, 16:18], want[0, 12:14]]))
 
 
+def line_of(parents, node):
+    """A node of a tree and those above it, from the root's child down."""
+    return [] if node < 0 else [*line_of(parents, parents[node]), node]
+
+
 @torch.inference_mode()
-def test_tree_sees_its_ancestors_only(built):
+def test_each_rows_tree_sees_its_ancestors_only(built):
     model, engine = built
-    tree = best_tree(9, 4, 3)
-    shape = tree_shape(tree)
-    assert max(shape.parents) >= 0 and len({len(path) for path in tree}) > 1
+    trees = [parents_of(best_tree(9, 4, 3)), (-1, -1, 0, 2, 3, 4, 1, -1, -1)]
     ids = torch.randint(96, (2, 20))
-    drafted = torch.randint(96, (2, len(tree)))
+    drafted = torch.randint(96, (2, 9))
     starts = (19, 11)  # past the window, with 20 and 12 tokens known
     cache = KVCache(engine.layers, 2, 40)
     engine.forward(cache, ids, Block((0, 0), 20))
     inputs = torch.cat((torch.stack([ids[0, 19:20], ids[1, 11:12]]), drafted), 1)
-    out = engine.forward(cache, inputs, Block(starts, 10, tree=(shape.depths, shape.below)))
-    for row, start in enumerate(starts):
-        for node in range(len(tree)):
-            path, above = [], node
-            while above >= 0:
-                path.insert(0, above)
-                above = shape.parents[above]
-            line = torch.cat((ids[row, : start + 1], drafted[row, path]))
+    out = engine.forward(cache, inputs, Block(starts, 10, tree=shape_of(trees)))
+    for row, (start, parents) in enumerate(zip(starts, trees, strict=True)):
+        for node in range(9):
+            line = torch.cat((ids[row, : start + 1], drafted[row, line_of(parents, node)]))
             close(out.logits[row, node + 1], model(line[None]).logits[0, -1])
     # Node by node the accepted path moves up, and decoding continues after it.
-    deepest = max(range(len(tree)), key=lambda i: len(tree[i]))
-    path, above = [], deepest
-    while above >= 0:
-        path.insert(0, above)
-        above = shape.parents[above]
+    path = line_of(trees[1], 5)
     cache.move(1, starts[1] + 1, path)
     line = torch.cat((ids[1, : starts[1] + 1], drafted[1, path], ids[1, :1]))
     after = engine.forward(cache, ids[1:, :1], Block((len(line) - 1,), 1, rows=(1,)))
     close(after.logits[0, 0], model(line[None]).logits[0, -1])
+    # Rows of equal length, one of them with a tree of its own again.
+    even = engine.forward(cache, inputs, Block((11, 11), 10, tree=shape_of(trees)))
+    for row, parents in enumerate(trees):
+        line = torch.cat((ids[row, :11], inputs[row, :1], drafted[row, line_of(parents, 8)]))
+        close(even.logits[row, 9], model(line[None]).logits[0, -1])
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -11,10 +12,12 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Row, TargetState
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
+from peftlab.decoding.drafters.growing_trees import GrowingTrees
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill
 from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verification.tree import depths_of
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 
@@ -41,10 +44,18 @@ def row(tokens, place=0):
     return Row(place, place, list(tokens), len(tokens), Fixed(4), torch.Generator())
 
 
-def tree(engine, network, width, size, depth=6):
+def tree(engine, network, width, size, depth=6, prompt=PROMPT):
     drafter = FeatureDrafter(network, width, depth)
-    drafter.start([row(PROMPT)], state_of(engine, [PROMPT]))
-    return drafter.propose([row(PROMPT)], [size])
+    drafter.start([row(prompt)], state_of(engine, [prompt]))
+    return drafter.propose([row(prompt)], [size])
+
+
+def paths(draft, i=0):
+    """The paths of a row's nodes, as tokens; of nodes that were not drafted none."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.tokens[i].tolist(), draft.parents[i], strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return [path for path in found if path[-1] >= 0]
 
 
 def next_scores(network, features, drafted):
@@ -84,11 +95,8 @@ def grown(network, features, width, depth, size):
 def test_the_most_probable_nodes_are_drafted(engine, network, width, size, depth):
     features = state_of(engine, [PROMPT]).features[0]
     draft = tree(engine, network, width, size, depth)
-    paths = []
-    for token, parent in zip(draft.tokens[0].tolist(), draft.shape.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    assert set(paths) == grown(network, features, width, min(depth, size), size)
-    assert [len(path) for path in paths] == list(draft.shape.depths[1:])
+    assert set(paths(draft)) == grown(network, features, width, min(depth, size), size)
+    assert [len(path) for path in paths(draft)] == depths_of(draft.parents[0])
 
 
 def test_the_first_choices_of_a_tree_are_the_chain(engine, network):
@@ -98,24 +106,54 @@ def test_the_first_choices_of_a_tree_are_the_chain(engine, network):
     best = tree(engine, network, 3, 12)
     path, parent = [], -1
     while len(path) < 2:  # the first choice of the first level, and of that
-        node = next(n for n, p in enumerate(best.shape.parents) if p == parent)
+        node = next(n for n, p in enumerate(best.parents[0]) if p == parent)
         path, parent = [*path, int(best.tokens[0, node])], node
-    assert drafted.shape is None and drafted.tokens[0, :2].tolist() == path
+    assert drafted.parents is None and drafted.tokens[0, :2].tolist() == path
 
 
-def test_rows_of_a_batch_do_not_influence_one_another(engine, network):
-    """Rows of other lengths, read together: the chain of each is the one that it gets alone."""
-    prompts = [PROMPT, [1, 291], [1, 403, 407, 261, 378, 317, 269, 274, 287, 263]]
+LONG = [1, 403, 407, 261, 378, 317, 269, 274, 287, 263]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("prompts", [[PROMPT, [1, 291], LONG], [PROMPT, LONG[:6], LONG[1:7]]], ids=["uneven", "even"])
+def test_rows_of_a_batch_do_not_influence_one_another(engine, network, prompts, width):
+    """Rows read together: the chain or the tree of each is the one that it gets alone, of its own size."""
+    sizes = [9, 2, 5]
     rows = [row(prompt, i) for i, prompt in enumerate(prompts)]
-    together = FeatureDrafter(network, width=3)
+    together = FeatureDrafter(network, width)
     together.start(rows, state_of(engine, prompts))
-    batch = together.propose(rows, [4, 2, 3])
-    assert batch.shape is None
-    for i, (prompt, budget) in enumerate(zip(prompts, (4, 2, 3), strict=True)):
-        alone = FeatureDrafter(network)
-        alone.start([row(prompt)], state_of(engine, [prompt]))
-        want = alone.propose([row(prompt)], [budget]).tokens[0].tolist()
-        assert batch.tokens[i].tolist() == want + [-1] * (4 - budget)
+    batch = together.propose(rows, list(sizes))
+    for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+        alone = tree(engine, network, width, size, prompt=prompt)
+        assert batch.tokens[i].tolist() == alone.tokens[0].tolist() + [-1] * (9 - size)
+        if width > 1:
+            assert paths(batch, i) == paths(alone) and len(paths(alone)) == size
+    assert (batch.parents is None) == (width == 1) and (width == 1 or len(set(batch.parents)) == 3)
+
+
+def test_a_row_without_states_waits_for_its_first_step(engine, network):
+    """A prompt of one token has none yet; the others draft, and sizes of 0 are no trees."""
+    prompts = [[1], PROMPT, LONG]
+    rows = [row(prompt, i) for i, prompt in enumerate(prompts)]
+    drafter = FeatureDrafter(network, width=3)
+    drafter.start(rows, state_of(engine, prompts))
+    draft = drafter.propose(rows, [5, 5, 0])
+    assert [len(paths(draft, i)) for i in range(3)] == [0, 5, 0]
+    assert paths(draft, 1) == paths(tree(engine, network, 3, 5))
+
+
+def test_of_equally_probable_nodes_the_older_ones_are_kept():
+    """A token that is certain is as probable as the one before it."""
+    trees = GrowingTrees(2, torch.device("cpu"))
+    sure, even = [0.0, -torch.inf], [math.log(0.5)] * 2
+    trees.add(torch.tensor([[[7, 8]], [[5, 6]]]), torch.tensor([[sure], [even]]))
+    for _ in range(2):
+        tokens, place, seen = trees.expand(1)
+        trees.add(tokens[..., None] + torch.tensor([10, 20]), torch.tensor([[sure], [even]]))
+    assert place.tolist() == [[0], [0]] and seen.tolist() == [[[True, True]]] * 2
+    tokens, parents = trees.best([3, 4])
+    assert tokens.tolist() == [[7, 17, 27, -1], [5, 6, 15, 25]]
+    assert parents == [(-1, 0, 1, -1), (-1, -1, 0, 0)]
 
 
 def test_an_engine_without_states_is_refused(stories_model, network):

@@ -139,7 +139,7 @@ def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, p
     drafter, outputs, branched = DRAFTERS[name][0](stories_model), [], []
 
     def observe(rows, verified):
-        branched.append(verified.draft.shape is not None)
+        branched.append(verified.draft.parents is not None)
 
     for i in range(0, 480, batch):
         sampling = replace(SAMPLING, seed=1000 + i)
@@ -148,23 +148,34 @@ def test_a_fused_tree_follows_the_target_in_every_batch(stories_model, target, p
     assert any(branched) and p_value(law, outputs) > 1e-3
 
 
-def test_a_tree_that_grows_follows_the_target(stories_model, target, prompt, law):
-    """One row at a time: only then is there a tree."""
-    network = trained_eagle(stories_model)
-    outputs = [
-        decode(
-            target,
-            [prompt],
-            StoppingCriteria(3),
-            FeatureDrafter(network, width=4),
-            policy=partial(Fixed, 8),
-            sampling=replace(SAMPLING, seed=1000 + i),
-        )[0]
-        for i in range(600)
-    ]
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_tree_that_grows_follows_the_target(stories_model, target, prompt, law, batch):
+    """Each row has a tree of its own, as large as for a longer output."""
+    drafter, outputs, trees = FeatureDrafter(trained_eagle(stories_model), width=4), [], []
+    ending, policy = StoppingCriteria(12, stops=lambda tokens: len(tokens) == 3), partial(Fixed, 8)
+
+    def observe(rows, verified):
+        trees.extend(verified.draft.parents or ())
+
+    for i in range(0, 600, batch):
+        sampling = replace(SAMPLING, seed=1000 + i)
+        outputs += decode(target, [prompt] * batch, ending, drafter, policy=policy, sampling=sampling, observe=observe)
     statistics = acceptance_statistics(outputs)
-    assert statistics.accepted > 50 and statistics.acceptance < 1
+    assert statistics.accepted > 50 and statistics.acceptance < 1 and len(set(trees)) > 5
     assert p_value(law, outputs) > 1e-3
+
+
+def test_a_row_with_a_tree_draws_alone_what_it_draws_in_a_batch(stories_model, target, prompt):
+    """Its random numbers do not depend on how far its tree is padded."""
+    drafter = FeatureDrafter(trained_eagle(stories_model), width=3)
+
+    def outputs(seed, prompts, new):
+        sampling, policy = Sampling(temperature=1.0, seed=seed), partial(Fixed, 6)
+        found = decode(target, prompts, StoppingCriteria(new), drafter, policy=policy, sampling=sampling)
+        return [output.tokens for output in found]
+
+    together = outputs(1, [prompt, prompt[:-1], prompt], 12)
+    assert outputs(2, [prompt[:-1]], 12) == [together[1]] and outputs(3, [prompt], 12) == [together[2]]
 
 
 def test_the_check_would_see_a_slight_error(target, prompt, law):

@@ -15,7 +15,16 @@ from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import RankRates, best_tree, rank_probability, reach, tree_shape, walk_greedy
+from peftlab.decoding.verification.tree import (
+    RankRates,
+    best_tree,
+    depths_of,
+    parents_of,
+    rank_probability,
+    reach,
+    shape_of,
+    walk_greedy,
+)
 
 
 def row(tokens, place=0):
@@ -52,11 +61,14 @@ def test_a_tree_of_measured_rates():
     assert RankRates.counted([[0, 0]], [0]).rates == ((0.5, 0.5),)
 
 
-def test_shape_of_a_tree():
-    shape = tree_shape(((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
-    assert shape.parents == (-1, 0, -1, 1, 2)
-    assert shape.depths == (0, 1, 2, 1, 3, 2)
-    assert shape.below.int().tolist() == [
+def test_shapes_of_trees():
+    parents = parents_of(((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
+    assert parents == (-1, 0, -1, 1, 2) and depths_of(parents) == [1, 2, 1, 3, 2]
+    shape = shape_of([parents, (-1, -1, 1, 0, -1)])
+    assert shape.depths.tolist() == [[0, 1, 2, 1, 3, 2], [0, 1, 1, 2, 2, 1]]
+    assert shape.of_rows([1]).depths.tolist() == [[0, 1, 1, 2, 2, 1]]
+    assert shape.below[1].sum(1).tolist() == [1, 2, 2, 3, 3, 2]
+    assert shape.below[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -67,18 +79,18 @@ def test_shape_of_a_tree():
 
 
 def test_a_tree_that_is_a_chain_sees_what_a_chain_sees():
-    shape = tree_shape(best_tree(5, 5, 1))
+    shape = shape_of([parents_of(best_tree(5, 5, 1))] * 2)
     cpu = torch.device("cpu")
     for starts in ((7, 7), (7, 3)):
         for window in (None, 4, 100):
-            as_tree = Block(starts, 6, tree=(shape.depths, shape.below)).visible(window, cpu)
+            as_tree = Block(starts, 6, tree=shape).visible(window, cpu)
             as_chain = Block(starts, 6).visible(window, cpu)
             assert torch.equal(*torch.broadcast_tensors(as_tree, as_chain))
 
 
 def test_windows_count_positions_and_not_slots():
-    shape = tree_shape(((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 0, 0)))
-    seen = Block((2,), 6, tree=(shape.depths, shape.below)).visible(3, torch.device("cpu"))
+    shape = shape_of([parents_of(((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 0, 0)))])
+    seen = Block((2,), 6, tree=shape).visible(3, torch.device("cpu"))
     assert seen[0, 0].int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0, 0],  # the root, position 2
         [0, 1, 1, 1, 0, 0, 0, 0],

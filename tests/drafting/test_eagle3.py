@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from draft_models import VOCAB, requests, tiny
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
+from peftlab.drafting.kinds.eagle3.calibration import measure_ranks
+from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
+from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
 from peftlab.drafting.objectives import Objective
+from peftlab.drafting.rank_rates import RANKS
 from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.drafting.vocabulary import ceiling
+from peftlab.errors import PeftlabError
+from peftlab.tasks.prompts import Request
 from tests.eagle_models import eagle
 
 TOKENS = torch.tensor([0, 1, 2, 5, 7, 8, 11, 20, 21, 33, 39])
@@ -166,3 +176,44 @@ def test_regression_brings_the_state_nearer(target) -> None:
         both(model, batch).backward()
         optimiser.step()
     assert 0 < distance() < 0.8 * before
+
+
+def counted(target, network, written, depth):
+    """The right choices and the tries at each depth, text by text and place by place."""
+    right, tried = [[0] * RANKS for _ in range(depth)], [0] * depth
+    for request in written:
+        ids = [*request.prompt, *request.response]
+        with torch.no_grad():
+            output = target(input_ids=torch.tensor([ids]), output_hidden_states=True)
+            features = torch.cat([output.hidden_states[layer] for layer in network.features], -1)
+            drafted = [network.logits(states)[0] for states in unroll(network, features, torch.tensor([ids]), depth)]
+        greedy = output.logits[0].argmax(-1).tolist()
+        for t in range(len(request.prompt) - 2, len(ids) - 2):  # the tokens up to t + 1 are known
+            for k in range(depth):
+                if t + 2 + k >= len(ids) or (k and ids[t + 1 + k] != greedy[t + k]):
+                    break
+                ranking = network.tokens[drafted[k][t].topk(RANKS).indices].tolist()
+                tried[k] += 1
+                if greedy[t + 1 + k] not in ranking:
+                    break
+                right[k][ranking.index(greedy[t + 1 + k])] += 1
+    return right, tried
+
+
+def test_rates_by_depth_and_rank_are_counted_where_a_tree_can_reach(target, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    text = target.generate(torch.randint(3, VOCAB, (16, 3)), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    written = [Request(row[:3], row[3:]) for row in text.tolist()]
+    written[1] = Request(written[1].prompt, [*written[1].response[:6], 30, *written[1].response[6:9]])
+    network = eagle(target, text.unique())
+    found = measure_ranks(EagleModel(target, network), make_dataset(written), 5, 3)
+    right, tried = counted(target, network, written, 3)
+    assert tried[0] > tried[1] > tried[2] > 0
+    assert found == RankRates.counted(right, tried)
+    write_eagle(network, tmp_path, target="t", architecture="LlamaForCausalLM", tokens=3)
+    assert read_eagle(tmp_path, input_embedding(target)).ranks is None
+    write_ranks(tmp_path, found)
+    assert read_eagle(tmp_path, input_embedding(target)).ranks == found
+    (tmp_path / "rank_acceptance.json").write_text(json.dumps({"rank_acceptance": [[0.2, 0.5]]}))
+    with pytest.raises(PeftlabError, match=r"rank_acceptance\.json: rank_acceptance is not"):
+        read_eagle(tmp_path, input_embedding(target))

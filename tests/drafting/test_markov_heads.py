@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.verification.tree import RankRates, best_tree
 from peftlab.drafting.hidden_states import head_weight, last_hidden
-from peftlab.drafting.kinds.medusa.calibration import RANKS, measure_ranks
+from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa, write_ranks
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.objectives import Objective, kl
+from peftlab.drafting.rank_rates import RANKS
 from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 REDUCED = 8192
 """Tokens of a reduced vocabulary in the drafts that are compared."""
+FEATURE_TREE = 4
+"""Children of a node, and nodes read per level, in the trees of an EAGLE-3 layer that are compared."""
 GAIN_ALPHAS = (0.3, 0.5, 0.7)
 _RANKS = 8
 
@@ -49,6 +51,7 @@ class DraftCost:
         kind: of ``draft.kind``. size: in words. recipe: the ``draft`` section that makes it.
         once: per step, however many tokens are drafted. each: per level, one after the other.
         depth: levels at most; None for any number. tree: whether it drafts trees.
+        width: the ``--width`` that its trees need; None: they need none.
     """
 
     kind: str
@@ -58,10 +61,11 @@ class DraftCost:
     each: float
     depth: int | None = None
     tree: bool = False
+    width: int | None = None
 
-    def of(self, levels: int) -> float:
-        """Return D of a draft of this many levels."""
-        return self.once + self.each * levels
+    def of(self, levels: int, several: float = 1.0) -> float:
+        """Return D of a draft of this many levels; ``several``: the cost of a level after the first, in that of one."""
+        return self.once + self.each * (1 + (levels - 1) * several)
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,14 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     best = Choice(alpha, 0, False, 1.0)
     rates = rank_rates(alpha)
-    for width in (1, _RANKS) if cost.tree else (1,):
+    for width in (1, cost.width or _RANKS) if cost.tree else (1,):
+        # A draft that reads the nodes of its trees takes longer for them, as the target does for as many tokens.
+        several = verification[min(width, len(verification)) - 1] if cost.width else 1.0
         whole = best_tree(len(verification) - 1, cost.depth or len(verification) - 1, width, rates)
         reached = reach(whole, rates)
         for nodes in range(1, len(whole) + 1):
             levels = max(map(len, whole[:nodes]))
-            gain = (1 + sum(reached[:nodes])) / (verification[nodes] + cost.of(levels))
+            gain = (1 + sum(reached[:nodes])) / (verification[nodes] + cost.of(levels, several))
             if gain > best.gain * (1 + 1e-9):
                 best = Choice(alpha, nodes, nodes > levels, gain)
     return best
@@ -165,7 +171,9 @@ def recommendation(kinds: Sequence[KindAdvice]) -> str:
     if not best.stated.nodes:
         return f"{at} no kind of draft pays here; copy with --drafter suffix, which drafts for nothing"
     shape = f"{'a tree' if best.stated.tree else 'a chain'} of {best.stated.nodes}"
+    options = f"--gamma {best.stated.nodes}"
+    options += f" --width {best.cost.width}" if best.stated.tree and best.cost.width else ""
     return (
-        f"{at}: draft={{{best.cost.recipe}}}, {shape} (--gamma {best.stated.nodes}), up to {best.stated.gain:.2f}x; "
+        f"{at}: draft={{{best.cost.recipe}}}, {shape} ({options}), up to {best.stated.gain:.2f}x; "
         "--drafter suffix puts copying in front of it for nothing"
     )

@@ -93,7 +93,7 @@ class Overlap:
 
     def __call__(self, rows: list[Row], verified: Verified) -> None:
         logits = verified.draft.logits
-        if logits is None or verified.draft.shape is not None:
+        if logits is None or verified.draft.parents is not None:
             return
         settings = Sampling(temperature=1.0) if self.sampling.greedy else self.sampling
         for i, path in enumerate(verified.paths):

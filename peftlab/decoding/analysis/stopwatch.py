@@ -119,7 +119,7 @@ class _TimedNetwork:
     def __init__(self, network: FeatureNetwork, stopwatch: Stopwatch):
         self._network, self._stopwatch = network, stopwatch
         self.features, self.vocab_size = network.features, network.vocab_size
-        self.tokens, self.device = network.tokens, network.device
+        self.tokens, self.device, self.ranks = network.tokens, network.device, network.ranks
 
     def fuse(self, features: Tensor) -> Tensor:
         return self._stopwatch.timed(self._network.fuse, features)

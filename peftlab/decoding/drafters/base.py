@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,6 @@ from peftlab.decoding.draft_length import Policy
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import TreeShape
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Proposal:
         probs: [b, N, V], what each token was drawn from given its elder siblings, zeros at -1; None if the draft is
             deterministic.
         logits: [b, N, V] of the draft model before temperature, for measurements; None without a model.
-        shape: the tree the tokens form; None for a chain.
+        parents: of the N nodes of each row's tree, -1 for the root, a parent before its children; None: all are chains.
     """
 
     tokens: Tensor
     probs: Tensor | None = None
     logits: Tensor | None = None
-    shape: TreeShape | None = None
+    parents: Sequence[tuple[int, ...]] | None = None
 
     @classmethod
     def empty(cls, b: int, device: torch.device) -> Proposal:

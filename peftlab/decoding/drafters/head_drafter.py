@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
-from peftlab.decoding.verification.tree import Path, RankRates, best_tree, rank_probability, tree_shape
+from peftlab.decoding.verification.tree import Path, RankRates, best_tree, parents_of, rank_probability
 from peftlab.errors import PeftlabError
 
 
@@ -121,7 +121,8 @@ class HeadsDrafter:
         tokens = self.heads.tokens(hidden.to(weight.dtype), last, tree)
         allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
         chain = all(set(path) == {0} for path in tree)
-        return Proposal(torch.where(allowed, tokens, -1), shape=None if chain else tree_shape(tree))
+        parents = None if chain else [parents_of(tree)] * len(rows)
+        return Proposal(torch.where(allowed, tokens, -1), parents=parents)
 
     def tree(self, size: int) -> tuple[Path, ...]:
         """Return the best tree of at most ``size`` nodes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.engines.prefill import right_padded
-from peftlab.decoding.verification.tree import best_tree, tree_shape
+from peftlab.decoding.verification.tree import best_tree, parents_of
 
 
 def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Proposal:
@@ -122,16 +122,16 @@ class Recycling:
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         tree = best_tree(max(budgets), max(budgets), self._width)
-        shape = tree_shape(tree)
+        parents = parents_of(tree)
         drafts = []
         for row, budget in zip(rows, budgets, strict=True):
             tokens: list[int] = []
-            for path, parent in zip(tree[:budget], shape.parents, strict=False):
+            for path, parent in zip(tree[:budget], parents, strict=False):
                 before = tokens[parent] if parent >= 0 else row.tokens[-1]
                 followers = self._followers.get(before)
                 tokens.append(followers[path[-1]] if followers else -1)
             drafts.append(tokens)
-        return Proposal(right_padded(drafts, len(tree), filler=-1), shape=shape)
+        return Proposal(right_padded(drafts, len(tree), filler=-1), parents=[parents] * len(rows))
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         best = verified.output.logits.topk(self._width, -1).indices.tolist()

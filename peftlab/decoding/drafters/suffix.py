@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.sampling import certain
-from peftlab.decoding.verification.tree import shape_of
 
 
 @dataclass
@@ -122,38 +121,35 @@ def with_copies(drafter: Drafter, corpus: SuffixAutomaton | None = None) -> Suff
 
 
 def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], top: int) -> Proposal:
-    """Return the tree of a draft and one copied chain per row, merged by their longest common prefix.
+    """Return the tree of a draft and a copied chain for each row, merged by their longest common prefix.
 
-    All rows share one shape, of at most ``max(budgets)`` nodes: every drafted node, then the nodes of copies that most
-    rows have. Drafted nodes are never dropped: to drop a sampled token because of its value would bias the output.
+    Drafted nodes are never dropped: to drop a sampled token because of its value would bias the output.
 
     Args:
-        draft: a chain or a tree. copies: tokens of each row's chain, [] for none. budgets: nodes of each row.
+        draft: chains or trees. copies: tokens of each row's chain, [] for none. budgets: nodes of each row.
         top: drop a copy that leaves the chain where its token is not among the draft model's ``top`` best; a draft
             without logits drops none.
     """
-    n = draft.tokens.shape[1]
-    parents = draft.shape.parents if draft.shape is not None else tuple(range(-1, n - 1))
-    tokens = draft.tokens.tolist()
-    branches: list[tuple[int, list[int]]] = []
-    for i, (copied, budget) in enumerate(zip(copies, budgets, strict=True)):
-        node, rest = _leave(parents, tokens[i], copied)
-        likely = _likely(draft, tokens[i], i, node, rest, top)
-        branches.append((node, rest[: budget - sum(token >= 0 for token in tokens[i])] if likely else []))
-    wanted = Counter((node, k) for node, rest in branches for k in range(len(rest)))
-    # A node is in no more rows than its parent and deeper, so that parents come first and no node loses its own.
-    added = sorted(wanted, key=lambda key: (-wanted[key], key[1]))[: max(0, max(budgets) - n)]
-    if not added:
+    b, n = draft.tokens.shape
+    drafted, trees = draft.tokens.tolist(), draft.parents or [tuple(range(-1, n - 1))] * b
+    used = [1 + max((node for node, token in enumerate(line) if token >= 0), default=-1) for line in drafted]
+    tokens, parents = [], []
+    for i, (line, tree, count) in enumerate(zip(drafted, trees, used, strict=True)):
+        node, rest = _leave(tree, line, copies[i])
+        rest = rest[: max(0, budgets[i] - count)] if _likely(draft, line, i, node, rest, top) else []
+        tokens.append(line[:count] + rest)
+        parents.append([*tree[:count], *[node, *range(count, count + len(rest) - 1)][: len(rest)]])
+    if used == [len(line) for line in tokens]:
         return draft
-    place = {key: n + j for j, key in enumerate(added)}
-    whole = (*parents, *(place[node, k - 1] if k else node for node, k in added))
-    new = [[rest[k] if node == at and k < len(rest) else -1 for at, k in added] for node, rest in branches]
-    extra = torch.tensor(new, device=draft.tokens.device)
+    width = max(map(len, tokens))
+    whole = right_padded(tokens, width, filler=-1).to(draft.tokens.device)
     probs = draft.probs
     if probs is not None:
-        probs = torch.cat((probs, certain(extra, probs)), 1)
-    chain = whole == tuple(range(-1, len(whole) - 1))
-    return Proposal(torch.cat((draft.tokens, extra), 1), probs, shape=None if chain else shape_of(whole))
+        copied = torch.arange(width, device=whole.device) >= torch.tensor(used, device=whole.device)[:, None]
+        probs = certain(whole, probs).where(copied[..., None], F.pad(probs, (0, 0, 0, width - n)))
+    if all(tree == [*range(-1, len(tree) - 1)] for tree in parents):
+        return Proposal(whole, probs)
+    return Proposal(whole, probs, parents=[(*tree, *[-1] * (width - len(tree))) for tree in parents])
 
 
 def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
@@ -170,7 +166,7 @@ def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> 
 
 def _likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
     """Whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
-    if not rest or draft.logits is None or draft.shape is not None:
+    if not rest or draft.logits is None or draft.parents is not None:
         return True
     if node + 1 == len(tokens) or tokens[node + 1] < 0:  # past the end of the chain the model said nothing
         return True

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from peftlab.decoding.verification.tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,7 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
-    def block(
-        self, slots: Sequence[int], starts: Sequence[int], n: int, tree: tuple[tuple[int, ...], Tensor] | None = None
-    ) -> Block:
+    def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
         """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
         whole = tuple(slots) == tuple(range(self.batch))
         return Block(tuple(starts), n, None if whole else tuple(slots), tree)
@@ -110,14 +111,13 @@ class Block:
         starts: first slot of each row's new tokens, which is the row's length so far.
         n: new tokens per row.
         rows: rows of the cache; None is all of them.
-        tree: depth of each new token and [n, n] booleans "row's token descends from column's or is it", in
-            place of a chain's depth 0, 1, ... and lower triangle.
+        tree: each row's tree of n tokens with its root, in place of a chain's depth 0, 1, ... and lower triangle.
     """
 
     starts: tuple[int, ...]
     n: int
     rows: tuple[int, ...] | None = None
-    tree: tuple[tuple[int, ...], Tensor] | None = None
+    tree: TreeShape | None = None
 
     @property
     def end(self) -> int:
@@ -130,12 +130,10 @@ class Block:
         return self.starts.count(self.starts[0]) == len(self.starts)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the position of each new token in its sequence, [b, n] (or [1, n] where rows are even)."""
+        """Return the position of each new token in its sequence, [b, n] (or [1, n] for even rows of chains)."""
         starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)
-        depth = torch.arange(self.n, device=device)
-        if self.tree:
-            depth = torch.tensor(self.tree[0], device=device)
-        return starts[:, None] + depth
+        depths = torch.arange(self.n, device=device) if self.tree is None else self.tree.depths.to(device)
+        return starts[:, None] + depths
 
     def slots(self, device: torch.device) -> Tensor:
         """Return the slot of each new token, [b, n]."""
@@ -151,23 +149,40 @@ class Block:
             window = None
         if self.n == 1 and self.even and window is None:
             return None
-        starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)[:, None, None]
-        slot = torch.arange(self.end, device=device)[None, None, :]
-        offset = slot - starts  # place among the new tokens, negative for older slots: [b, 1, end]
-        query = torch.arange(self.n, device=device)[None, :, None]
+        positions, slot = self.positions(device)[:, :, None], torch.arange(self.end, device=device)
         if self.tree is None:
-            seen = offset <= query
-            position, query_position = slot, starts + query
+            seen, stored = slot <= positions, slot
         else:
-            depth = torch.tensor(self.tree[0], device=device)
-            inside = offset.clamp(0, self.n - 1).expand(-1, self.n, -1)
-            below = self.tree[1].to(device)[query.expand(len(starts), -1, 1), inside]
-            seen = (offset < 0) | (below & (offset < self.n))
-            position = torch.where(offset < 0, slot, starts + depth[offset.clamp(0, self.n - 1)])
-            query_position = starts + depth[None, :, None]
+            seen, stored = seen_from(self.starts, self.tree.below.to(device)), self._stored(slot, self.tree)
         if window is not None:
-            seen = seen & (query_position - position < window)
+            seen = seen & (positions - stored < window)
         return seen[:, None]
+
+    def _stored(self, slot: Tensor, tree: TreeShape) -> Tensor:
+        """The positions of the tokens in the slots [end], [b, 1, end]."""
+        starts = torch.tensor(self.starts, device=slot.device)[:, None, None]
+        offset = slot - starts  # place among the new tokens, negative for older slots
+        depths = tree.depths.to(slot.device)[:, None].gather(2, offset.clamp(0, self.n - 1))
+        return torch.where(offset < 0, slot, starts + depths)
+
+
+def seen_from(starts: Sequence[int], below: Tensor) -> Tensor:
+    """Return which slots the tokens of trees see: all before a row's start, and from there on its own tree's.
+
+    Args:
+        starts: b slots, those of the trees' first tokens.
+        below: [b, n, m] booleans, which of the m tokens of its tree each of n tokens sees.
+
+    Returns:
+        [b, n, max(starts) + m] booleans.
+    """
+    m = below.shape[-1]
+    if min(starts) == max(starts):
+        return F.pad(below, (starts[0], 0), value=True)
+    slot = torch.arange(max(starts) + m, device=below.device)
+    offset = (slot - torch.tensor(starts, device=below.device)[:, None])[:, None]  # [b, 1, end]
+    inside = below.gather(2, offset.clamp(0, m - 1).expand(-1, below.shape[1], -1))
+    return (offset < 0) | (inside & (offset < m))
 
 
 def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -20,11 +20,11 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.transformers import limit_of
-from peftlab.decoding.verification.tree import tree_shape
+from peftlab.decoding.verification.tree import parents_of, shape_of
 
 # Eight first choices before a path of three: the slot of the path's end is far from its position.
-_SHAPE = tree_shape((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
-_NODES = len(_SHAPE.depths)
+_PARENTS = parents_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
+_NODES = 1 + len(_PARENTS)
 _PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
 _PROMPT = 12
 _WIDEST = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
@@ -107,7 +107,7 @@ class Trial:
     def trees(self, engine: Engine) -> bool:
         """Return whether trees are right, in a batch of different lengths."""
         starts = (self._short, self._long)
-        block = Block(starts, _NODES, tree=(_SHAPE.depths, _SHAPE.below))
+        block = Block(starts, _NODES, tree=shape_of([_PARENTS] * len(starts)))
         with _evaluating(self._model), torch.inference_mode():
             out = engine.forward(self._cache(engine, starts), self._tree.expand(len(starts), -1), block)
         return all(

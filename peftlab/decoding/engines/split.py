@@ -43,7 +43,8 @@ class EqualLengths:
             if not kept:
                 continue
             rows = block.rows if len(by_start) == 1 else tuple(slots[place] for place in places)
-            part = replace(block, starts=(start,) * len(places), n=n, rows=rows)
+            tree = None if block.tree is None else block.tree.of_rows(places)
+            part = replace(block, starts=(start,) * len(places), n=n, rows=rows, tree=tree)
             out = self._engine.forward(cache, tokens[places, :n], part, [wanted[i] for i in kept])
             if not len(logits):
                 logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
@@ -57,7 +58,7 @@ class EqualLengths:
 
 
 class PathByPath:
-    """An engine that runs a tree as chains: one copy of the row for each leaf."""
+    """An engine that runs trees as chains: one copy of the row for each leaf."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -70,43 +71,44 @@ class PathByPath:
         """See ``Engine.forward``."""
         if block.tree is None:
             return self._engine.forward(cache, tokens, block, keep)
-        paths = _paths(block.tree[1].to(self.device))
-        b, (leaves, n) = len(tokens), paths.nodes.shape
-        starts = tuple(start for start in block.starts for _ in range(leaves))
-        slots = [slot for slot in block.rows or range(b) for _ in range(leaves)]
-        copies = cache.copy(slots, max(starts) + n)
-        out = self._engine.forward(copies, tokens[:, paths.nodes].flatten(0, 1), Block(starts, n))
+        paths = _paths(block.tree.below.to(self.device))
+        slots, rows = block.rows or range(len(tokens)), paths.row.tolist()
+        starts = tuple(block.starts[row] for row in rows)
+        copies = cache.copy([slots[row] for row in rows], max(starts) + paths.nodes.shape[1])
+        read = tokens[paths.row[:, None], paths.nodes]
+        out = self._engine.forward(copies, read, Block(starts, paths.nodes.shape[1]))
         for layer, stored in enumerate(copies.states):
-            if stored is not None:  # [b * leaves, 2 H_kv, capacity, D]
+            if stored is not None:  # [paths, 2 H_kv, capacity, D]
                 slot = torch.tensor(block.starts, device=stored.device)[:, None] + paths.depth
-                row = torch.arange(b, device=stored.device)[:, None] * leaves + paths.leaf
-                cache.write(layer, stored[row, :, slot].transpose(1, 2), block)
+                cache.write(layer, stored[paths.path, :, slot].transpose(1, 2), block)
         wanted = slice(None) if keep is None else keep
-        logits, hidden = (x.unflatten(0, (b, leaves))[:, paths.leaf, paths.depth] for x in (out.logits, out.hidden))
-        features = None
-        if out.features is not None:
-            features = out.features.unflatten(0, (b, leaves))[:, paths.leaf, paths.depth]
+        logits, hidden = (x[paths.path, paths.depth] for x in (out.logits, out.hidden))
+        features = None if out.features is None else out.features[paths.path, paths.depth]
         return Output(logits[:, wanted], hidden[:, wanted], features)
 
 
 @dataclass(frozen=True)
 class _Paths:
-    """The paths of a tree of n nodes, and where each node is first found in them.
+    """The paths from root to leaf of b trees of n nodes, those of the first tree first.
 
     Attributes:
-        nodes: [leaves, longest], a leaf repeated up to the length of the longest path.
-        leaf, depth: [n], each node's place in ``nodes``.
+        row: [paths], whose tree it is of. nodes: [paths, longest], a leaf repeated up to the length of the longest.
+        path, depth: [b, n], where each node is first found in ``nodes``.
     """
 
+    row: Tensor
     nodes: Tensor
-    leaf: Tensor
+    path: Tensor
     depth: Tensor
 
 
 def _paths(below: Tensor) -> _Paths:
-    """Return the paths of a tree, given which row descends from which column or is it, [n, n] booleans."""
-    leaves = (below.sum(0) == 1).nonzero().flatten()
-    lines = [below[leaf].nonzero().flatten() for leaf in leaves]  # parents come before their children
+    """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
+    row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
+    within = below[row, leaf]  # [paths, n]
+    lines = [line.nonzero().flatten() for line in within]  # parents come before their children
     longest = max(map(len, lines))
     nodes = torch.stack([torch.cat((line, line[-1:].expand(longest - len(line)))) for line in lines])
-    return _Paths(nodes, below[leaves].int().argmax(0), below.sum(1) - 1)
+    own = row == torch.arange(len(below), device=row.device)[:, None]  # [b, paths]
+    first = (own[:, :, None] & within).int().argmax(1)
+    return _Paths(row, nodes, first, below.sum(2) - 1)

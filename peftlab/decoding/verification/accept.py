@@ -43,22 +43,22 @@ def accept_trees(
     logits: Tensor,
     tokens: Tensor,
     probs: Tensor | None,
-    parents: Sequence[int],
+    parents: Sequence[Sequence[int]],
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> Accepted:
     """Accept one path of each row's tree. Arguments as for ``accept_chains``.
 
     Args:
-        parents: of the N nodes, -1 for the root; the same for all rows.
+        parents: of the N nodes of each row, -1 for the root.
     """
     if sampling.greedy:
-        rows = zip(logits.argmax(-1).tolist(), tokens.tolist(), strict=True)
-        walks = [walk_greedy(choices, drafted, parents) for choices, drafted in rows]
+        rows = zip(logits.argmax(-1).tolist(), tokens.tolist(), parents, strict=True)
+        walks = [walk_greedy(*row) for row in rows]
     else:
         p = sampling.probabilities(logits)
         walks = []
-        for i, (drafted, generator) in enumerate(zip(tokens, generators, strict=True)):
+        for i, (drafted, tree, generator) in enumerate(zip(tokens, parents, generators, strict=True)):
             q = certain(drafted, p) if probs is None else probs[i]
-            walks.append(verify_tree(p[i], q, drafted, parents, RandomSource(generator)))
+            walks.append(verify_tree(p[i], q, drafted, tree, RandomSource(generator)))
     return [path for path, _ in walks], [token for _, token in walks]

@@ -85,7 +85,8 @@ def verify_tree(
     Args:
         target_probs: [N+1, V]; row 0 follows the prefix (the root), row i+1 follows node i.
         draft_probs: [N, V]; row i is what node i's token was drawn from.
-        tokens: [N].
+        tokens: [N]; -1 where nothing was drafted, which takes no random number: a row's output does not depend on how
+            far its tree is padded.
         parents: N parent nodes, -1 for the root; a parent comes before its children.
         random: what decides and what draws.
 
@@ -96,10 +97,11 @@ def verify_tree(
         PeftlabError: a parent that does not come before its child.
     """
     children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
+    for node, (parent, token) in enumerate(zip(parents, tokens.tolist(), strict=True)):
         if not -1 <= parent < node:
             raise PeftlabError(f"parents[{node}]: {parent} is neither -1 (the root) nor an earlier node")
-        children.setdefault(parent, []).append(node)
+        if token >= 0:
+            children.setdefault(parent, []).append(node)
     path: list[int] = []
     node = -1
     while True:

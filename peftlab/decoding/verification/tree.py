@@ -94,36 +94,52 @@ def reach(tree: Sequence[Path], probability: Callable[[int, int], float]) -> lis
     return [math.prod(probability(depth, rank) for depth, rank in enumerate(path)) for path in tree]
 
 
+@lru_cache
+def parents_of(tree: tuple[Path, ...]) -> tuple[int, ...]:
+    """Return the parent of each node of a tree of paths, -1 for the root."""
+    place = {path: i for i, path in enumerate(tree)}
+    return tuple(place.get(path[:-1], -1) for path in tree)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the level of each node of a tree, 1 for the root's children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @dataclass(frozen=True)
 class TreeShape:
-    """A tree for the target: the root is the token before the drafted ones.
+    """Trees for the target, one per row and all of N nodes, each with its root, the token before the drafted ones.
 
     Attributes:
-        parents: of each drafted node, -1 for the root.
-        depths: of the root (0) and of each drafted node, N+1 numbers.
-        below: [N+1, N+1] booleans: the row's token descends from the column's or is it.
+        depths: [b, N+1], 0 for the root.
+        below: [b, N+1, N+1] booleans: the row's token descends from the column's or is it.
     """
 
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
+    depths: Tensor
     below: Tensor
+
+    def of_rows(self, places: Sequence[int]) -> TreeShape:
+        """Return the trees of some of the rows."""
+        return TreeShape(self.depths[list(places)], self.below[list(places)])
+
+
+def shape_of(parents: Sequence[tuple[int, ...]]) -> TreeShape:
+    """Return the shape of trees of one size by their nodes' parents, -1 for the root and before their children."""
+    depths, below = zip(*map(_shape, parents), strict=True)
+    return TreeShape(torch.stack(depths), torch.stack(below))
 
 
 @lru_cache
-def tree_shape(tree: tuple[Path, ...]) -> TreeShape:
-    """Return the shape of a tree of paths."""
-    place = {path: i for i, path in enumerate(tree)}
-    return shape_of([place.get(path[:-1], -1) for path in tree])
-
-
-def shape_of(parents: Sequence[int]) -> TreeShape:
-    """Return the shape of a tree by its nodes' parents, -1 for the root; a parent comes before its children."""
+def _shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     lines = [[0]]  # of the root and each node: itself and those above it
     for node, parent in enumerate(parents):
         lines.append([*lines[parent + 1], node + 1])
     below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
     below[[i for i, line in enumerate(lines) for _ in line], [i for line in lines for i in line]] = True
-    return TreeShape(tuple(parents), tuple(len(line) - 1 for line in lines), below)
+    return torch.tensor([0, *depths_of(parents)]), below
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:

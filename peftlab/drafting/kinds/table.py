@@ -25,7 +25,7 @@ class DraftKind:
         save: (job, draft, directory, training rows) -> the reduced vocabulary [V_d] or None. Called when adapter and
             merged model are written; writes what else the draft consists of.
         calibrate: (draft, directory, held-out rows, batch size) -> None; called after ``save``, measures on held-out
-            text what the drafter's tree is made from and stores it with the draft. None: nothing is measured.
+            text what trees are made or planned from and stores it with the draft. None: nothing is measured.
         drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
         find: (reference) -> the reference of the draft of this kind that is there, or None.
         open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
@@ -75,7 +75,7 @@ DRAFTS: Rows[DraftKind] = Rows(
         "model": _row("model.config:ModelDraft", "model.pair"),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
         "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
-        "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True),
+        "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True, calibrates=True),
     },
 )
 """The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""

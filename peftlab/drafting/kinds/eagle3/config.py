@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.analysis.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -69,9 +69,11 @@ class Eagle3Draft(DraftConfig):
 def costs(target: TargetWeights) -> list[DraftCost]:
     """Return what a layer over [embedding; feature] costs: a layer with q, k and v twice as wide, and a reduced head.
 
-    The fusion of the target's states is read once per step.
+    The fusion of the target's states is read once per step. Each level reads the layer and the head once, whether it is
+    one link of a chain or several nodes of a tree.
     """
     rows = min(target.vocabulary, REDUCED)
     recipe = "kind: eagle3" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
     each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
-    return [DraftCost("eagle3", "1 layer", recipe, 3 * target.hidden**2 / target.total, each)]
+    once = 3 * target.hidden**2 / target.total
+    return [DraftCost("eagle3", "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)]

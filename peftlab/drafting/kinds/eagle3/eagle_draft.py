@@ -16,9 +16,10 @@ from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.eagle3.calibration import measure_ranks
 from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
 from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
-from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle
+from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
 from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify
@@ -132,6 +133,11 @@ def save(job: DraftJob[Eagle3Draft], draft: EagleDraft, directory: Path, train: 
         write_eagle(network, staging, target=job.target, architecture=name, tokens=job.config.steps)
         identify(job.target, draft.target, job.tokenizer).write(staging)
     return network.tokens
+
+
+def calibrate(draft: EagleDraft, directory: Path, held_out: Dataset, batch_size: int) -> None:
+    """Measure on held-out text how often each choice of the layer is right, and store it with the layer."""
+    write_ranks(directory / FOLDER, measure_ranks(draft.model, held_out, batch_size, FeatureDrafter.depth))
 
 
 def drafter(draft: EagleDraft, saved: Saved | None) -> Served | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.tree import RankRates
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""
@@ -136,7 +137,12 @@ class Eagle3(nn.Module):
     Args:
         shape: sizes. embedding: the target's, [V, H]. head: rows of the target's LM head, [V_d, H], frozen.
         tokens: whose rows they are, rising, [V_d]; None for all.
+
+    Attributes:
+        ranks: how often each choice is right at each depth, as measured; None: not measured.
     """
+
+    ranks: RankRates | None = None
 
     def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__()

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.nn import functional as F
 
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.acceptance import batches
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
-
-RANKS = 8
-"""Choices of a head that are counted."""
-_CHUNK = 256  # places whose logits live at a time
+from peftlab.drafting.rank_rates import RANKS, greedy_tokens, right_choices
 
 
 @torch.no_grad()
@@ -34,7 +30,7 @@ def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: D
     head = head_weight(model)
     for _, places, ids, mask in batches(data, batch_size, head.device):
         hidden = frozen_hidden(model, ids, mask)
-        own = _greedy(hidden, head)
+        own = greedy_tokens(hidden, head)
         alive = places[:, :-1]
         for i in range(inner.depth):
             n = ids.shape[1] - i - 1
@@ -44,24 +40,15 @@ def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: D
             alive = alive[:, :n] & places[:, i + 1 :]
             if i:
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
-            hits = _hits(heads, i, hidden[:, :n][alive], ids[:, i + 1 :][alive], own[:, i + 1 :][alive], width)
+            hits = _hits(heads, i, hidden[:, :n][alive], ids[:, i + 1 :][alive], own[:, i + 1 :][alive])
             right[i] += hits.sum(0).cpu().double()
             tried[i] += len(hits)
             alive = alive.masked_scatter(alive, hits.any(-1))
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
-def _greedy(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
-    flat = hidden.flatten(0, 1)
-    return torch.cat([F.linear(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
-
-
-def _hits(
-    heads: MedusaHeads | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor, width: int
-) -> Tensor:
-    """Return which of a head's best choices are right: [T, H], [T], [T] -> booleans [T, width]."""
+def _hits(heads: MedusaHeads | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
+    """Return which of a head's best choices are right: [T, H], [T], [T] -> booleans [T, ranks]."""
     inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
     features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
-    best = torch.cat([F.linear(part, weight).topk(width, -1).indices for part in features.split(_CHUNK)])
-    return (best if ids is None else ids[best]) == right[:, None]
+    return right_choices(features, weight, right, ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, ReducedHeads
+from peftlab.drafting.rank_rates import KEY, rates_on_disk, read_rates
 from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
@@ -103,29 +103,14 @@ def read_medusa(directory: str | Path) -> MedusaHeads | ReducedHeads:
             shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
             raise PeftlabError(f"{directory}: {name} has shape {shapes}")
     heads.load_state_dict(tensors, assign=True)
-    heads.ranks = _ranks(config.get("rank_acceptance"), directory / "config.json")
+    heads.ranks = read_rates(config.get(KEY), directory / "config.json")
     return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()
 
 
 def write_ranks(directory: Path, ranks: RankRates) -> None:
     """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``."""
     config = read_object(directory / "config.json")
-    write_json(directory / "config.json", {**config, "rank_acceptance": [list(each) for each in ranks.rates]})
-
-
-def _ranks(stored: object, where: Path) -> RankRates | None:
-    if stored is None:
-        return None
-    rates = tuple(tuple(each) for each in stored) if isinstance(stored, list) and all(map(_is_list, stored)) else ()
-    valid = all(isinstance(rate, float) and 0 < rate <= 1 for each in rates for rate in each)
-    falling = all(list(each) == sorted(each, reverse=True) for each in rates) if valid else False
-    if not rates or not falling or len({len(each) for each in rates}) > 1 or not rates[0]:
-        raise PeftlabError(f"{where}: rank_acceptance is not, for each head, rates that fall from rank to rank")
-    return RankRates(rates)
-
-
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
+    write_json(directory / "config.json", {**config, KEY: rates_on_disk(ranks)})
 
 
 def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
