@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Block, KVCache, additive
-from peftlab.decoding.engines.products import Added, Product, added, can_pack, product
+from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
 
 Function = Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ class FlatEngine:
         pack: bool = True,
         features: Sequence[int] = (),
     ):
-        pack = pack and can_pack(model)
+        products = Products(pack and can_pack(model))
         self.device = model.device
         self.vocab_size = vocabulary or structure.head.weight.shape[0]
         self.limit: int | None = structure.limit
@@ -67,12 +67,11 @@ class FlatEngine:
         self._embedding, self._embedding_scale = structure.embedding, structure.embedding_scale
         self._positions, self._parallel, self._cap = structure.positions, structure.parallel, structure.cap
         self._norm = _normed(structure.norm)
-        logits, shrink = product([structure.head], pack, self.vocab_size)
-        self._head: Product = lambda h: logits(h * shrink)
-        packing = "weights in 16 bits" if shrink != 1 else "packed by oneDNN"
-        self.kind = f"flat, {packing}" if pack else "flat"
         self._tables = {name: _Table(angles) for name, angles in structure.angles.items()}
-        self._layers = [_layer(layer, structure, pack) for layer in structure.layers]
+        self._layers = [_layer(layer, structure, products) for layer in structure.layers]
+        logits, shrink = products.product([structure.head], self.vocab_size)
+        self._head: Product = lambda h: logits(h * shrink)
+        self.kind = ", ".join(["flat", *products.stored])
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
@@ -162,8 +161,8 @@ class _Table:
         return self._made[0][positions][:, :, None], self._made[1][positions][:, :, None]
 
 
-def _layer(layer: LayerStructure, structure: Structure, pack: bool) -> _Layer:
-    raised = _after(layer.before_mlp, layer.up, pack)
+def _layer(layer: LayerStructure, structure: Structure, products: Products) -> _Layer:
+    raised = _after(layer.before_mlp, layer.up, products)
     act, gated = structure.activation, structure.gated
 
     def up(h: Tensor) -> Tensor:
@@ -174,11 +173,11 @@ def _layer(layer: LayerStructure, structure: Structure, pack: bool) -> _Layer:
         return act(gate).mul_(factor)
 
     return _Layer(
-        qkv=_after(layer.before_attention, layer.qkv, pack),
+        qkv=_after(layer.before_attention, layer.qkv, products),
         norm_heads=_heads_norm(layer, structure),
-        out=_before(layer.out, layer.after_attention, pack),
+        out=_before(layer.out, layer.after_attention, products),
         up=up,
-        down=_before(layer.down, layer.after_mlp, pack),
+        down=_before(layer.down, layer.after_mlp, products),
         scale=layer.scale,
         angles=layer.angles,
         cap=layer.cap,
@@ -186,20 +185,20 @@ def _layer(layer: LayerStructure, structure: Structure, pack: bool) -> _Layer:
     )
 
 
-def _after(norm: Norm | None, linears: Sequence[Linear], pack: bool) -> Function:
+def _after(norm: Norm | None, linears: Sequence[Linear], products: Products) -> Function:
     """h -> norm(h) Wᵀ + bias; the factor of packed weights is part of the norm's weight."""
-    multiply, shrink = product(linears, pack)
+    multiply, shrink = products.product(linears)
     if norm is not None:
         normed = _normed(norm, shrink)
         return lambda h: multiply(normed(h))
     return multiply if shrink == 1 else lambda h: multiply(h * shrink)
 
 
-def _before(linear: Linear, norm: Norm | None, pack: bool) -> Added:
+def _before(linear: Linear, norm: Norm | None, products: Products) -> Added:
     """(x, residual) -> residual + norm(x Wᵀ + bias)."""
     if norm is None:
-        return added(linear, pack)
-    multiply, shrink = product([linear], pack)
+        return products.added(linear)
+    multiply, shrink = products.product([linear])
     normed = _normed(norm)
     return lambda x, residual: residual + normed(multiply(x * shrink))
 

@@ -1,7 +1,8 @@
 """Products with the weights of a model, packed once for the CPU.
 
 In float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step reads from
-memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens.
+memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they consist
+of 4- or 8-bit blocks, a single token is multiplied by the codes (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from peftlab.decoding.engines.blocks import blocks_of, row_product
 from peftlab.decoding.engines.structure import Linear
 
 Product = Callable[[Tensor], Tensor]
@@ -40,35 +42,67 @@ def pack_linears(module: nn.Module) -> None:
 
 def _of_packed(linear: nn.Linear) -> Product:
     with torch.no_grad():
-        multiply, shrink = product([Linear(linear.weight.detach(), linear.bias)], pack=True)
+        multiply, shrink = Products(pack=True).product([Linear(linear.weight.detach(), linear.bias)])
     return multiply if shrink == 1 else lambda x: multiply(x) * shrink
 
 
-def product(linears: Sequence[Linear], pack: bool, outputs: int | None = None) -> tuple[Product, float]:
-    """Return x -> (x / shrink) Wᵀ + bias, and shrink, a factor for whatever computes x.
+class Products:
+    """Makes the products of a model; ``stored`` says in what ways the weights of those made so far are stored."""
 
-    Args:
-        linears: of the same input, stacked along the outputs. outputs: how many of them are computed.
-    """
-    weight, bias = _stacked(linears, outputs)
-    if not pack:
-        return lambda x: F.linear(x, weight, bias), 1.0
-    if (grow := growth(weight)) is not None:
-        return _half(weight * grow, bias), 1 / grow
-    packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: pointwise(x, packed, bias, "none", [], ""), 1.0
+    def __init__(self, pack: bool):
+        self._pack = pack
+        self.stored: list[str] = []
 
+    def product(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[Product, float]:
+        """Return x -> (x / shrink) Wᵀ + bias, and shrink, a factor for whatever computes x.
 
-def added(linear: Linear, pack: bool) -> Added:
-    """Return (x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
-    weight, bias = _stacked([linear])
-    if not pack:
-        return lambda x, residual: residual + F.linear(x, weight, bias)
-    if (grow := growth(weight)) is not None:
-        half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
-        return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
-    packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
-    return lambda x, residual: fused(x, residual, packed, bias, "add")
+        Args:
+            linears: of the same input, stacked along the outputs. outputs: how many of them are computed.
+        """
+        weight, bias = _stacked(linears, outputs)
+        if not self._pack:
+            return lambda x: F.linear(x, weight, bias), 1.0
+        if (grow := growth(weight)) is not None:
+            self._note("weights in 16 bits")
+            return _half(weight * grow, bias), 1 / grow
+        packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
+
+        def several(x: Tensor) -> Tensor:
+            return pointwise(x, packed, bias, "none", [], "")
+
+        if (one := self._row_product(weight, bias)) is None:
+            return several, 1.0
+        inputs = weight.shape[1]
+        return lambda x: one(x) if x.numel() == inputs else several(x), 1.0
+
+    def added(self, linear: Linear) -> Added:
+        """Return (x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
+        weight, bias = _stacked([linear])
+        if not self._pack:
+            return lambda x, residual: residual + F.linear(x, weight, bias)
+        if (grow := growth(weight)) is not None:
+            self._note("weights in 16 bits")
+            half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
+            return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
+        packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
+
+        def several(x: Tensor, residual: Tensor) -> Tensor:
+            return fused(x, residual, packed, bias, "add")
+
+        if (one := self._row_product(weight, bias)) is None:
+            return several
+        inputs = weight.shape[1]
+        return lambda x, residual: residual + one(x) if x.numel() == inputs else several(x, residual)
+
+    def _row_product(self, weight: Tensor, bias: Tensor | None) -> Product | None:
+        """The product of a single row with the codes of the weight; None where it has none."""
+        blocks = blocks_of(weight)
+        self._note("packed by oneDNN" if blocks is None else str(blocks))
+        return None if blocks is None else row_product(blocks, bias)
+
+    def _note(self, stored: str) -> None:
+        if stored not in self.stored:
+            self.stored.append(stored)
 
 
 def growth(weight: Tensor) -> float | None:
