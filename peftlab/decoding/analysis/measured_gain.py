@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from peftlab.decoding.analysis.planning import step_seconds
+from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.engines.base import Engine
