@@ -9,6 +9,7 @@ import typer
 
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overwrite
+from peftlab.decoding.table import POLICIES, spelled
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -20,9 +21,7 @@ Width = Annotated[
     int | None,
     typer.Option("--width", help="Choices of each head in a tree of gamma tokens; default: the best tree as measured."),
 ]
-Length = Annotated[
-    str, typer.Option("--policy", help="Draft length: fixed, confidence (at most gamma), heuristic (from gamma).")
-]
+Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
 TopP = Annotated[

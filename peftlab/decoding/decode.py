@@ -202,14 +202,14 @@ class _Batch:
 
     def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:
-            budgets = [self._budget(row) for row in rows]
+            budgets = [self._budget(row, len(rows)) for row in rows]
             if any(budgets):
                 return self.drafter.propose(rows, budgets)
         return Proposal.empty(len(rows), self.target.device)
 
-    def _budget(self, row: Row) -> int:
+    def _budget(self, row: Row, batch: int) -> int:
         """How many tokens to draft: no more than could be emitted before the one that follows them."""
-        return max(0, min(row.policy.budget(), _room(self.target, row, self.stopping) - 1, _SLACK))
+        return max(0, min(row.policy.budget(batch), _room(self.target, row, self.stopping) - 1, _SLACK))
 
     def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)

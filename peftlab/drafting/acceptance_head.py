@@ -28,7 +28,7 @@ class AcceptancePredictor(nn.Module):
 
     def logit(self, hidden: Tensor) -> Tensor:
         """Return the log-odds, [..., H] -> [...]."""
-        return self.outer(F.silu(self.inner(hidden))).squeeze(-1)
+        return self.outer(F.silu(self.inner(hidden.to(self.inner.weight.dtype)))).squeeze(-1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.logit(hidden).sigmoid()

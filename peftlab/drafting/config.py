@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from peftlab.checkpoints.merge.config import MergeConfig
+from peftlab.decoding.table import Chosen
 from peftlab.methods.config import MethodConfig
 from peftlab.section import Section, Seed
 
@@ -104,6 +105,7 @@ class OtherKeys:
     data: DraftData
     merge: bool | MergeConfig | None
     acceptance_head: bool
+    policy: Chosen
 
 
 class DraftConfig(Section):

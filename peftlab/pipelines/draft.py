@@ -34,6 +34,7 @@ from peftlab.models.pretrained import storage
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
+from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, acceptance_head
 from peftlab.pipelines.drafts.draft_parts import Sets, has_fold, make_job, make_sets, model_options, read_text
 from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
@@ -106,7 +107,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         saved = _read_back(job, draft, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
-        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos)
+        head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
+        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         conclude(run_dir, results.as_json())
         print(results.repetition.line())
@@ -284,7 +286,7 @@ def _measure(
     if recipe.acceptance_head:
         model, greedy = saved.merged or draft.adapted, recipe.data.temperature == 0
         head, results.acceptance_head = train_acceptance_head(draft.target, model, sets.train, held_out, greedy=greedy)
-        save_acceptance_head(head, run_dir / "acceptance_head.safetensors")
+        save_acceptance_head(head, run_dir / HEAD_FILE)
 
 
 def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from peftlab.checkpoints.merge.config import MergeConfig
+from peftlab.decoding.table import HEAD, POLICIES, policy, spelled
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
 from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
@@ -211,6 +212,9 @@ class DraftRecipe(Section):
         "(SpecDec++): acceptance_head.safetensors in the run directory.",
     )
     gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
+    policy: str = Field(
+        default="fixed", description=f"How the draft length is chosen then, at most gamma: {spelled(POLICIES)}."
+    )
     merge: bool | MergeConfig | None = Field(
         default=None,
         description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
@@ -244,7 +248,15 @@ class DraftRecipe(Section):
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
         unused += _layer_problems(self.method, self.train)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
-        found += self.draft.problems(OtherKeys(self.method, objective, data, self.merge, self.acceptance_head))
+        try:
+            length = policy(self.policy)
+        except PeftlabError as error:
+            found.append(("policy", str(error).removeprefix("policy ")))
+            length = policy("fixed")
+        if length.row.needs == HEAD and not self.acceptance_head:
+            found.append(("policy", f"{length.text}: reads a trained head; set acceptance_head: true"))
+        keys = OtherKeys(self.method, objective, data, self.merge, self.acceptance_head, length)
+        found += self.draft.problems(keys)
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]
             message = "; ".join(text for _, text in problems)

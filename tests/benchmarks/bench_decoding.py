@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from peftlab.decoding.analysis.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
-from peftlab.decoding.analysis.planning import finite, step_seconds
+from peftlab.decoding.analysis.planning import finite
+from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed

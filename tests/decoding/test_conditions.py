@@ -10,8 +10,9 @@ import torch
 
 from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
-from peftlab.decoding.analysis.planning import plan_from_repeats, step_seconds
+from peftlab.decoding.analysis.planning import plan_from_repeats
 from peftlab.decoding.analysis.statistics import RateIntervals, Timings, rate_intervals
+from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)

@@ -9,8 +9,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
+from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -157,8 +158,9 @@ def test_groups_of_equal_length(stories_model, engines, uneven_prompts, expected
         partial(Confidence, 8, 0.5),
         partial(Heuristic, 3),
         partial(AcceptanceHead, 6, head=lambda hidden: torch.sigmoid(hidden.mean())),
+        goodput(Parts(6, times=MeasuredTimes({1: [1.0] * 7, 8: [2.0] * 7}, {1: 0.25, 8: 0.5})), None),
     ],
-    ids=["confidence", "heuristic", "head"],
+    ids=["confidence", "heuristic", "head", "goodput"],
 )
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_policy(stories_model, engines, uneven_prompts, expected, policy, batch):

@@ -11,8 +11,9 @@ import torch
 from scipy.stats import chi2
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Confidence, Fixed
+from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -26,6 +27,7 @@ from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 
 SAMPLES = 1500
+SHARED = Goodput(MeasuredTimes({1: [1.0] * 5}, {1: 0.3}), 4)
 SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
 
@@ -83,20 +85,27 @@ def fused(drafter):
     return SuffixAndDraft(SuffixLookup(), drafter, long=100, top=300)
 
 
+def first_layers(model):
+    return ModelDrafter(build_engine(truncate(model, range(3)), pack=False))
+
+
 DRAFTERS = {
     "plain": (None, Fixed),
-    "first layers": (lambda m: ModelDrafter(build_engine(truncate(m, range(3)), pack=False)), Fixed),
-    "confidence": (
-        lambda m: ModelDrafter(build_engine(truncate(m, range(3)), pack=False)),
-        partial(Confidence, threshold=0.5),
+    "first layers": (first_layers, Fixed),
+    "confidence": (first_layers, partial(Confidence, threshold=0.5)),
+    "heuristic": (first_layers, Heuristic),
+    "acceptance head": (
+        first_layers,
+        partial(AcceptanceHead, head=lambda hidden: torch.sigmoid(hidden.mean()), h=0.6),
     ),
+    "goodput": (first_layers, lambda gamma: SHARED),
     "lookup": (lambda m: PromptLookup(), Fixed),
     "n-gram": (lambda m: NGram(), Fixed),
     "suffix": (lambda m: SuffixLookup(), Fixed),
     "suffix+medusa": (lambda m: fused(HeadsDrafter(Frequent(m))), Fixed),
     "suffix+medusa tree": (lambda m: fused(HeadsDrafter(Frequent(m), width=3)), Fixed),
-    "suffix+layers": (lambda m: fused(DRAFTERS["first layers"][0](m)), Fixed),
-    "suffix+confidence": (lambda m: fused(DRAFTERS["first layers"][0](m)), partial(Confidence, threshold=0.5)),
+    "suffix+layers": (lambda m: fused(first_layers(m)), Fixed),
+    "suffix+confidence": (lambda m: fused(first_layers(m)), partial(Confidence, threshold=0.5)),
     "medusa": (lambda m: HeadsDrafter(Frequent(m)), Fixed),
     "medusa tree": (lambda m: HeadsDrafter(Frequent(m), width=3), Fixed),
     "recycling": (warmed, Fixed),

@@ -158,7 +158,8 @@ class TestRun:
         assert results.vocabulary["tokens"] == 128 and 0.5 < results.vocabulary["ceiling"] < 1
         config = json.loads((place / "reduced" / "heads" / "config.json").read_text())
         assert config["truncated_vocab_size"] == 128
-        results = go(stories, place / "acceptance-head", "acceptance_head=true")
+        results = go(stories, place / "acceptance-head", "acceptance_head=true", "policy=head:0.3")
+        assert results.decoding.after.lossless and results.decoding.after.gain is None, "its lengths vary"
         assert set(results.acceptance_head) == {"brier", "brier_constant"}
         assert (
             float(
@@ -302,6 +303,10 @@ class TestRefused:
             (["draft.vocabulary=64", "merge=false"], "remove merge: false"),
             (["draft.vocabulary=64", "method={name: houlsby}"], "has no linear fold"),
             (["acceptance_head=true", "method=null", "draft={kind: medusa}"], "there is none with heads"),
+            (["policy=confidnce:0.3"], "policy: confidnce:0.3: one of fixed[:N], confidence[:T], heuristic"),
+            (["policy=head"], "policy: head: reads a trained head; set acceptance_head: true"),
+            (["policy=goodput", "method=null", "draft={kind: medusa}"], "heads draft trees"),
+            (["policy=goodput", "method=null", "draft={kind: eagle3}"], "needs the time of a draft step"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),
         ],

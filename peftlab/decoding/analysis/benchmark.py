@@ -32,7 +32,7 @@ from peftlab.decoding.analysis.statistics import (
 )
 from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, TimedDrafter
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed, Policy
+from peftlab.decoding.draft_length import Fixed, MakePolicy
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.sampling import Sampling
@@ -67,7 +67,7 @@ class Settings:
     Attributes:
         max_new_tokens: of every output.
         eos: ids that end an output.
-        policy: draft length; the same for every drafter.
+        policy: draft length of drafters without one of their own. policies: drafter -> its own.
         sampling: default greedy.
         batch_size: prompts decoded together.
         repeats: timed passes over all prompts, contenders in turn; one batch of each warms up.
@@ -78,7 +78,8 @@ class Settings:
 
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
-    policy: Callable[[], Policy] = field(default_factory=lambda: partial(Fixed, 4))
+    policy: MakePolicy = field(default_factory=lambda: partial(Fixed, 4))
+    policies: Mapping[str, MakePolicy] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     batch_size: int = 1
     repeats: int = 3
@@ -87,6 +88,10 @@ class Settings:
         for name in ("batch_size", "repeats", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise PeftlabError(f"{name}: {getattr(self, name)} is less than 1")
+
+    def policy_of(self, drafter: str) -> MakePolicy:
+        """Return what makes the policies of a drafter's sequences."""
+        return self.policies.get(drafter, self.policy)
 
 
 @dataclass
@@ -139,19 +144,20 @@ class Comparison:
         )
 
     def gain(self, name: str, drafter: Drafter) -> MeasuredGain | None:
-        """Return what one drafter gains by its parts; None for batches of several prompts.
+        """Return what one drafter gains by its parts; None for several prompts at a time, or for lengths that vary.
 
         Args:
             drafter: one like it.
         """
         record, found = self.records[name], acceptance_statistics(self.records[name].outputs)
-        if self.settings.batch_size > 1 or found.tau is None:
+        policy = self.settings.policy_of(name)()
+        if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
             return None
         return measured_gain(
             self.target,
             drafter,
             found.histogram,
-            gamma=self.settings.policy().budget(),
+            gamma=policy.gamma,
             tau=found.tau,
             drafting=self.drafting[name].seconds / len(record.seconds[0]) / found.steps,
         )
@@ -206,7 +212,7 @@ def bench(
     within = sum(model.seconds for model in models)
     first = next(iter(drafters))
     found = {
-        name: replace(run.result(name), alpha=_overlap(target, run.batches, make(), settings))
+        name: replace(run.result(name), alpha=_overlap(target, run.batches, name, make(), settings))
         for name, make in drafters.items()
     }
     fitting = [q for batch in run.batches for q in batch]
@@ -261,9 +267,9 @@ def compare(
     size = settings.batch_size
     batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
     watched, drafting = Stopwatch(target), {name: Clock(target.device) for name in drafters}
-    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, None)}
+    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, PLAIN, None)}
     for name, make in drafters.items():
-        contenders[name] = partial(_decoder, watched, settings, partial(_timed_drafter, make, drafting[name]))
+        contenders[name] = partial(_decoder, watched, settings, name, partial(_timed_drafter, make, drafting[name]))
     contenders |= others
     for make_decoder in contenders.values():
         make_decoder()(batches[0])
@@ -282,14 +288,15 @@ def _fits(target: Engine, question: Question) -> bool:
     return target.limit is None or len(question.ids) < target.limit
 
 
-def _decoder(target: Engine, settings: Settings, make: Callable[[], Drafter] | None) -> Decode:
+def _decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
     """Decode with a new drafter, or plainly."""
-    return partial(_decode, target, settings, make and make())
+    return partial(_decode, target, settings, settings.policy_of(name), make and make())
 
 
 def _decode(
     target: Engine,
     settings: Settings,
+    policy: MakePolicy,
     drafter: Drafter | None,
     batch: Sequence[Question],
     observe: Overlap | None = None,
@@ -299,7 +306,7 @@ def _decode(
         [q.ids for q in batch],
         StoppingCriteria(settings.max_new_tokens, settings.eos),
         drafter,
-        policy=settings.policy,
+        policy=policy,
         sampling=settings.sampling,
         observe=observe,
     )
@@ -345,13 +352,13 @@ def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> s
 
 
 def _overlap(
-    target: Engine, batches: list[Sequence[Question]], drafter: Drafter, settings: Settings
+    target: Engine, batches: list[Sequence[Question]], name: str, drafter: Drafter, settings: Settings
 ) -> OverlapRates | None:
     """Measured in a pass of its own, because reading every distribution takes time."""
     overlap = Overlap(settings.sampling)
     if getattr(drafter, "engine", None) is not None:
         for batch in batches:
-            _decode(target, settings, drafter, batch, overlap)
+            _decode(target, settings, settings.policy_of(name), drafter, batch, overlap)
     return overlap.result()
 
 

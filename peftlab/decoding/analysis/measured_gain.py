@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from peftlab.decoding.analysis.advice import FEATURE_TREE
-from peftlab.decoding.analysis.planning import step_seconds
+from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,9 +13,9 @@ import torch
 from peftlab.decoding.analysis.advice import DraftCost, KindAdvice, advise, recommendation
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
 from peftlab.decoding.analysis.statistics import Interval
+from peftlab.decoding.analysis.step_times import check_repeats, step_seconds
 from peftlab.decoding.analysis.theory import goodput
-from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.base import Engine
 from peftlab.errors import PeftlabError
 from peftlab.untyped import Attributes
 
@@ -111,49 +110,6 @@ class MeasuredPlan(DraftPlan):
 ALPHAS = tuple(i / 20 for i in range(1, 21))
 
 
-def step_seconds(
-    engines: dict[str, tuple[Engine, int]], *, context: int = 128, repeats: int = 9
-) -> dict[tuple[str, int], list[float]]:
-    """Measure one forward pass over 1..k tokens after ``context`` cached ones.
-
-    Args:
-        engines: name -> engine and its largest k.
-        context: tokens in the cache, and of the prompt of an encoder-decoder model.
-        repeats: passes of each kind, in turn. One more of each warms up.
-
-    Returns:
-        (name, k) -> seconds of each repeat.
-
-    Raises:
-        PeftlabError: ``repeats < 1``, or a context that does not fit.
-    """
-    check_repeats(repeats)
-    generator = torch.Generator().manual_seed(0)
-    runs: dict[tuple[str, int], Callable[[], Output]] = {}
-    for name, (engine, most) in engines.items():
-        if engine.limit is not None and context + most > engine.limit:
-            raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
-        ids = torch.randint(engine.vocab_size, (1, context + most), generator=generator).to(engine.device)
-        encoded = None if engine.encoder is None else engine.encoder.encode(ids[:, :context].tolist())
-        cache = KVCache(engine.layers, 1, context + most, encoded)
-        engine.forward(cache, ids[:, :context], Block((0,), context), [context - 1])
-        for k in range(1, most + 1):
-            runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,), k))
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
-    for _ in range(repeats + 1):
-        for key, run in runs.items():
-            began = time.perf_counter()
-            float(run().logits[0, -1, 0])  # reading a number waits for the device
-            seconds[key].append(time.perf_counter() - began)
-    return {key: values[1:] for key, values in seconds.items()}
-
-
-def check_repeats(repeats: int) -> None:
-    """Raise ``PeftlabError`` if nothing would be measured."""
-    if repeats < 1:
-        raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
-
-
 def plan_from_times(target: list[float], draft: float) -> Gains:
     """Return the gains that step times allow.
 
@@ -245,7 +201,7 @@ def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
 
 
 def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
-    return goodput(alpha, gamma, 1, lambda tokens: target[tokens - 1], lambda _: draft) * target[0]
+    return goodput(alpha, gamma, 1, lambda _, tokens: target[tokens - 1], lambda _: draft) * target[0]
 
 
 def _verdict(gammas: list[LengthGain]) -> str:

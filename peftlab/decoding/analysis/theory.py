@@ -119,10 +119,10 @@ def goodput(
     alpha: float,
     gamma: int,
     batch: int,
-    target_time: Callable[[int], float],
+    target_time: Callable[[int, int], float],
     draft_time: Callable[[int], float],
 ) -> float:
-    """Return tokens per second of a batch: B·τ / (target_time(B(γ+1)) + γ·draft_time(B)).
+    """Return tokens per second of a batch: B·τ / (target_time(B, γ+1) + γ·draft_time(B)).
 
     SmartSpec (Liu et al. 2024, arXiv 2406.14066). A target step over few tokens is bound by memory and costs
     the same for 1 as for 8; as the batch grows, verification becomes bound by arithmetic and drafting stops
@@ -132,18 +132,18 @@ def goodput(
         alpha: acceptance.
         gamma: drafted tokens per step; 0 is plain decoding.
         batch: sequences B.
-        target_time: tokens in one target forward -> seconds.
-        draft_time: tokens in one draft forward -> seconds.
+        target_time: (B, tokens of each sequence in one target forward) -> seconds.
+        draft_time: B -> seconds of a draft forward over one token of each.
     """
     _check(alpha, gamma)
-    step = target_time(batch * (gamma + 1)) + (gamma * draft_time(batch) if gamma else 0.0)
+    step = target_time(batch, gamma + 1) + (gamma * draft_time(batch) if gamma else 0.0)
     return batch * block_efficiency(alpha, gamma) / step
 
 
 def best_goodput_gamma(
     alpha: float,
     batch: int,
-    target_time: Callable[[int], float],
+    target_time: Callable[[int, int], float],
     draft_time: Callable[[int], float],
     max_gamma: int,
 ) -> int:

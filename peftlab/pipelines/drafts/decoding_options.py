@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from peftlab.decoding.draft_length import Confidence, Fixed, Heuristic, Policy
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.table import Chosen, policy
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
-from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.dtypes import torch_dtype
-
-POLICIES: dict[str, Callable[[int], Policy]] = {"fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic}
 
 
 @dataclass(frozen=True)
@@ -22,10 +18,10 @@ class DecodingOptions:
 
     Attributes:
         max_new_tokens: length of the longest output.
-        gamma: tokens drafted for one target step; the most for ``confidence``, the first value for ``heuristic``.
+        gamma: tokens drafted for one target step; the first number for the policy ``heuristic``, the most for others.
         width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain, None the tree that is best by
             what was measured for the heads.
-        policy: how the draft length is chosen: ``fixed``, ``confidence`` or ``heuristic``.
+        policy: how the draft length is chosen, NAME or NAME:X of ``decoding.table.POLICIES``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
         device: where the models run: ``auto``, ``cpu``, ``cuda`` or ``mps``.
@@ -51,17 +47,14 @@ class DecodingOptions:
         """Return how tokens are chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
-    def make_policy(self) -> Callable[[], Policy]:
-        """Return what makes a new policy of draft length for each output.
+    def length(self) -> Chosen:
+        """Return the rule of draft length.
 
         Raises:
-            PeftlabError: no such policy, or a ``gamma`` that drafts nothing.
+            PeftlabError: no such rule, or a ``gamma`` that drafts nothing.
         """
-        if self.policy not in POLICIES:
-            known = f"one of {', '.join(POLICIES)}{did_you_mean(self.policy, POLICIES)}"
-            raise PeftlabError(f"policy {self.policy}: {known}")
-        POLICIES[self.policy](self.gamma)  # a wrong gamma is found before a model is loaded
-        return partial(POLICIES[self.policy], self.gamma)
+        Fixed(self.gamma)
+        return policy(self.policy)
 
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""

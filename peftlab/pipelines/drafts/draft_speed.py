@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+
+from torch import Tensor
 
 from peftlab.decoding.analysis.benchmark import Question, Settings, compare
-from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.table import HEAD, policy
 from peftlab.drafting.kinds.base import Served
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT
+from peftlab.pipelines.drafts.draft_lengths import draft_lengths
 from peftlab.pipelines.drafts.draft_results import DecodingSpeed
 from peftlab.recipe.schema import DraftRecipe
 
@@ -21,6 +23,7 @@ def decoding_speed(
     served: Served,
     prompts: Sequence[list[int]],
     eos: frozenset[int],
+    head: Callable[[Tensor], float] | None = None,
 ) -> DecodingSpeed:
     """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
 
@@ -30,15 +33,20 @@ def decoding_speed(
     Args:
         served: what decodes.
         prompts: token ids. eos: ids that end an output.
+        head: for the policy ``head``; None: not trained yet, and drafts have ``gamma`` tokens.
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
-    settings = Settings(recipe.data.max_new_tokens, eos, partial(Fixed, recipe.gamma), repeats=1)
     engine = build_engine(served.model, features=served.features)
     drafters: dict[str, Callable[[], Drafter]] = {
         "draft": served.drafter,
         SUFFIX: SuffixLookup,
         SUFFIX_AND_DRAFT: lambda: with_copies(served.drafter()),
     }
+    length = policy(recipe.policy)
+    if length.row.needs == HEAD and head is None:
+        length = policy("fixed")
+    lengths = draft_lengths(length, recipe.gamma, engine, drafters, head=head)
+    settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)
     run = compare(engine, drafters, questions, settings)
     found = run.result("draft")
     return DecodingSpeed(

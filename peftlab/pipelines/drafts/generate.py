@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
+from peftlab.decoding.table import HEAD
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
 from peftlab.tasks.language.examples import end_of_turn
 from peftlab.tasks.prompts import Prompt, encode
 
@@ -41,13 +45,14 @@ class Writer:
     """A loaded target, with its draft if there is one, that writes outputs one after the other.
 
     Attributes:
-        drafter: as for ``generate``; None decodes plainly. eos: token ids that end an output.
-        stop: texts before which an output ends.
+        drafter: as for ``generate``; None decodes plainly. policy: makes the draft length of an output.
+        eos: token ids that end an output. stop: texts before which an output ends.
     """
 
     pair: Pair
     options: DecodingOptions
     drafter: str | None
+    policy: MakePolicy
     eos: frozenset[int]
     stop: Sequence[str] = ()
 
@@ -75,7 +80,7 @@ class Writer:
             [ids],
             StoppingCriteria(options.max_new_tokens, self.eos, stop_at(tokenizer, self.stop)),
             make_drafter(self.drafter, self.pair, options.width) if self.drafter else None,
-            policy=options.make_policy(),
+            policy=self.policy,
             sampling=sampling if seed is None else replace(sampling, seed=seed),
             on_tokens=lambda _, tokens: show(stream.add(tokens)),
         )[0]
@@ -104,14 +109,21 @@ def load_writer(
         raise PeftlabError(f"draft and drafter {drafter}: give one of them; only drafter {SUFFIX} goes with a draft")
     if options.corpus is not None and drafter not in (SUFFIX, SUFFIX_AND_DRAFT):
         raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it")
-    options.make_policy(), options.sampling()  # a wrong setting is found before anything is loaded
+    length, _ = options.length(), options.sampling()  # a wrong setting is found before anything is loaded
     if chat and not getattr(load_tokenizer(target), "chat_template", None):
         raise PeftlabError(f"chat: the tokenizer of {target!r} has no chat template")
+    if drafter is None and draft is None and options.policy != DecodingOptions.policy:
+        raise PeftlabError(f"policy {options.policy}: nothing is drafted; give a draft or a drafter")
     pair = options.load(target, draft)
     ends = end_of_turn(pair.tokenizer) if chat else frozenset[int]()
     name = drafter or ("draft" if draft is not None else None)
     name = SUFFIX_AND_DRAFT if name == SUFFIX and draft is not None else name
-    return Writer(pair, options, name, pair.eos | ends, stop)
+    policy = fixed(Parts(options.gamma), None)
+    if name is not None:
+        head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
+        drafters = {name: partial(make_drafter, name, pair, options.width)}
+        policy = draft_lengths(length, options.gamma, pair.target, drafters, head=head).policies[name]
+    return Writer(pair, options, name, policy, pair.eos | ends, stop)
 
 
 def generate(

@@ -12,10 +12,12 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.table import HEAD
 from peftlab.drafting.load import MODEL_FREE, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
+from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
 from peftlab.tasks.prompts import encode, read_prompts, spread
 
 
@@ -97,9 +99,9 @@ def benchmark(
         PeftlabError: a setting, the prompts, target or draft cannot be used.
     """
     options = options or DecodingOptions()
+    length = options.length()
     settings = Settings(
         max_new_tokens=options.max_new_tokens,
-        policy=options.make_policy(),
         sampling=options.sampling(),
         batch_size=batch_size,
         repeats=repeats,
@@ -113,13 +115,16 @@ def benchmark(
     # The first drafter is the one that the result is about.
     names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *MODEL_FREE]
     drafters: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
+    head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
+    lengths = draft_lengths(length, options.gamma, pair.target, drafters, batch=batch_size, head=head)
+    settings.policies = lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     return DraftBenchmark(
         target=target,
         draft=draft,
         dtype=options.dtype,
         draft_dtype=options.draft_dtype or options.dtype,
-        warnings=list(pair.warnings),
+        warnings=[*pair.warnings, *lengths.notes],
         gamma=options.gamma,
         width=options.width,
         policy=options.policy,

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from peftlab.decoding.analysis.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.table import TIMES
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
@@ -60,6 +61,8 @@ class Eagle3Draft(DraftConfig):
             yield "objective", "eagle3 trains without topk_kl, selective and on_policy"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads a draft model's states; eagle3 is not a model of its own"
+        if recipe.policy.row.needs == TIMES:
+            yield "policy", f"{recipe.policy.text}: needs the time of a draft step; eagle3 is not a model of its own"
         if recipe.method is not None:
             yield "method", "eagle3 leaves the target as it is and trains its own layer whole; write method: null"
         elif recipe.merge:

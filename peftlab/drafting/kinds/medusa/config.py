@@ -49,6 +49,8 @@ class MedusaDraft(DraftConfig):
             yield "objective", "heads train without topk_kl, selective and on_policy"
         if recipe.acceptance_head:
             yield "acceptance_head", "reads a draft model's states; there is none with heads"
+        if recipe.policy.row.needs:
+            yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
         if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"
 

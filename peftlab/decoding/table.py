@@ -1,0 +1,139 @@
+"""What a user names as NAME or NAME:X: the rules of draft length, ``--policy`` and ``policy:`` in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from peftlab.errors import PeftlabError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The X of NAME:X.
+
+    Attributes:
+        name: for messages. says: what it may be. read: text -> its value; ValueError for another.
+        default: its value where it is left out; None is a value as well.
+        required: whether it may not be left out.
+    """
+
+    name: str
+    says: str
+    read: Callable[[str], float]
+    default: float | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rule.
+
+    Attributes:
+        make: ``"module:attribute"`` of its constructor.
+        about: what it does, for the command line.
+        argument: its X; None: it takes none.
+        needs: what it takes of the drafter, see ``POLICIES``; "" for nothing.
+    """
+
+    make: str
+    about: str
+    argument: Argument | None = None
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A rule as a user named it.
+
+    Attributes:
+        text: what was written. name: of the rule. row: its row. value: its X, the default where it was left out.
+    """
+
+    text: str
+    name: str
+    row: Row
+    value: float | None
+
+
+def choose(what: str, rows: Mapping[str, Row], text: str) -> Chosen:
+    """Return the rule that ``text``, NAME or NAME:X, names.
+
+    Args:
+        what: the option, for messages.
+
+    Raises:
+        PeftlabError: no such rule, an X that it cannot have, or one where it takes none.
+    """
+    name, colon, x = text.partition(":")
+    if name not in rows:
+        forms = ", ".join(_form(each, row.argument) for each, row in rows.items())
+        raise PeftlabError(f"{what} {text}: one of {forms}{did_you_mean(name, rows)}")
+    row = rows[name]
+    if row.argument is None:
+        if colon:
+            raise PeftlabError(f"{what} {text}: {name} takes no value")
+        return Chosen(text, name, row, None)
+    if not colon:
+        if row.argument.required:
+            raise PeftlabError(f"{what} {text}: needs a value, {_form(name, row.argument)}; {row.argument.says}")
+        return Chosen(text, name, row, row.argument.default)
+    try:
+        return Chosen(text, name, row, row.argument.read(x))
+    except ValueError:
+        raise PeftlabError(f"{what} {text}: {row.argument.name} is {row.argument.says}") from None
+
+
+def _form(name: str, argument: Argument | None) -> str:
+    if argument is None:
+        return name
+    return f"{name}:{argument.name}" if argument.required else f"{name}[:{argument.name}]"
+
+
+def spelled(rows: Mapping[str, Row]) -> str:
+    """Return what may be written and what it does, for the help of an option."""
+    return "; ".join(f"{_form(name, row.argument)}, {row.about}" for name, row in rows.items())
+
+
+def _whole(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise ValueError
+    return value
+
+
+_LENGTHS = "peftlab.decoding.draft_length"
+DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
+
+POLICIES: dict[str, Row] = {
+    "fixed": Row(f"{_LENGTHS}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _whole)),
+    "confidence": Row(
+        f"{_LENGTHS}:confidence",
+        "up to one that the draft gave less than T (default 0.4)",
+        Argument("T", "a probability from 0 to 1", _share, 0.4),
+        DRAWN,
+    ),
+    "heuristic": Row(f"{_LENGTHS}:heuristic", "from gamma, 2 more after a step without a rejection, else 1 fewer"),
+    "head": Row(
+        f"{_LENGTHS}:head",
+        "until the draft run's acceptance head expects a rejection with H (default 0.7)",
+        Argument("H", "a probability from 0 to 1", _share, 0.7),
+        HEAD,
+    ),
+    "goodput": Row(f"{_LENGTHS}:goodput", "the most tokens per second by measured step times", needs=TIMES),
+}
+"""Name -> rule of draft length. ``make`` is (``draft_length.Parts``, X) -> what makes a sequence's policy.
+
+``needs``: tokens drawn one after the other from a draft's probabilities; a trained head that reads the states of such a
+draft; or the times of a step of target and draft.
+"""
+
+
+def policy(text: str) -> Chosen:
+    """Return the rule of draft length that ``text`` names; errors as for ``choose``."""
+    return choose("policy", POLICIES, text)

@@ -1,0 +1,170 @@
+"""Rules of draft length: how they are named, what goodput chooses, and which drafter can follow which."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from peftlab.cli.app import app
+from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
+from peftlab.decoding.draft_length import Fixed, Goodput
+from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
+from peftlab.decoding.drafters.suffix import with_copies
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.table import POLICIES, policy
+from peftlab.drafting.acceptance_head import AcceptancePredictor, save_acceptance_head
+from peftlab.drafting.truncation import truncate
+from peftlab.errors import PeftlabError
+from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, draft_lengths
+
+FLAT = MeasuredTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fixd", r"one of fixed\[:N\], confidence\[:T\], .* \(did you mean 'fixed'\?\)"),
+        ("confident:0.4", "did you mean 'confidence'"),
+        ("fixed:0", "N is a whole number from 1"),
+        ("fixed:2.5", "N is a whole number from 1"),
+        ("confidence:1.5", "T is a probability from 0 to 1"),
+        ("confidence:nan", "T is a probability from 0 to 1"),
+        ("head:", "H is a probability from 0 to 1"),
+        ("heuristic:3", "heuristic takes no value"),
+        ("goodput:2", "goodput takes no value"),
+        ("", "one of fixed"),
+    ],
+)
+def test_what_is_not_a_policy(text, reason):
+    with pytest.raises(PeftlabError, match=f"policy {text}.*{reason}"):
+        policy(text)
+
+
+def test_values_and_defaults():
+    assert [policy(text).value for text in ("fixed:6", "confidence:0.25", "head:0.5")] == [6, 0.25, 0.5]
+    assert {name: policy(name).value for name in POLICIES} == {
+        "fixed": None, "confidence": 0.4, "heuristic": None, "head": 0.7, "goodput": None,
+    }  # fmt: skip
+
+
+def test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large():
+    of = Goodput(FLAT, 8)
+    assert of.alpha == 1.0 and of.budget(1) == 8, "it begins by expecting everything"
+    assert of.budget(16) == 0, "each token costs a whole step of one token there"
+    assert of.budget(16) <= of.budget(4) <= of.budget(1)
+    for _ in range(40):
+        of.update(4, 1)
+    assert of.alpha == pytest.approx(0.5, abs=0.03)
+    assert 1 <= of.budget(1) <= 4  # (1 + .5 + .25 + ...) / (1 + .1 n)
+    for _ in range(200):
+        of.update(4, 0)
+    assert of.budget(1) == 0, "at an acceptance below c no draft pays"
+    for _ in range(300):
+        of.update(0, 0)
+    assert of.budget(1) > 0, "it tries again after steps without a draft"
+
+
+def test_goodput_never_drafts_where_a_perfect_draft_loses():
+    dear = Goodput(MeasuredTimes({1: [1.0, 2.0, 3.0]}, {1: 0.5}), 2)
+    assert dear.alpha == 1.0 and dear.budget(1) == 0
+
+
+def test_times_between_two_batch_sizes():
+    assert FLAT.target(1, 9) == FLAT.target(0, 1) == 1.0
+    assert FLAT.target(6, 2) == pytest.approx(1 + 7 * 5 / 15)
+    assert FLAT.target(40, 2) == 8.0 and FLAT.draft(40) == 0.4
+    assert MeasuredTimes({1: [1.0]}, {}).draft(3) == 0.0
+
+
+def test_times_are_measured_at_every_power_of_two(stories_model):
+    target, draft = build_engine(stories_model, pack=False), build_engine(truncate(stories_model, [0]), pack=False)
+    times = measure_times(target, draft, 6, 2, context=8, repeats=1)
+    assert [*times.targets] == [1, 2, 4, 6] == [*times.drafts]
+    assert all(len(of) == 3 and min(of) > 0 for of in times.targets.values())
+    assert measure_times(target, None, 1, 1, context=10_000, repeats=1).drafts == {}, "as much context as fits"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("fixed", "heuristic")])
+def test_drafters_that_cannot_follow_draft_gamma_tokens(stories_model, name):
+    target = build_engine(stories_model, pack=False)
+    model = ModelDrafter(build_engine(truncate(stories_model, [0, 1]), pack=False))
+    drafters = {"draft": lambda: model, "suffix+draft": lambda: with_copies(model), "recycling": Recycling}
+    found = draft_lengths(policy(name), 3, target, drafters, head=lambda hidden: 0.5)
+    assert isinstance(found.policies["recycling"](), Fixed) and found.policies["recycling"]().budget(1) == 3
+    assert "recycling draft 3 tokens instead" in found.notes[0]
+    assert type(found.policies["draft"]()) is type(found.policies["suffix+draft"]()) is not Fixed
+    with pytest.raises(PeftlabError, match=f"policy {name}: .*recycling"):
+        draft_lengths(policy(name), 3, target, {"recycling": Recycling})
+
+
+def test_goodput_of_copies_takes_them_to_cost_nothing(stories_model):
+    target = build_engine(stories_model, pack=False)
+    found = draft_lengths(policy("goodput"), 2, target, {"lookup": PromptLookup})
+    assert found.policies["lookup"]() is found.policies["lookup"](), "one for all sequences"
+    assert found.policies["lookup"]().times.draft(1) == 0.0
+    network = FeatureDrafter.__new__(FeatureDrafter)
+    network.name, network.width = "features", 1
+    with pytest.raises(PeftlabError, match="policy goodput: needs a chain from a draft model or from copies"):
+        draft_lengths(policy("goodput"), 2, target, {"draft": lambda: network})
+
+
+@pytest.fixture(scope="module")
+def draft_run(stories_model, stories_tokenizer, tmp_path_factory):
+    """A draft with an acceptance head beside it that expects rejections."""
+    path = tmp_path_factory.mktemp("draft")
+    truncate(stories_model, range(4)).save_pretrained(path)
+    stories_tokenizer.save_pretrained(path)
+    head = AcceptancePredictor(stories_model.config.hidden_size)
+    with torch.no_grad():
+        head.outer.bias.fill_(-20.0)
+    save_acceptance_head(head, path / HEAD_FILE)
+    return path
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize("name", ["fixed:2", "confidence:0.3", "heuristic", "head:0.6", "goodput"])
+def test_generate_and_bench_follow_every_policy(
+    stories, draft_run, stories_model, stories_tokenizer, generate_greedy, tmp_path, name
+):
+    shown = invoke(
+        "generate", "--target", stories, "--draft", draft_run, "--prompt", "Once upon a time", "--max-new-tokens", 20,
+        "--policy", name, "--no-pack",
+    )  # fmt: skip
+    ids = generate_greedy(stories_model, stories_tokenizer("Once upon a time").input_ids, 20)
+    assert shown.stdout == stories_tokenizer.decode(ids) + "\n"
+    (tmp_path / "p.txt").write_text("Once upon a time\nTom and Lily\n")
+    shown = invoke(
+        "draft", "bench", "--target", stories, "--draft", draft_run, "--prompts", tmp_path / "p.txt", "--gamma", 3,
+        "--max-new-tokens", 12, "--repeats", 1, "--policy", name, "--json", tmp_path / "out.json",
+    )  # fmt: skip
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["policy"] == name and all(of["lossless"] for of in result["drafters"].values())
+    positions = len(result["acceptance_by_position"])
+    assert positions == {"fixed:2": 2, "head:0.6": 1}.get(name, positions) and positions > 0
+    assert bool(result["warnings"]) == (name not in ("fixed:2", "heuristic"))
+    assert (result["gain"] is None) == (name != "fixed:2"), "lengths that vary have no single gain"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--policy", "goodput"], "policy goodput: nothing is drafted"),
+        (["--policy", "head", "--drafter", "lookup"], "policy head: no draft run is named"),
+        (["--policy", "confidence", "--drafter", "suffix"], "confidence: stops a chain that is drawn .* and suffix"),
+        (["--policy", "head", "--draft", "exit:2"], "exit:2 has no acceptance_head.safetensors; a draft recipe"),
+    ],
+)
+def test_generate_refuses(stories, arguments, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        invoke("generate", "--target", stories, "--prompt", "x", *arguments)
