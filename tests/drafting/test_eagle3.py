@@ -13,11 +13,11 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
-from peftlab.drafting.kinds.eagle3.calibration import measure_ranks
 from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
+from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.rank_rates import RANKS
 from peftlab.drafting.text.continuations import Collate, make_dataset

@@ -16,13 +16,13 @@ from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.eagle3.calibration import measure_ranks
 from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
 from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
 from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
 from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify
+from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
