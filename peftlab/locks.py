@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,21 +29,21 @@ def locks_work() -> bool:
 
 
 @contextmanager
-def locked(file: Path, path: str | Path) -> Iterator[None]:
+def locked(file: Path, path: str | Path, *, wait: float = 0.0) -> Iterator[None]:
     """Hold the lock on ``file`` for the block; the file is made for it and removed afterwards.
 
     Missing directories above ``file`` are made, and removed again if nothing was put into them. Where the system has
     no such locks, a warning is printed and nothing is locked.
 
     Args:
-        path: the output that the lock protects, for messages.
+        path: the output that the lock protects, for messages. wait: seconds to wait for another process.
 
     Raises:
         PeftlabError: another process holds it, or the file cannot be made.
     """
     made = [directory for directory in file.parents if not os.path.exists(directory)]
     try:
-        descriptor = _open_locked(file, path)
+        descriptor = _open_locked(file, path, time.monotonic() + wait)
     except OSError as error:
         raise PeftlabError(f"{path}: cannot be written ({error.strerror or error})") from None
     try:
@@ -58,7 +59,7 @@ def locked(file: Path, path: str | Path) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _open_locked(file: Path, path: str | Path) -> int:
+def _open_locked(file: Path, path: str | Path, until: float) -> int:
     """Return a descriptor of ``file`` that holds the lock and is still the file of that name."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,9 @@ def _open_locked(file: Path, path: str | Path) -> int:
             continue
         if not _lock(descriptor, path):
             os.close(descriptor)
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
             raise PeftlabError(
                 f"{path}: another process is writing it; wait for it to end, or choose another directory"
             )

@@ -207,6 +207,9 @@ def _remove_at_once(path: Path) -> None:
         path.unlink()
 
 
+_PATIENCE = 60.0  # seconds to wait for a process that holds a shared directory
+
+
 @contextmanager
 def claimed(
     path: str | Path,
@@ -216,6 +219,7 @@ def claimed(
     resume: bool = False,
     inputs: Inputs | None = None,
     advice: str = "",
+    shared: bool = False,
 ) -> Iterator[Claim]:
     """Lock a run's directory for the block; nothing in it changes before ``begin``.
 
@@ -224,6 +228,7 @@ def claimed(
     Args:
         mark: the directory's future mark. overwrite, inputs, advice: as in ``refuse_loss``.
         resume: the directory exists and its run is continued.
+        shared: several processes hold it in turn: another one is waited for, and what it has begun is continued.
 
     Raises:
         PeftlabError: another process writes it; ``refuse_loss`` refuses; or, with ``resume``, it is no run's.
@@ -244,8 +249,9 @@ def claimed(
             raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
     elif not _free(place) and not is_locked(place):
         refuse()
-    with locked(place / LOCK, path):
-        if not resume and not _free(place):  # another process may have written and ended since
+    with locked(place / LOCK, path, wait=_PATIENCE if shared else 0.0):
+        begun = shared and (there := read_mark(place)) is not None and there.kind == mark.kind
+        if not resume and not begun and not _free(place):  # another process may have written and ended since
             refuse()
         yield claim
 

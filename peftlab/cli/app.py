@@ -56,12 +56,19 @@ def root(
 @app.command()
 @verb()
 def run(
-    recipe: RecipeArgument, overrides: Overrides = None, overwrite: Overwrite = False, device: Device = "auto"
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", help="Of a table or sweep only every N-th cell, from number I on.", metavar="I/N"),
+    ] = None,
 ) -> object:
     """Run a recipe: inject, train, score, save, merge, report."""
     from peftlab import pipelines
 
-    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device)
+    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard)
 
 
 @app.command()

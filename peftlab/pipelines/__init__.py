@@ -25,10 +25,19 @@ RUNNERS = {
 }
 
 
-def run_recipe(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto") -> Results:
-    """Run a recipe of any kind on a device and return its results."""
+def run_recipe(
+    recipe: Recipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto", shard: str | None = None
+) -> Results:
+    """Run a recipe of any kind on a device, or the part ``shard`` of a table, and return its results."""
+    part: dict[str, object] = {}
+    if shard is not None:
+        from peftlab.pipelines.tables.shards import Shard
+
+        if recipe.kind != "table":
+            raise PeftlabError(f"shard {shard}: only tables and sweeps have parts, this is a {recipe.kind}")
+        part = {"shard": Shard.read(shard)}
     module, _, function = RUNNERS[recipe.kind].partition(":")
-    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume, device=device)
+    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume, device=device, **part)
 
 
 def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -52,13 +61,21 @@ def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return checked
 
 
-def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = False, device: str = "auto") -> Results:
+def run(
+    recipe: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    overwrite: bool = False,
+    device: str = "auto",
+    shard: str | None = None,
+) -> Results:
     """Run a recipe from its file and return its results, of a type that depends on its kind.
 
     Args:
         recipe, overrides: as for ``validate``.
         overwrite: replace an earlier run in the same directory.
         device: ``auto`` (the accelerator that there is, cuda or mps, else the CPU), ``cpu``, ``cuda`` or ``mps``.
+        shard: of a table or sweep, ``"I/N"``: only every N-th cell, from number I on; other processes run the others.
 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
@@ -70,7 +87,7 @@ def run(recipe: str | Path, overrides: Iterable[str] = (), *, overwrite: bool = 
     checked = load_recipe(recipe, overrides)
     check_models(checked)  # both again when they are used; here before anything heavy is imported
     check_directory(checked, overwrite=overwrite)
-    return run_recipe(checked, overwrite=overwrite, device=device)
+    return run_recipe(checked, overwrite=overwrite, device=device, shard=shard)
 
 
 def resume(directory: str | Path, *, device: str = "auto") -> Results:

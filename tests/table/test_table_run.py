@@ -17,13 +17,16 @@ import pytest
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.files import read_json
+from peftlab.locks import locked
 from peftlab.outputs import claimed, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.tables.cell_processes import Stopped
 from peftlab.pipelines.tables.score_table import CellsFailed, run_table
+from peftlab.pipelines.tables.shards import Shard
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
+from peftlab.recipe.table_cells import table_cells
 
 
 def table(values: dict[str, Any], **changes: Any) -> TableRecipe:
@@ -198,3 +201,51 @@ def test_many_processes_are_refused(values: dict[str, Any], monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PeftlabError, match="without accelerate launch"):
         run_table(table(values))
+
+
+def test_parts_that_run_at_the_same_time_give_the_table_of_one_run(values: dict[str, Any], tmp_path: Path) -> None:
+    values = {**values, "init": {"glue/cola": "glue/mrpc"}, "seeds": [0, 1]}
+    run_recipe(table(values))
+    parts = {**values, "output_dir": str(tmp_path / "parts")}
+    threads = [threading.Thread(target=run_recipe, args=(table(parts),), kwargs={"shard": f"{i}/3"}) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(finished(parts)) == set(finished(values)) and len(finished(parts)) == 8
+    for name in finished(values):
+        whole, part = (Path(each["output_dir"], "cells", name, "adapter") for each in (values, parts))
+        assert (whole / "adapter_model.safetensors").read_bytes() == (part / "adapter_model.safetensors").read_bytes()
+    scores = []
+    for each in (values, parts):
+        lines = csv.DictReader(Path(each["output_dir"], "table.csv").read_text().splitlines())
+        scores.append([(line["task"], line["row"], line["best_mean"]) for line in lines])
+    assert scores[0] == scores[1]
+
+
+def test_a_part_runs_its_own_cells_and_those_that_start_from_them(values: dict[str, Any]) -> None:
+    values = {**values, "init": {"glue/cola": "glue/mrpc"}}
+    assert run_recipe(table(values), shard="1/2").cells == 2
+    assert set(finished(values)) == {"mrpc-head-seed0", "cola-head-seed0"}
+    before = finished(values)
+    run_recipe(table(values))
+    assert len(finished(values)) == 4 and before.items() <= finished(values).items()
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "0/0"])
+def test_what_is_no_part_is_refused(values: dict[str, Any], shard: str) -> None:
+    with pytest.raises(PeftlabError, match="write I/N, part I of N"):
+        run_recipe(table(values), shard=shard)
+    with pytest.raises(PeftlabError, match="only tables and sweeps have parts"):
+        run_recipe(table_cells(table(values))[0].recipe, shard="0/2")
+    assert not Path(values["output_dir"]).exists()
+
+
+def test_the_same_part_runs_once(values: dict[str, Any]) -> None:
+    run_recipe(table(values), shard="0/2")
+    directory = Path(values["output_dir"])
+    with (
+        locked(directory / Shard(0, 2).lock, directory),
+        pytest.raises(PeftlabError, match="shard 0/2: another process is writing it"),
+    ):
+        run_recipe(table(values), shard="0/2")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, write_text
 from peftlab.hardware import resolve_device
+from peftlab.locks import locked
 from peftlab.outputs import Claim, claimed, read_mark
 from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
+from peftlab.pipelines.tables.shards import Shard
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
@@ -26,7 +30,7 @@ from peftlab.tasks.table import find_task
 
 @dataclass(frozen=True)
 class TableResults:
-    """A finished table and the number of its cells."""
+    """A table and the number of the cells that were to be run: all, or those of a part."""
 
     cells: int
     table: Table
@@ -45,6 +49,7 @@ def run_table(
     resume: bool = False,
     device: str = "auto",
     slots: Sequence[str] | None = None,
+    shard: Shard | None = None,
 ) -> TableResults:
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
@@ -55,9 +60,12 @@ def run_table(
         overwrite: rerun cells whose recipe has changed; others are kept.
         device: where the cells run (``hardware.resolve_device``).
         slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
+        shard: run only this part of the cells, while other processes run the others; the table has what results there
+            are when the part has ended. None: all cells, by this process alone.
 
     Raises:
-        PeftlabError: a cell was run by another recipe, or the directory contains something else.
+        PeftlabError: a cell was run by another recipe, the directory contains something else, or another process
+            runs the table or this part of it.
         CellsFailed: cells failed; the table without them is written.
         Stopped: SIGINT or SIGTERM.
     """
@@ -67,18 +75,46 @@ def run_table(
     mark = read_mark(directory)
     begun = mark is not None and mark.kind == TABLE.kind
     slots = gpu_slots(resolve_device(device)) if slots is None else slots
-    with claimed(directory, TABLE, resume=begun, inputs=recipe_inputs(recipe)) as claim:
-        return _run(recipe, claim, overwrite, slots, device)
-
-
-def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str], device: str) -> TableResults:
-    directory = claim.path
+    hold = partial(claimed, directory, TABLE, inputs=recipe_inputs(recipe), shared=shard is not None)
     cells = table_cells(recipe)
+    own = cells if shard is None else shard.part(cells)
+    with ExitStack() as held:
+        missing = _begin(recipe, held.enter_context(hold(resume=begun)), own, overwrite)
+        if shard is not None:
+            held.close()
+            held.enter_context(locked(directory / shard.lock, f"{directory}, shard {shard}"))
+        part = "" if shard is None else f" in part {shard}"
+        counts = f"{len(own)} cells{part}, {len(own) - len(missing)} with results"
+        print(f"{counts}; {len(slots)} at a time", flush=True)
+        again = nullcontext if shard is None else partial(hold, resume=True)
+        try:
+            failed = _run(missing, directory, slots, device)
+        except PeftlabError:
+            with again():
+                _write(recipe, cells, [])
+            raise
+        lines = [f"{cell.directory.name}: {reason}" for cell, reason in failed.items()]
+        with again():
+            table = _write(recipe, cells, lines)
+    print_table(table)
+    print(f"table: {directory / 'table.html'}, table.csv, table.tex")
+    if lines:
+        counts = f"{len(lines)} of {len(own)} cells failed; running the table again tries them again"
+        raise CellsFailed("\n".join([counts, *lines]))
+    return TableResults(len(own), table)
+
+
+def _begin(recipe: TableRecipe, claim: Claim, cells: Sequence[Cell], overwrite: bool) -> list[Cell]:
+    """Write the table's recipe and return those of ``cells`` that have no result."""
     let_end(cells)
     missing = missing_cells(cells, overwrite=overwrite)
     claim.begin()
-    write_text(directory / "recipe.yaml", dump_recipe(recipe))
-    print(f"{len(cells)} cells, {len(cells) - len(missing)} with results; {len(slots)} at a time", flush=True)
+    write_text(claim.path / "recipe.yaml", dump_recipe(recipe))
+    return missing
+
+
+def _run(missing: Sequence[Cell], directory: Path, slots: Sequence[str], device: str) -> dict[Cell, str]:
+    """Run cells, print each one's outcome, and return why some failed."""
     finished = 0
 
     def done(cell: Cell, reason: str) -> None:
@@ -87,19 +123,7 @@ def _run(recipe: TableRecipe, claim: Claim, overwrite: bool, slots: Sequence[str
         outcome = _outcome(cell) if not reason else f"failed: {reason.splitlines()[0]}"
         print(f"[{finished}/{len(missing)}] {cell.directory.name}: {outcome}", flush=True)
 
-    try:
-        failed = run_cells(missing, directory, slots, done, device)
-    except PeftlabError:
-        _write(recipe, cells, [])
-        raise
-    lines = [f"{cell.directory.name}: {reason}" for cell, reason in failed.items()]
-    table = _write(recipe, cells, lines)
-    print_table(table)
-    print(f"table: {directory / 'table.html'}, table.csv, table.tex")
-    if lines:
-        counts = f"{len(lines)} of {len(cells)} cells failed; running the table again tries them again"
-        raise CellsFailed("\n".join([counts, *lines]))
-    return TableResults(len(cells), table)
+    return run_cells(missing, directory, slots, done, device)
 
 
 def _outcome(cell: Cell) -> str:
