@@ -169,13 +169,12 @@ def eval_(
     device: Device = "auto",
 ) -> object:
     """Score a run, an adapter or a model on its recipe's task."""
-    from peftlab.pipelines.trained.evaluate import evaluate
-    from peftlab.reporting.facts import with_intervals
+    from peftlab.pipelines.trained.evaluate import score_trained
+    from peftlab.reporting.console import score_lines
 
-    scores = evaluate(reference, recipe, overrides or [], latency=latency, device=device)
-    for split, metrics in scores.items():
-        show(f"{split}: " + ", ".join(f"{name} {text}" for name, text in with_intervals(metrics).items()))
-    return scores
+    found = score_trained(reference, recipe, overrides or [], latency=latency, device=device)
+    show(*score_lines(found.scores, found.examples))
+    return found.scores
 
 
 @app.command()

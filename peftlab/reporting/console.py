@@ -156,6 +156,16 @@ def merge_table(report: MergeReport) -> Table:
     return table
 
 
+def score_lines(scores: Mapping[str, Mapping[str, float]], examples: Mapping[str, int]) -> list[str]:
+    """Return a line of metrics for each split, with the number of examples that they are computed on."""
+    lines = []
+    for name, metrics in scores.items():
+        what = f"{name} ({examples[name]:,} examples)" if name in examples else name
+        what = "latency, the base model's being 1" if name == "latency" else what
+        lines.append(f"{what}: " + ", ".join(f"{key} {text}" for key, text in facts.with_intervals(metrics).items()))
+    return lines
+
+
 @dataclass(frozen=True)
 class Inspection:
     """What a method would train in a model.

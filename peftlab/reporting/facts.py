@@ -64,6 +64,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def speed(per_second: float) -> str:
+    """Return a number per second: whole from 10 on, below with two decimals."""
+    return f"{per_second:,.{0 if per_second >= 10 else 2}f}"
+
+
 def percent(share: float) -> str:
     """Return a share of 1 with three significant digits: ``0.00236`` gives ``0.236 %``."""
     return f"{100 * share:.3g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
@@ -204,7 +209,7 @@ def facts(results: Results) -> dict[str, str]:
     if (seconds := taken("train_seconds")) is not None:
         rows["training time"] = duration(seconds)
     speeds = (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
-    throughput = [f"{speed:,.0f} {unit}" for key, unit in speeds if (speed := taken(key)) is not None]
+    throughput = [f"{speed(value)} {unit}" for key, unit in speeds if (value := taken(key)) is not None]
     if throughput:
         rows["throughput"] = ", ".join(throughput)
     if (share := taken("padding_share")) is not None:

@@ -63,15 +63,17 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
         summary: what a screen reader says.
         baseline: height of a dashed reference line.
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
+    steps = {step for line in lines for step in line.curve.x}
     with _figure(salt, summary) as (axes, drawn):
         for i, line in enumerate(lines):
             _draw(axes, line.curve, SERIES[i % len(SERIES)], _DASHES[i % len(_DASHES)])
         if baseline is not None:
             axes.axhline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        # Around a single step the axis has no second whole number.
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True) if len(steps) > 1 else FixedLocator([*steps]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     return drawn.svg
 

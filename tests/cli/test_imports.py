@@ -34,6 +34,9 @@ COMMANDS = {
         for name in ("glue/cola-lora", "quickstart", "text-classification")
     },
     "validate override": ["validate", "glue/cola-lora", "method=houlsby", "train.lr=1e-4"],
+    "predictions of no format": ["predict", "nowhere", "rows.csv", "-o", "rows.xlsx"],
+    "a run where something is": ["run", "glue/cola-lora", f"output_dir={ROOT / 'docs'}"],
+    "a run of no model": ["run", "glue/cola-lora", "model=package:no-such-package/model"],
     "a wrong recipe": ["validate", "glue/cola-lora", "method.rank=4"],
 }
 

@@ -85,15 +85,27 @@ def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Pa
     with pytest.raises(PeftlabError, match=r"validation\.csv: no column 'label' \(data\.label\)"):
         peftlab.validate(file)
     (tmp_path / "data" / "validation.csv").write_text("text,label\ngood,a\n")
-    assert len(deep_check(peftlab.validate(file))) == 3
+    lines = deep_check(peftlab.validate(file))
+    assert [line.split()[0] for line in lines] == [
+        "data",
+        "class",
+        "a",
+        "b",
+        *["warning:"] * 2,
+        "method",
+        "checkpoints",
+    ]
+    assert lines[5] == "warning: 1 validation rows have the text of a training row, so scores may be too high"
 
 
 def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
     file = write(tmp_path, model)
     lines = deep_check(peftlab.validate(file))
-    assert lines[0] == "data of text/classification: train 3, validation 1; 2 classes"
-    assert "method lora trains" in lines[1] and "BertForSequenceClassification" in lines[1] and "query (2)" in lines[1]
-    assert lines[2].startswith("checkpoints and models need 0.")
+    assert lines[0] == "data of text/classification: train 3, validation 1"
+    assert lines[1:4] == ["class  train  validation", "a          1           1", "b          2           0"]
+    assert lines[4] == "warning: fewer than 5 training rows: a (1), b (2)"
+    assert "method lora trains" in lines[5] and "BertForSequenceClassification" in lines[5] and "query (2)" in lines[5]
+    assert lines[6].startswith("checkpoints and models need 0.")
     with pytest.raises(PeftlabError, match="single class"):
         deep_check(peftlab.validate(write(tmp_path, model, "text,label\ngood,a\nbad,a\n")))
     with pytest.raises(PeftlabError, match="'qery' matches no module; nearest: query"):

@@ -136,3 +136,8 @@ def test_numbers(value: Any, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert facts.duration(seconds) == text
+
+
+def test_a_slow_run_s_speed_is_not_0() -> None:
+    shown = facts.facts({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
+    assert shown["throughput"] == "0.35 examples/s, 7,541 tokens/s"

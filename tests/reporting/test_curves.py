@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
 from peftlab.reporting.curves import MAX_POINTS, Curve, read_history
+from peftlab.reporting.plots import Line, curve_svg
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -107,3 +108,11 @@ def test_non_finite_values_are_counted_and_in_no_curve(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeftlabError, match=r"metrics\.jsonl: no such file"):
         read_history(tmp_path / "metrics.jsonl")
+
+
+def test_a_curve_of_one_point_has_one_tick() -> None:
+    pytest.importorskip("matplotlib")
+    curve = Curve()
+    curve.add(7, 0.5)
+    svg = curve_svg([Line("accuracy", curve)], salt="one", summary="one evaluation")
+    assert svg.count(">7<") == 1 and ">6<" not in svg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,9 @@ import tiny
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.trained.evaluate import evaluate, score_trained
+from peftlab.pipelines.trained.predict import predict
+from peftlab.pipelines.trained.prediction_files import predict_file
 
 CLASSES = ("fine", "good", "poor")
 
@@ -61,8 +64,9 @@ def test_a_whole_file_that_lacks_classes_is_scored_by_name(finished: Path, tmp_p
             scores = evaluate(place, finished / "recipe.yaml", [f"data.path={file}", "data.validation=all"])
             assert scores["validation"]["accuracy"] == pytest.approx(right / 5)
     last = write(tmp_path / "one.csv", ("good film", "poor"))
-    scores = evaluate(finished, None, [f"data.path={last}", "data.validation=all"])
-    assert scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
+    found = score_trained(finished, None, [f"data.path={last}", "data.validation=all"])
+    assert found.examples == {"validation": 1}
+    assert found.scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
 
 
 def test_latency_is_measured_where_it_is_asked_for(finished: Path, encoder: Path, tmp_path: Path) -> None:
@@ -145,6 +149,29 @@ def test_classes_and_dropped_rows_are_printed_and_in_the_results(
         "pos": 20,
     }
     assert sum(counts["validation"] for counts in found["classes"].values()) == 9
+
+
+def test_a_row_has_as_many_texts_as_those_of_training(finished: Path) -> None:
+    with pytest.raises(PeftlabError, match=r"trained on single texts \(text\)"):
+        predict(finished, [("good film", "dull plot")])
+    with pytest.raises(PeftlabError, match=r"trained on pairs of texts \(one, two\)"):
+        predict(finished, ["good film"], overrides=["data.text=[one, two]"])
+
+
+def test_a_line_of_stdin_is_the_text_whatever_its_column_is_called(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["good film", "dull plot"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{text}\n" for text in texts)))
+    predict_file(finished, "-", str(tmp_path / "out.jsonl"), overrides=["data.text=[review]"])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == texts
+    assert [row["prediction"] for row in rows] == predicted(finished, texts)
+
+
+def test_a_misspelled_run_is_told_with_the_nearest(finished: Path) -> None:
+    with pytest.raises(PeftlabError, match=r"no such directory \(did you mean 'run'\?\)"):
+        evaluate(finished.with_name("rum"))
 
 
 def test_validation_rows_that_are_trained_on_are_counted(

@@ -10,9 +10,11 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.checks.recipe_data import runs_of
 from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
+from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
 from peftlab.tasks.labelled.data import load_task_data
+from peftlab.tasks.labelled.labelled_task import class_counts, repeated_rows
 from peftlab.tasks.table import find_task
 
 _FLOAT = 4  # bytes of a number in fp32
@@ -33,23 +35,26 @@ def deep_check(recipe: Recipe) -> list[str]:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
     data = {(each.task, repr(each.data)): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
-    lines = [_data_line(each) for each in data.values()]
+    lines = [line for each in data.values() for line in _data_lines(each)]
     found = {key: _inspected(each) for key, each in methods.items()}
     lines += [_target_line(each, found[key]) for key, each in methods.items()]
     needed = sum(_bytes(each, found[each.task, repr(each.method)]) for each in runs)
     return [*lines, _space_line(recipe.output_dir, needed)]
 
 
-def _data_line(recipe: FinetuneRecipe) -> str:
+def _data_lines(recipe: FinetuneRecipe) -> list[str]:
+    """Return the sizes of the splits, and what a run says of its data before it trains."""
     task = find_task(recipe.task)
     if task.labelled:
         data = load_task_data(recipe.task, recipe.data)
         sizes = {split: len(rows) for split, rows in data.splits.items()}
-        classes = f"; {len(data.task.labels)} classes" if data.task.labels else ""
+        counts = class_counts(resolve(task.answers)(data.task), data.splits)
+        remarks = data_lines(counts, data.left_out, repeated_rows(data.task, data.splits))
     else:
-        _, splits, _ = resolve(task.load)(task, recipe.data)
-        sizes, classes = {split: len(rows) for split, rows in splits.items()}, ""
-    return f"data of {recipe.task}: " + ", ".join(f"{split} {size:,}" for split, size in sizes.items()) + classes
+        _, splits, left_out = resolve(task.load)(task, recipe.data)
+        sizes, remarks = {split: len(rows) for split, rows in splits.items()}, data_lines({}, left_out)
+    listed = ", ".join(f"{split} {size:,}" for split, size in sizes.items())
+    return [f"data of {recipe.task}: {listed}", *remarks]
 
 
 def _inspected(recipe: FinetuneRecipe) -> Inspection:

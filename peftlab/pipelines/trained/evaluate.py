@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
@@ -19,6 +19,19 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found.
+
+    Attributes:
+        scores: split to metric to value, as ``evaluate`` returns them.
+        examples: split to the number of examples that were scored.
+    """
+
+    scores: dict[str, dict[str, float]]
+    examples: dict[str, int]
 
 
 def evaluate(
@@ -45,6 +58,18 @@ def evaluate(
         PeftlabError: no recipe is found, there is no such model or one whose head is not trained, the
             data's labels are not the model's classes, or there is no merged model to time.
     """
+    return score_trained(reference, recipe_name, overrides, latency=latency, device=device).scores
+
+
+def score_trained(
+    reference: str | Path,
+    recipe_name: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    latency: bool = False,
+    device: str = "auto",
+) -> Evaluated:
+    """Return the metrics with the number of examples that they are computed on; all else as for ``evaluate``."""
     accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     merged = _merged_beside(reference, trained) if latency else None
@@ -60,7 +85,7 @@ def evaluate(
     if merged is not None and trained.adapter is not None:
         inputs = sample_inputs(task, VERIFY_EXAMPLES)
         scores["latency"] = asdict(merge_latency(trained.adapter, recipe.model, merged, inputs))
-    return scores
+    return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()})
 
 
 def _merged_beside(reference: str | Path, trained: Trained) -> Path:

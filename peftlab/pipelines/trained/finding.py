@@ -12,6 +12,7 @@ from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.references import similar_path
 from peftlab.tasks.table import find_task
 
 
@@ -71,7 +72,10 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
     """
     directory = Path(reference)
     if not directory.is_dir() and recipe_name is None:
-        raise PeftlabError(f"{directory}: no such directory; a model that is not in a directory needs --recipe")
+        raise PeftlabError(
+            f"{directory}: no such directory{similar_path(str(directory))}; a model that is not in a directory needs "
+            "--recipe"
+        )
     recipe = load_recipe(recipe_name or _recipe_near(directory), overrides)
     if not isinstance(recipe, FinetuneRecipe):
         raise PeftlabError(f"{recipe_name}: a recipe of kind {recipe.kind} has no task to score")

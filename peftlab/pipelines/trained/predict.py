@@ -81,5 +81,8 @@ def answers_of(trained: Trained) -> Answers:
         raise PeftlabError(f"task {task.name} has no labels to predict; peftlab generate --target writes text")
     if classes is None and not task.labels and task.classed:
         raise PeftlabError(f"{trained.place}: does not say what its classes are called")
-    answers: Answers = resolve(task.answers)(task if classes is None else replace(task, labels=classes))
+    texts = tuple(trained.recipe.data.text or task.text)
+    answers: Answers = resolve(task.answers)(
+        replace(task, labels=task.labels if classes is None else classes, text=texts)
+    )
     return answers

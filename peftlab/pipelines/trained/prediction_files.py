@@ -8,15 +8,15 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing, to_json, write_text
-from peftlab.hardware import resolve_device
-from peftlab.pipelines.trained.finding import find_trained
-from peftlab.pipelines.trained.predict import answers_of, predict
-from peftlab.tasks.labelled.answers.base import Predictions
-from peftlab.tasks.reading.readers import read_lines, read_table
+from peftlab.tasks.reading.readers import Table, read_lines, read_table
 from peftlab.tasks.table import find_task
+
+if TYPE_CHECKING:
+    from peftlab.tasks.labelled.answers.base import Predictions
 
 STREAM = "-"
 Columns = Mapping[str, Sequence[object]]
@@ -39,6 +39,7 @@ def predict_file(
     Args:
         reference, recipe_name, overrides, device, on_rows: as for ``predict``.
         source: csv, tsv, json, jsonl (``.gz`` too) or parquet; ``-`` reads stdin: JSON objects or texts, one a line.
+            A text stands for the model's text column, whatever that is called.
         out: csv, jsonl or parquet; ``-`` writes JSON objects to stdout, one a line.
         text: the text column, or the two columns of a pair; default: those that the recipe names. A list is written to
             csv as its JSON text.
@@ -49,20 +50,31 @@ def predict_file(
     """
     overrides = list(overrides)
     write = _writer(out, overwrite)
-    resolve_device(device)
-    trained = find_trained(reference, recipe_name, overrides)
-    answers = answers_of(trained)
-    names = tuple(text or trained.recipe.data.text or find_task(trained.recipe.task).text)
     table = read_lines(sys.stdin, "stdin") if source == STREAM else read_table(Path(source))
     if len(table) == 0:
         raise PeftlabError(f"{table.path}: no rows")
+    _refuse_taken(table, ["prediction"])  # a file that was labelled before
+    # What is wrong with the files is said before anything heavy is imported.
+    from peftlab.hardware import resolve_device
+    from peftlab.pipelines.trained.finding import find_trained
+    from peftlab.pipelines.trained.predict import answers_of, predict
+
+    resolve_device(device)
+    trained = find_trained(reference, recipe_name, overrides)
+    answers = answers_of(trained)
+    texts = ["text"] if source == STREAM and [*table.columns] == ["text"] else []  # lines without column names
+    names = tuple(text or texts or trained.recipe.data.text or find_task(trained.recipe.task).text)
     rows = answers.read(table, names, trained.recipe.data)
     found = predict(reference, rows, recipe_name, overrides, device=device, on_rows=on_rows)  # type: ignore[arg-type]
-    taken = [name for name in found.columns() if name in table.columns]
-    if taken:
-        raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")
+    _refuse_taken(table, found.columns())
     write({**dict(table.columns.items()), **found.columns()})
     return found
+
+
+def _refuse_taken(table: Table, names: Iterable[str]) -> None:
+    taken = [name for name in names if name in table.columns]
+    if taken:
+        raise PeftlabError(f"{table.path}: has a column {taken[0]!r} already, which would be overwritten")
 
 
 def _writer(out: str, overwrite: bool) -> Callable[[Columns], None]:

@@ -68,8 +68,10 @@ def _text(value: float | None, unit: str) -> str:
         return "–"
     if unit == "s":
         return facts.duration(value)
-    if unit in ("1/s", "MB"):
-        return f"{value:,.0f}" + (" MB" if unit == "MB" else "")
+    if unit == "1/s":
+        return facts.speed(value)
+    if unit == "MB":
+        return f"{value:,.0f} MB"
     return facts.number(value)
 
 

@@ -71,7 +71,7 @@ def prepare(
         baseline=None if labels is None else answers.baseline(labels, list(splits[evaluated[0]]["label"])),
         classes=class_counts(answers, splits),
         left_out=loaded.left_out,
-        repeated=_repeated(splits, evaluated),
+        repeated=repeated_rows(task, splits),
         fingerprint=loaded.fingerprint,
         analyse=taken_apart,
         auto_class=answers.auto_class,
@@ -88,14 +88,17 @@ def class_counts(answers: Answers, splits: Mapping[str, Dataset]) -> dict[str, d
     }
 
 
-def _repeated(splits: Mapping[str, Dataset], evaluated: Sequence[str]) -> dict[str, int]:
-    """Return how many rows of each evaluated split have the text, or the pair of texts, of a training row."""
+def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
+    """Return how many rows of each evaluation split have the text, or the pair of texts, of a training row.
+
+    A split without such rows is left out.
+    """
     inputs = {}
     for split, rows in splits.items():
         columns = rows.select_columns([name for name in ("text", "text_pair") if name in rows.column_names])[:]
         inputs[split] = [repr(row) for row in zip(*columns.values(), strict=True)]
     trained = set(inputs.get("train", ()))
-    counts = {split: sum(row in trained for row in inputs[split]) for split in evaluated}
+    counts = {split: sum(row in trained for row in inputs.get(split, ())) for split in task.evaluation}
     return {split: count for split, count in counts.items() if count}
 
 

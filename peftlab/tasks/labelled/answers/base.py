@@ -183,10 +183,11 @@ class Answers(ABC):
         pairs = [row for row in given if not isinstance(row, str)]
         if pairs and len(pairs) != len(given):
             raise PeftlabError("texts: single texts and pairs are mixed")
-        if self.task.glue and bool(pairs) != (len(self.task.text) == 2):
-            kind = "pairs of texts" if len(self.task.text) == 2 else "single texts"
-            raise PeftlabError(f"task {self.task.name} takes {kind}")
+        columns = self.task.text
+        if columns and bool(pairs) != (len(columns) == 2):
+            kind = "pairs of texts" if len(columns) == 2 else "single texts"
+            raise PeftlabError(f"texts: the model was trained on {kind} ({', '.join(columns)})")
         if not all(isinstance(row, str) or (isinstance(row, list | tuple) and len(row) == 2) for row in given):
             raise PeftlabError("texts: a row is a text or a pair of texts")
-        columns = list(zip(*pairs, strict=True)) if pairs else [given]
-        return Examples(list(columns[0]), list(columns[1]) if pairs else None, None)
+        found = list(zip(*pairs, strict=True)) if pairs else [given]
+        return Examples(list(found[0]), list(found[1]) if pairs else None, None)
