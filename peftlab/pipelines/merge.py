@@ -19,6 +19,7 @@ from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.hardware import resolve_device
+from peftlab.outputs import read_mark
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.verify import MergeCheck
@@ -114,8 +115,13 @@ def _weighted(text: str) -> tuple[str, float | None]:
 
 
 def _recipe_near(adapter: Path) -> Path | None:
-    places = (adapter / "recipe.yaml", adapter.parent / "recipe.yaml")
-    return next((place for place in places if place.exists()), None)
+    """Return the recipe in a run or beside an adapter's files, or that of the run whose ``adapter/`` it is.
+
+    A recipe in another directory above may be that of anything.
+    """
+    above = read_mark(adapter.parent)
+    places = (adapter, adapter.parent) if above is not None and above.kind == "run" else (adapter,)
+    return next((place / "recipe.yaml" for place in places if (place / "recipe.yaml").exists()), None)
 
 
 def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:

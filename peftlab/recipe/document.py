@@ -26,10 +26,10 @@ _INTRODUCTION = """\
 A recipe is one YAML 1.2 file that determines a run. It is validated as a whole before anything is loaded; every
 mistake is reported with file, line and the nearest right spelling.
 
-    peftlab run glue/cola-lora                          # a shipped recipe by its short name
-    peftlab run my.yaml train.lr=2e-4 method.r=16       # overrides: key=value, the value is YAML
-    peftlab run my.yaml method=full '~data.validation'  # another method by name; ~ removes a key
-    peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'         # a grid: see guide/tables.md
+    peftlab run glue/cola-lora                         # a shipped recipe by its short name; needs the hub
+    peftlab run my.yaml train.lr=2e-4 method.r=16      # overrides: key=value, the value is YAML
+    peftlab run my.yaml method=full '~data.validation' output_dir=runs/full   # another method by name; ~ removes a key
+    peftlab run my.yaml sweep.lr='[1e-4, 5e-4]'        # a grid: see guide/tables.md
 
 Overrides apply from left to right. The run directory contains the resolved recipe, which can be run again.
 """
