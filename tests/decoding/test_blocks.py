@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafters.model_free import PromptLookup
-from peftlab.decoding.engines.blocks import Blocks, blocks_of, row_product
+from peftlab.decoding.engines.blocks import Blocks, blocks_of, coded_product
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.references import locate
@@ -38,17 +38,25 @@ def restored(blocks: Blocks) -> Tensor:
     return (blocks.scales[..., None] * codes + minima).flatten(1)
 
 
-@given(bits=st.sampled_from([4, 8]), outputs=st.integers(1, 400), groups=st.integers(1, 5), seed=st.integers(0, 2**31))
+@given(
+    bits=st.sampled_from([4, 8]),
+    outputs=st.integers(1, 400),
+    groups=st.integers(1, 5),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
 @settings(max_examples=25, deadline=None)
-def test_blocks_are_found_and_multiply_as_the_weight(bits: int, outputs: int, groups: int, seed: int) -> None:
+def test_blocks_are_found_and_multiply_as_the_weight(
+    bits: int, outputs: int, groups: int, rows: int, seed: int
+) -> None:
     weight = weight_of(bits, outputs, groups, seed)
     blocks = blocks_of(weight)
     assert blocks is not None and str(blocks) == f"{bits}-bit blocks of 32"
     assert torch.equal(restored(blocks), weight)
-    x, bias = torch.randn(1, 1, weight.shape[1]), torch.randn(outputs)
+    x, bias = torch.randn(1, rows, weight.shape[1]), torch.randn(outputs)
     want = x.double() @ weight.double().T + bias
-    got = row_product(blocks, bias)(x)
-    assert got.shape == (1, 1, outputs)
+    got = coded_product(blocks, bias)(x)
+    assert got.shape == (1, rows, outputs)
     # A sum's error grows with what is summed, not with the sum.
     summed = x.double().abs() @ (weight.double().abs() + 0.3).T + bias.abs()
     assert ((got - want).abs() <= 3e-6 * summed).all()
@@ -114,6 +122,9 @@ def test_a_model_of_blocks_decodes_as_transformers_does(bits: int) -> None:
     cache = KVCache(engine.layers, 1, 9)
     steps = [engine.forward(cache, ids[:, i : i + 1], Block((i,), 1)).logits for i in range(9)]  # a single token each
     want = model(ids).logits.detach()
+    torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-4, rtol=1e-4)
+    cache = KVCache(engine.layers, 1, 9)
+    steps = [engine.forward(cache, ids[:, i : i + 3], Block((i,), 3)).logits for i in (0, 3, 6)]
     torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-4, rtol=1e-4)
     whole = engine.forward(KVCache(engine.layers, 1, 9), ids, Block((0,), 9)).logits
     torch.testing.assert_close(whole, want, atol=1e-4, rtol=1e-4)

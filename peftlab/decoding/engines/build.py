@@ -36,8 +36,9 @@ def build_engine(
         model: a causal or an encoder-decoder language model; its weights must not change afterwards.
         vocabulary: return logits for this many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
-        pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory; see
-            ``products.py``). Sums are then rounded in another order than in ``transformers``.
+        pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory, a third
+            of 4- and 8-bit blocks; see ``products.py``). Sums are then rounded in another order than in
+            ``transformers``.
         flat: use the flattened step where the architecture is known.
         features: layers, rising, the states entering which ``Output.features`` is to have; their number stands for the
             state that the LM head reads. None by default.

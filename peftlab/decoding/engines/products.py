@@ -2,7 +2,7 @@
 
 In float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step reads from
 memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they consist
-of 4- or 8-bit blocks, a single token is multiplied by the codes (``blocks.py``).
+of 4- or 8-bit blocks, a few tokens are multiplied by the codes (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.blocks import blocks_of, row_product
+from peftlab.decoding.engines.blocks import FEW, blocks_of, coded_product
 from peftlab.decoding.engines.structure import Linear
 
 Product = Callable[[Tensor], Tensor]
@@ -70,10 +70,10 @@ class Products:
         def several(x: Tensor) -> Tensor:
             return pointwise(x, packed, bias, "none", [], "")
 
-        if (one := self._row_product(weight, bias)) is None:
+        if (few := self._coded_product(weight, bias)) is None:
             return several, 1.0
-        inputs = weight.shape[1]
-        return lambda x: one(x) if x.numel() == inputs else several(x), 1.0
+        most = FEW * weight.shape[1]
+        return lambda x: few(x) if x.numel() <= most else several(x), 1.0
 
     def added(self, linear: Linear) -> Added:
         """Return (x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
@@ -89,16 +89,16 @@ class Products:
         def several(x: Tensor, residual: Tensor) -> Tensor:
             return fused(x, residual, packed, bias, "add")
 
-        if (one := self._row_product(weight, bias)) is None:
+        if (few := self._coded_product(weight, bias)) is None:
             return several
-        inputs = weight.shape[1]
-        return lambda x, residual: residual + one(x) if x.numel() == inputs else several(x, residual)
+        most = FEW * weight.shape[1]
+        return lambda x, residual: residual + few(x) if x.numel() <= most else several(x, residual)
 
-    def _row_product(self, weight: Tensor, bias: Tensor | None) -> Product | None:
-        """The product of a single row with the codes of the weight; None where it has none."""
+    def _coded_product(self, weight: Tensor, bias: Tensor | None) -> Product | None:
+        """The product of few rows with the codes of the weight; None where it has none."""
         blocks = blocks_of(weight)
         self._note("packed by oneDNN" if blocks is None else str(blocks))
-        return None if blocks is None else row_product(blocks, bias)
+        return None if blocks is None else coded_product(blocks, bias)
 
     def _note(self, stored: str) -> None:
         if stored not in self.stored:
