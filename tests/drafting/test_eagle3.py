@@ -16,6 +16,7 @@ from peftlab.drafting.hidden_states import forward_hidden, head_weight
 from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
 from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import Objective
@@ -36,6 +37,7 @@ def target():
 
 def fed_back(network, features, ids, read, steps):
     """Draft after ``read`` tokens as a decoder does, but on the text: the cache grows by one row at a time."""
+    network = EagleStep(network, pack=False)
     cache, rows = KVCache(1, 1, 64), read - 1  # the last token read has no state yet
     block = cache.block([0], [0], rows)
     device = ids.device

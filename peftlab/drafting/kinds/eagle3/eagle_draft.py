@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.engines.products import pack_linears
 from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
@@ -20,6 +19,7 @@ from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
 from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
 from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle, write_ranks
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
 from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify
 from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
@@ -145,8 +145,7 @@ def drafter(draft: EagleDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     network = read_eagle(saved.directory / FOLDER, input_embedding(draft.target)).to(draft.target.device)
-    pack_linears(network)
-    return Served(draft.target, partial(FeatureDrafter, network), network.features)
+    return Served(draft.target, partial(FeatureDrafter, EagleStep(network)), network.features)
 
 
 def find(reference: str) -> str | None:
@@ -162,14 +161,13 @@ def open(reference: str, opening: Opening) -> Opened:
     network = read_eagle(reference, input_embedding(target)).to(target.device)
     for part in (network.fc, network.layers, network.norm, network.lm_head):
         part.to(opening.draft_dtype)
-    pack_linears(network)
     count = target.config.get_text_config(decoder=True).num_hidden_layers
     if max(network.features) > count:
         raise PeftlabError(
             f"{reference}: reads the state entering layer {max(network.features)}; the target has {count}"
         )
     size = sum(parameter.numel() for parameter in network.parameters())
-    return Opened(size, network=network, features=network.features, warnings=warnings)
+    return Opened(size, network=EagleStep(network, opening.pack), features=network.features, warnings=warnings)
 
 
 def export(place: str, consumer: str) -> EagleExport:
