@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from draft_models import VOCAB, requests, tiny
+from torch.nn.parallel import DistributedDataParallel
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
@@ -267,3 +269,27 @@ def test_stored_states_train_alike_and_the_target_does_not_run_again(target, tmp
     assert store_states(model, rows["input_ids"], tmp_path, most=1.0), "nothing is missing"
     with pytest.raises(PeftlabError, match="has room for 1e-06 GB"):
         store_states(model, rows["input_ids"], tmp_path / "elsewhere", most=1.0)
+
+
+def test_known_states_pass_through_the_wrapped_model(target, tmp_path: Path) -> None:
+    """DDP averages gradients only after a forward pass through it: without one, each process would train on its own."""
+    rows = make_dataset(requests(4))
+    target.requires_grad_(False)
+    model, batch = EagleModel(target, eagle(target, TOKENS).train()), Collate()([rows[i] for i in range(4)])
+    stored = store_states(model, rows["input_ids"], tmp_path, most=1.0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", world_size=1, rank=0)
+    try:
+        averaged = []
+        wrapped = DistributedDataParallel(model)
+
+        def average(state, bucket):
+            averaged.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        wrapped.register_comm_hook(None, average)
+        FeatureLoss(Objective("kl"), 2, 1.0, known=stored)(wrapped, batch).backward()
+        assert sum(averaged) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    finally:
+        dist.destroy_process_group()

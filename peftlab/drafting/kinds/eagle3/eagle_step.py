@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.products import pack_linears
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3
+from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer
 
 
 class EagleStep(nn.Module):
@@ -23,6 +23,7 @@ class EagleStep(nn.Module):
     def __init__(self, network: Eagle3, pack: bool = True):
         super().__init__()
         shape, layer = network.shape, network.layers[0]
+        assert isinstance(layer, EagleLayer)
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
         self.tokens, self._embedding, self._angles = network.tokens, network.embedding, network.angles

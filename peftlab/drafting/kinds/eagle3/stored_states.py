@@ -93,7 +93,8 @@ def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) 
 
 def _computed(model: EagleModel, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
     """Return each text's states by its number."""
-    device, found = head_weight(model).device, {}
+    device = head_weight(model).device
+    found: dict[str, Tensor] = {}
     for start in range(0, len(texts), _BATCH):
         some = [torch.tensor(text, device=device) for text in texts[start : start + _BATCH]]
         mask = pad_sequence([torch.ones_like(text) for text in some], batch_first=True)
