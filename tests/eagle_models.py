@@ -13,6 +13,7 @@ from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import Collate, make_dataset
@@ -33,8 +34,11 @@ def eagle(
 
 
 @lru_cache(maxsize=2)
-def trained_eagle(target: Any, steps: int = 50) -> Eagle3:
-    """Return a layer that has learned from a little of the target's own text, over three quarters of its tokens."""
+def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
+    """Return a layer that has learned from a little of the target's own text, over three quarters of its tokens.
+
+    It drafts as it is after training, with its weights as they are.
+    """
     outputs = decode(build_engine(target), [[1]] * 32, StoppingCriteria(48), sampling=Sampling(temperature=0.7))
     data = make_dataset([Request([1], output.tokens) for output in outputs])
     vocabulary = len(head_weight(target))
@@ -50,4 +54,4 @@ def trained_eagle(target: Any, steps: int = 50) -> Eagle3:
         optimiser.step()
     for parameter, wanted in zip(target.parameters(), frozen, strict=True):
         parameter.requires_grad_(wanted)
-    return network.eval().requires_grad_(False)
+    return EagleStep(network.eval().requires_grad_(False), pack=False)

@@ -77,8 +77,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     set_seed(settings.seed)
     draft = _load(recipe, kind, job)
     digest = weights_digest(draft.target)
-    cache = Path(recipe.data.cache or run_dir.parent / "draft-data")
-    sets = make_sets(recipe, text, draft, cache, accelerator.main_process_first())
+    sets = make_sets(recipe, text, draft, job.cache, accelerator.main_process_first())
     before_speed: DecodingSpeed | None = None
     if accelerator.is_main_process:
         untrained = resolve(kind.drafter)(draft, None)

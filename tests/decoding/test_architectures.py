@@ -18,6 +18,7 @@ from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from tests.eagle_models import eagle
 
 NEW, CONTEXT, WINDOW = 20, 64, 10
@@ -133,7 +134,7 @@ def test_output_is_that_of_transformers(model, target, prompts, expected, how):
 @pytest.mark.parametrize(("width", "gamma"), [(1, 4), (4, 12)])
 def test_a_layer_on_its_states(model, prompts, expected, width, gamma):
     """Chains and growing trees of an untrained EAGLE-3 layer: single rows and batches, past the window."""
-    network = eagle(model)
+    network = EagleStep(eagle(model))
     engine = build_engine(model, features=network.features)
     for batch in (1, 3, 8):
         for i in range(0, len(prompts), batch):

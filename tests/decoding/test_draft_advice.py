@@ -27,6 +27,7 @@ from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.tree import RankRates, best_tree, reach
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.load import draft_costs, target_weights
 from peftlab.drafting.truncation import truncate
@@ -122,7 +123,7 @@ def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
 
 def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_model):
     """A level of a tree reads four nodes where a chain reads one, and costs what verification says of four."""
-    network = eagle(stories_model)
+    network = EagleStep(eagle(stories_model))
     network.ranks = RankRates(((0.5, 0.3), (0.4, 0.1)))
     drafts = possible_drafts(FeatureDrafter(network), {"1": 9}, 2, STEEP)
     chains, trees = ([d for d in drafts if d.width == width] for width in (1, 4))

@@ -20,6 +20,7 @@ from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle
@@ -92,7 +93,7 @@ def markov_heads(model):
 
 def features_drafter(model, width=1):
     """An EAGLE-3 layer: one that has learned from the stories, or, for another model, a random one."""
-    return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else eagle(model), width)
+    return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else EagleStep(eagle(model)), width)
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from draft_models import VOCAB, requests, tiny
+from torch.nn.parallel import DistributedDataParallel
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
 from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
-from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle, write_ranks
+from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
+from peftlab.drafting.kinds.eagle3.stored_states import store_states
+from peftlab.drafting.kinds.eagle3.target_identity import TargetIdentity, write_ranks
 from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.rank_rates import RANKS
@@ -36,6 +41,7 @@ def target():
 
 def fed_back(network, features, ids, read, steps):
     """Draft after ``read`` tokens as a decoder does, but on the text: the cache grows by one row at a time."""
+    network = EagleStep(network, pack=False)
     cache, rows = KVCache(1, 1, 64), read - 1  # the last token read has no state yet
     block = cache.block([0], [0], rows)
     device = ids.device
@@ -212,8 +218,78 @@ def test_rates_by_depth_and_rank_are_counted_where_a_tree_can_reach(target, tmp_
     assert found == RankRates.counted(right, tried)
     write_eagle(network, tmp_path, target="t", architecture="LlamaForCausalLM", tokens=3)
     assert read_eagle(tmp_path, input_embedding(target)).ranks is None
+    TargetIdentity("t", "", {}).write(tmp_path)
+    assert read_eagle(tmp_path, input_embedding(target)).ranks is None
     write_ranks(tmp_path, found)
     assert read_eagle(tmp_path, input_embedding(target)).ranks == found
-    (tmp_path / "rank_acceptance.json").write_text(json.dumps({"rank_acceptance": [[0.2, 0.5]]}))
-    with pytest.raises(PeftlabError, match=r"rank_acceptance\.json: rank_acceptance is not"):
+    (tmp_path / "target.json").write_text(json.dumps({"rank_acceptance": [[0.2, 0.5]]}))
+    with pytest.raises(PeftlabError, match=r"target\.json: rank_acceptance is not"):
         read_eagle(tmp_path, input_embedding(target))
+
+
+def test_stored_states_train_alike_and_the_target_does_not_run_again(target, tmp_path: Path, monkeypatch) -> None:
+    rows = make_dataset([*requests(40), *requests(2)])
+    network = eagle(target, TOKENS).train()
+    model, passes = EagleModel(target, network), []
+    target.requires_grad_(False)
+    hook = target.register_forward_hook(lambda *_: passes.append(1))
+    stored = store_states(model, rows["input_ids"], tmp_path, most=1.0)
+    assert len(passes) == 5, "forty texts in batches of eight; two occur twice"
+    fresh, kept = (FeatureLoss(Objective("kl"), 3, 0.8, 1.0, known) for known in (None, stored))
+    for batch in (Collate()([rows[i] for i in range(8)]), Collate()([rows[i] for i in (33, 41)])):
+        found, passes[:] = kept(model, batch), []
+        found.backward()
+        assert not passes, "an epoch runs the layer alone"
+        gradients = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+        network.zero_grad()
+        wanted = fresh(model, batch)
+        wanted.backward()
+        assert len(passes) == 1
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
+        for one, other in zip(gradients, (p.grad for p in network.parameters() if p.grad is not None), strict=True):
+            assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+        network.zero_grad()
+    # A second run reads what is there, and computes only what is not.
+    files = sorted(tmp_path.glob("states-*/part-*.safetensors"))
+    assert len(files) == 2
+    files[1].unlink()
+    passes.clear()
+    again = store_states(model, rows["input_ids"], tmp_path, most=1.0)
+    hook.remove()
+    assert len(passes) == 1 and torch.equal(
+        again.read(batch["input_ids"], batch["attention_mask"]),
+        stored.read(batch["input_ids"], batch["attention_mask"]),
+    )
+    tokens = sum(len(text) for text in {tuple(text) for text in rows["input_ids"]})
+    with pytest.raises(
+        PeftlabError, match=rf"store_gb: .* {tokens} tokens .* \(128 bytes per token\), more than 1e-06"
+    ):
+        store_states(model, rows["input_ids"], tmp_path, most=1e-6)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000}))
+    assert store_states(model, rows["input_ids"], tmp_path, most=1.0), "nothing is missing"
+    with pytest.raises(PeftlabError, match="has room for 1e-06 GB"):
+        store_states(model, rows["input_ids"], tmp_path / "elsewhere", most=1.0)
+
+
+def test_known_states_pass_through_the_wrapped_model(target, tmp_path: Path) -> None:
+    """DDP averages gradients only after a forward pass through it: without one, each process would train on its own."""
+    rows = make_dataset(requests(4))
+    target.requires_grad_(False)
+    model, batch = EagleModel(target, eagle(target, TOKENS).train()), Collate()([rows[i] for i in range(4)])
+    stored = store_states(model, rows["input_ids"], tmp_path, most=1.0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", world_size=1, rank=0)
+    try:
+        averaged = []
+        wrapped = DistributedDataParallel(model)
+
+        def average(state, bucket):
+            averaged.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        wrapped.register_comm_hook(None, average)
+        FeatureLoss(Objective("kl"), 2, 1.0, known=stored)(wrapped, batch).backward()
+        assert sum(averaged) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    finally:
+        dist.destroy_process_group()

@@ -61,7 +61,7 @@ def test_a_run_raises_acceptance_and_decodes_the_target(run: Path) -> None:
     assert results["vocabulary"]["tokens"] == 256 and scores["acceptance_1"] <= results["vocabulary"]["ceiling"] < 1
     after = results["decoding"]["after"]
     assert after["lossless"] is True and after["block_efficiency"] > 1.2
-    rates = json.loads((run / "eagle3" / "rank_acceptance.json").read_text())["rank_acceptance"]
+    rates = json.loads((run / "eagle3" / "target.json").read_text())["rank_acceptance"]
     assert len(rates) == 6 and {len(each) for each in rates} == {8} and rates[0][0] > 0.1
     assert after["gain"]["best_width"] in ((1, 4) if after["gain"]["best_gamma"] else (None,))
     assert not (run / "merged").exists() and not (run / "adapter").exists()
@@ -76,6 +76,22 @@ def test_resumed_equals_uninterrupted(run: Path, stories: Path, place: Path) -> 
     assert (cut / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
     one, other = (load_file(each / "eagle3" / "model.safetensors") for each in (run, cut))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_states_stored_once_resume_exactly(stories: Path, place: Path) -> None:
+    short = ["draft.store_gb=0.1", "train.max_steps=4", "train.eval_every=2", f"data.cache={place / 'kept'}"]
+    runs = place / "stored", place / "stored again"
+    go(stories, runs[0], *short)
+    files = {path: path.stat().st_mtime_ns for path in (place / "kept").glob("states-*/*")}
+    assert files
+    go(stories, runs[1], *short)
+    sorted((runs[1] / "checkpoints").glob("step-*.pt"))[-1].unlink()
+    (runs[1] / "results.json").unlink()
+    go(stories, runs[1], *short, resume=True)
+    assert (runs[0] / "metrics.jsonl").read_bytes() == (runs[1] / "metrics.jsonl").read_bytes()
+    one, other = (load_file(each / "eagle3" / "model.safetensors") for each in runs)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {path: path.stat().st_mtime_ns for path in (place / "kept").glob("states-*/*")} == files
 
 
 def test_the_files_are_those_of_speculators(run: Path, stories: Path) -> None:

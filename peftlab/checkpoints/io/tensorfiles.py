@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -192,6 +193,20 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
                 raise PeftlabError(f"{path}: {key!r}: the file ended while it was read")
             tensors[key] = raw.view(DTYPES[entry.dtype]).view(entry.shape)
     return tensors, metadata
+
+
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return a whole file's tensors by key, each read from the disk where it is used; errors as in ``read_header``.
+
+    What is written to them stays in memory: the file does not change.
+    """
+    entries, _ = read_header(path)
+    with open_regular(path) as file:
+        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {
+        key: torch.frombuffer(whole, dtype=DTYPES[e.dtype], count=e.numel, offset=e.offset).view(e.shape)
+        for key, e in entries.items()
+    }
 
 
 def shard_names(directory: Path, index_name: str) -> list[str]:

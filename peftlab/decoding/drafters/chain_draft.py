@@ -18,6 +18,7 @@ def draft_chain(
     first: Output,
     following: Callable[[Tensor, Output, int], Output],
     sampling: Sampling,
+    known: tuple[Tensor, int] | None = None,
 ) -> Proposal:
     """Return a chain for each row, drawn from the draft's distribution or, greedily, its largest logits.
 
@@ -27,6 +28,7 @@ def draft_chain(
         first: the draft's output, of which the last place gives the first token: logits [b, n, V], states [b, n, H].
         following: (tokens [b], the output they were drawn from, how many were drawn before) -> the next output.
         sampling: as the target's.
+        known: of a draft with logits of some tokens only, these tokens [V_d] and V; None: logits are of all.
     """
     # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
     random, greedy = RowRandomSource(forked(row.generator for row in rows)), sampling.greedy
@@ -36,18 +38,28 @@ def draft_chain(
     for i in range(max(budgets)):
         step = output.logits[:, -1]
         q = sampling.probabilities(step) if not greedy else step.softmax(-1) if watched else step
-        x = step.argmax(-1) if greedy else random.draw(q)
-        active = torch.tensor([i < budget for budget in budgets], device=x.device)
-        tokens.append(torch.where(active, x, -1))
+        place = step.argmax(-1) if greedy else random.draw(q)
+        x = place if known is None else known[0][place]
+        tokens.append(x)
         logits.append(step)
-        if not greedy:
-            probs.append(torch.where(active[:, None], q, 0))
+        probs.append(q)
         if watched:
-            confidence = q.gather(-1, x[:, None])[:, 0].tolist()
+            confidence = q.gather(-1, place[:, None])[:, 0].tolist()
             for j, row in enumerate(rows):
                 if i < budgets[j] and not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
                     budgets[j] = i + 1
         if i + 1 >= max(budgets):
             break
         output = following(x, output, i)
-    return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None, torch.stack(logits, 1))
+    drafted, scores = torch.stack(tokens, 1), _of_all(torch.stack(logits, 1), known, -torch.inf)
+    active = torch.arange(drafted.shape[1], device=drafted.device) < torch.tensor(budgets).to(drafted.device)[:, None]
+    drawn_from = None if greedy else _of_all(torch.stack(probs, 1).where(active[..., None], 0), known, 0)
+    return Proposal(drafted.where(active, -1), drawn_from, scores)
+
+
+def _of_all(values: Tensor, known: tuple[Tensor, int] | None, other: float) -> Tensor:
+    """Return what is known of some tokens, [b, N, V_d], for all of them, [b, N, V]: ``other`` for the rest."""
+    if known is None:
+        return values
+    tokens, size = known
+    return values.new_full((*values.shape[:-1], size), other).index_copy_(-1, tokens, values)

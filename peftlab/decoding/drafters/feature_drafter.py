@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
@@ -119,18 +120,16 @@ class FeatureDrafter:
             block = self._cache.block(slots, [start + drawn for start in starts], 1)
             return self._output(self._advance(x[:, None], output.hidden, block))
 
-        return draft_chain(rows, budgets, self._output(first), following, self._sampling)
+        tokens, size = self.network.tokens, self.network.vocab_size
+        known = None if tokens is None else (tokens, size)
+        return draft_chain(rows, budgets, self._output(first), following, self._sampling, known)
 
     def _catch_up(self, rows: list[Row]) -> Tensor:
         """Read the target's new states of each row; return the output of the last one, [b, 1, H]."""
         starts, news = [self._read[row.index] for row in rows], [self._new.pop(row.index, None) for row in rows]
         counts = [0 if new is None else len(new) for new in news]
-        n = max(counts)
-        width = next(new.shape[-1] for new in news if new is not None)
-        features = torch.zeros(len(rows), n, width, device=self.network.device)
-        for i, new in enumerate(news):
-            if new is not None:
-                features[i, : len(new)] = new
+        n, some = max(counts), next(new for new in news if new is not None)
+        features = pad_sequence([some[:0] if new is None else new for new in news], batch_first=True)
         spans = zip(rows, starts, counts, strict=True)
         tokens = right_padded([row.tokens[start + 1 : start + 1 + count] for row, start, count in spans], n)
         block = self._cache.block([row.slot for row in rows], starts, n)
@@ -148,12 +147,7 @@ class FeatureDrafter:
         )
 
     def _output(self, states: Tensor) -> Output:
-        """Return the network's states with logits of the whole vocabulary, -inf for tokens that it cannot draft."""
-        some, tokens = self.network.logits(states), self.network.tokens
-        if tokens is None:
-            return Output(some, states)
-        logits = some.new_full((*some.shape[:-1], self.network.vocab_size), -torch.inf)
-        return Output(logits.index_copy_(-1, tokens, some), states)
+        return Output(self.network.logits(states), states)
 
     def _trees(self, rows: list[Row], budgets: list[int], first: Tensor) -> Proposal:
         """Return the ``budgets[i]`` most probable nodes of the tree below the last token of each row i.

@@ -54,6 +54,11 @@ class DraftJob(Generic[ConfigT]):
     revision: str | None = None
     trust_remote_code: bool = False
 
+    @property
+    def cache(self) -> Path:
+        """Directory of what the target has computed: text, probabilities, states."""
+        return Path(self.data.cache or self.directory.parent / "draft-data")
+
 
 @dataclass
 class Draft:

@@ -44,6 +44,12 @@ class Eagle3Draft(DraftConfig):
         description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
         "LM head reads; null: 2, L/2 and L - 3.",
     )
+    store_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Compute the target's states of the training text once, keep them in bf16 beside the text "
+        "(data.cache), in at most this many GB, and read them in every step; null: compute them anew in every step.",
+    )
     from_: str | None = Field(
         default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
     )

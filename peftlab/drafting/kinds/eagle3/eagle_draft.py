@@ -6,22 +6,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from accelerate import PartialState
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.engines.products import pack_linears
 from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
 from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
-from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle, write_ranks
+from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
+from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
-from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify
+from peftlab.drafting.kinds.eagle3.stored_states import StoredStates, store_states
+from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify, write_ranks
 from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
@@ -34,10 +36,11 @@ FOLDER = "eagle3"  # of a run
 
 @dataclass
 class EagleDraft(Draft):
-    """A target and the layer on it, trained for ``steps`` tokens ahead."""
+    """A target and the layer on it, trained for ``steps`` tokens ahead; ``stored``: states of the training text."""
 
     model: EagleModel
     steps: int = 3
+    stored: StoredStates | None = None
 
 
 def check(job: DraftJob[Eagle3Draft], target: PretrainedConfig) -> None:
@@ -101,7 +104,10 @@ def input_embedding(target: PreTrainedModel) -> Tensor:
 
 
 def prepare(job: DraftJob[Eagle3Draft], draft: EagleDraft, train: Dataset) -> None:
-    """Draft only the tokens that the training text uses most, if the recipe asks for fewer than all."""
+    """Store the target's states if the recipe asks for it; draft only the tokens that the training text uses most."""
+    if job.config.store_gb is not None:
+        with PartialState().main_process_first():
+            draft.stored = store_states(draft.model, train["input_ids"], job.cache, job.config.store_gb)
     head = head_weight(draft.target)
     size = job.config.vocabulary
     if size is None or size >= len(head):
@@ -115,7 +121,7 @@ def prepare(job: DraftJob[Eagle3Draft], draft: EagleDraft, train: Dataset) -> No
 def loss(job: DraftJob[Eagle3Draft], draft: EagleDraft) -> Loss:
     """Return the weighted sum of the steps' losses."""
     config = job.config
-    return FeatureLoss(make_objective(job.objective), config.steps, config.decay, config.regression)
+    return FeatureLoss(make_objective(job.objective), config.steps, config.decay, config.regression, draft.stored)
 
 
 def score(draft: EagleDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
@@ -145,8 +151,7 @@ def drafter(draft: EagleDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     network = read_eagle(saved.directory / FOLDER, input_embedding(draft.target)).to(draft.target.device)
-    pack_linears(network)
-    return Served(draft.target, partial(FeatureDrafter, network), network.features)
+    return Served(draft.target, partial(FeatureDrafter, EagleStep(network)), network.features)
 
 
 def find(reference: str) -> str | None:
@@ -162,14 +167,13 @@ def open(reference: str, opening: Opening) -> Opened:
     network = read_eagle(reference, input_embedding(target)).to(target.device)
     for part in (network.fc, network.layers, network.norm, network.lm_head):
         part.to(opening.draft_dtype)
-    pack_linears(network)
     count = target.config.get_text_config(decoder=True).num_hidden_layers
     if max(network.features) > count:
         raise PeftlabError(
             f"{reference}: reads the state entering layer {max(network.features)}; the target has {count}"
         )
     size = sum(parameter.numel() for parameter in network.parameters())
-    return Opened(size, network=network, features=network.features, warnings=warnings)
+    return Opened(size, network=EagleStep(network, opening.pack), features=network.features, warnings=warnings)
 
 
 def export(place: str, consumer: str) -> EagleExport:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape
-from peftlab.drafting.rank_rates import KEY, rates_on_disk, read_rates
+from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
 WEIGHTS = "model.safetensors"
-_RANKS = "rank_acceptance.json"  # a file of its own: config.json has the keys of speculators
 _FORMAT = "0.9.0"  # of speculators, whose names these are
 _SGLANG = ["LlamaForCausalLMEagle3"]
 _OTHER_NAMES = {"midlayer.": "layers.0."}  # in the files of EAGLE's authors and of SpecForge
@@ -198,11 +196,5 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
     network = Eagle3(shape, embedding, tensors["lm_head.weight"], tokens)
     network.load_state_dict(tensors, assign=True)
     network.lm_head.weight = nn.Parameter(tensors["lm_head.weight"], requires_grad=False)
-    if (ranks := directory / _RANKS).is_file():
-        network.ranks = read_rates(read_object(ranks).get(KEY), ranks)
+    network.ranks = read_ranks(directory)
     return network.eval()
-
-
-def write_ranks(directory: Path, ranks: RankRates) -> None:
-    """Store with the network in a directory how often its choices are right."""
-    write_json(directory / _RANKS, {KEY: rates_on_disk(ranks)})

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.tree import RankRates
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -188,17 +187,6 @@ class Eagle3(nn.Module):
         embedded = F.embedding(tokens, self.embedding).to(states.dtype)
         layer = self.layers[0]
         return layer(embedded, states, self._rotation(positions, states.dtype), attend)
-
-    def advance(
-        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
-    ) -> Tensor:
-        """See ``decoding.drafters.feature_drafter.FeatureNetwork``."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.write(0, torch.cat((k, v), 1), block)
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
-
-        return self.rows(tokens, states, positions, attend)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +22,15 @@ from peftlab.methods.modes import eval_mode
 
 
 class EagleModel(nn.Module):
-    """A frozen target and the layer on it, as they train together; the forward pass is the target's own."""
+    """A frozen target and the layer on it, as they train together."""
 
     def __init__(self, trunk: PreTrainedModel, network: Eagle3):
         super().__init__()
         self.trunk, self.network = trunk, network
 
-    def forward(self, **inputs: object) -> ModelOutput:
-        """Return what the target returns."""
-        return self.trunk(**inputs)
+    def forward(self, known: Tensor | None = None, **inputs: object) -> ModelOutput | Tensor:
+        """Return what the target returns, or what is known already: DDP gathers gradients after a forward pass only."""
+        return self.trunk(**inputs) if known is None else known
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the target's LM head."""
@@ -94,11 +95,28 @@ def predictions(weights: Tensor, ahead: int) -> Tensor:
     return (weights[:, 1 : n - ahead + 1] > 0) & (weights[:, ahead:] > 0)
 
 
-def target_states(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+class KnownStates(Protocol):
+    """States of texts that were computed before."""
+
+    def read(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the states of a batch that ``target_states`` returns, next to each other, [b, n, F + H]."""
+        ...
+
+
+def target_states(
+    model: nn.Module, ids: Tensor, mask: Tensor, known: KnownStates | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the frozen target's states that the network reads, [b, n, F], and those its LM head reads, [b, n, H].
 
     Gradients are on, as far as they are for the caller: DDP prepares to gather gradients only then.
+
+    Args:
+        known: where they are read from; None: the target computes them.
     """
+    if known is not None:
+        both = model(known=known.read(ids, mask))
+        width = head_weight(model).shape[1]
+        return both[..., :-width], both[..., -width:]
     with eval_mode(model):
         hidden = forward_hidden(model, ids, mask)
     network = unwrapped(model).network
@@ -116,18 +134,19 @@ class FeatureLoss:
 
     Attributes:
         objective: D, what each step minimises. steps: of the training-time test. decay: of their weights.
-        regression: ρ.
+        regression: ρ. known: the target's states of the training text; None: it computes them.
     """
 
     objective: Objective
     steps: int
     decay: float
     regression: float = 0.0
+    known: KnownStates | None = None
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens and steps."""
         ids, weights = inputs["input_ids"], inputs["weights"]
-        features, final = target_states(model, ids, inputs["attention_mask"])
+        features, final = target_states(model, ids, inputs["attention_mask"], self.known)
         network: Eagle3 = unwrapped(model).network
         head = network.lm_head.weight
         total = head.new_zeros(())

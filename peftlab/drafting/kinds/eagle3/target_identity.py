@@ -1,4 +1,4 @@
-"""Which target a draft was trained for, and how another one differs from it."""
+"""Which target a draft was trained for, how often that accepts its choices, and how another one differs from it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.rank_rates import KEY, rates_on_disk, read_rates
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
 
@@ -52,6 +54,17 @@ def read_identity(directory: Path) -> TargetIdentity | None:
     if not all(isinstance(v, list) and all(isinstance(x, float | int) for x in v) for v in weights.values()):
         raise PeftlabError(f"{file}: weights must be lists of numbers by name")
     return TargetIdentity(member(values, "reference", str, file), member(values, "tokenizer", str, file), weights)
+
+
+def write_ranks(directory: Path, ranks: RankRates) -> None:
+    """Store beside the identity how often the target accepts each choice of the draft."""
+    write_json(directory / FILE, {**read_object(directory / FILE), KEY: rates_on_disk(ranks)})
+
+
+def read_ranks(directory: Path) -> RankRates | None:
+    """Return what ``write_ranks`` has stored; None where nothing is."""
+    file = directory / FILE
+    return read_rates(read_object(file).get(KEY), file) if file.exists() else None
 
 
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity | None:
