@@ -156,24 +156,41 @@ def count_step(model: PreTrainedModel, batch_size: int, length: int) -> Cost:
     place = next((name for name, module in model.named_modules() if module is embedding), None)
     if place is None or not isinstance(embedding, nn.Embedding):
         raise PeftlabError(f"costs: {type(model).__name__} does not compute from embeddings of tokens")
+    step, was_training = _Step(model), model.training
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        tensors = _fakes({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        tensors = _fakes({**dict(step.named_parameters()), **dict(step.named_buffers())})
         ids = torch.zeros(batch_size, length, dtype=torch.long)
-        kept = KeptBytes(tensors.values())
-        was_training = model.training
         try:
-            with kept.counting(), CountFlops() as forward:
-                inputs = {"inputs_embeds": nn.functional.embedding(ids, tensors[f"{place}.weight"])}
-                out = torch.func.functional_call(model.train(), tensors, (), inputs)[0]
-            with CountFlops() as backward:
-                out.sum().backward()
+            model.train()
+            torch.func.functional_call(step, tensors, (ids, f"model.{place}.weight", tensors))
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             name = type(model).__name__
             raise PeftlabError(f"costs: {name} cannot be run on embeddings of tokens alone: {reason(error)}") from error
         finally:
             model.train(was_training)
     trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    return Cost(forward.flops, backward.flops, kept.total(), optimizer_bytes(trained), kv_bytes_per_token(model))
+    return Cost(*step.counts, optimizer_bytes(trained), kv_bytes_per_token(model))
+
+
+class _Step(nn.Module):
+    """Forward and backward in one call, within which other tensors stand for the model's: checkpoints compute again.
+
+    Attributes:
+        counts: FLOPs of forward, of backward, and bytes kept in between, of the last call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.counts = (0, 0, 0)
+
+    def forward(self, ids: Tensor, embedding: str, tensors: Mapping[str, Tensor]) -> None:
+        kept = KeptBytes(tensors.values())
+        with kept.counting(), CountFlops() as forward:
+            out = self.model(inputs_embeds=nn.functional.embedding(ids, tensors[embedding]))[0]
+        with CountFlops() as backward:
+            out.sum().backward()
+        self.counts = (forward.flops, backward.flops, kept.total())
 
 
 def _fakes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
