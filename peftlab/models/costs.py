@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,22 +118,58 @@ class KeptBytes:
         return count
 
 
-def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of gradients and AdamW's averages of trained parameters."""
-    return ADAMW_BYTES * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+class Meter:
+    """Counts each kind of step the first time it occurs.
+
+    Args:
+        known: what was counted already.
+        active: False where steps cannot be counted; then nothing is.
+
+    Attributes:
+        known: of each kind of step: FLOPs of forward and backward, bytes kept, bytes of gradients and optimiser.
+    """
+
+    def __init__(self, model: nn.Module, known: dict[str, tuple[int, int, int, int]], *, active: bool = True) -> None:
+        self._model, self._active, self.known = model, active, known
+        self._forward = (0, 0)
+
+    @contextmanager
+    def forward(self, kind: str) -> Iterator[None]:
+        """Around the forward pass of a step of this kind, loss included."""
+        if not self._active or kind in self.known:
+            yield
+            return
+        kept = KeptBytes([*self._model.parameters(), *self._model.buffers()])
+        with kept.counting(), CountFlops() as counter:
+            yield
+        self._forward = (counter.flops, kept.total())
+
+    @contextmanager
+    def backward(self, kind: str) -> Iterator[None]:
+        """Around the backward pass that follows."""
+        if not self._active or kind in self.known:
+            yield
+            return
+        with CountFlops() as counter:
+            yield
+        flops, kept = self._forward
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        trained = ADAMW_BYTES * sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+        self.known[kind] = (flops, counter.flops, kept, trained)
 
 
-def kv_bytes_per_token(model: nn.Module, width: int = 4) -> int | None:
+def kv_bytes_per_token(model: nn.Module, width: int | None = None) -> int | None:
     """Return the bytes of one token's keys and values in all layers; None for a model that does not generate.
 
     Args:
-        width: bytes of a value.
+        width: bytes of a value; None: as the model's weights have.
     """
     if not getattr(model, "can_generate", lambda: False)():
         return None
     config = getattr(model, "config").get_text_config()  # noqa: B009
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = width or getattr(model, "dtype", torch.float32).itemsize
     return 2 * int(config.num_hidden_layers) * int(heads) * int(size) * width
 
 
@@ -162,35 +198,28 @@ def count_step(model: PreTrainedModel, batch_size: int, length: int) -> Cost:
         ids = torch.zeros(batch_size, length, dtype=torch.long)
         try:
             model.train()
-            torch.func.functional_call(step, tensors, (ids, f"model.{place}.weight", tensors))
+            return cast(Cost, torch.func.functional_call(step, tensors, (ids, tensors[f"model.{place}.weight"])))
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             name = type(model).__name__
             raise PeftlabError(f"costs: {name} cannot be run on embeddings of tokens alone: {reason(error)}") from error
         finally:
             model.train(was_training)
-    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    return Cost(*step.counts, optimizer_bytes(trained), kv_bytes_per_token(model))
 
 
 class _Step(nn.Module):
-    """Forward and backward in one call, within which other tensors stand for the model's: checkpoints compute again.
-
-    Attributes:
-        counts: FLOPs of forward, of backward, and bytes kept in between, of the last call.
-    """
+    """Forward and backward in one call, within which other tensors stand for the model's: checkpoints compute again."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.counts = (0, 0, 0)
 
-    def forward(self, ids: Tensor, embedding: str, tensors: Mapping[str, Tensor]) -> None:
-        kept = KeptBytes(tensors.values())
-        with kept.counting(), CountFlops() as forward:
-            out = self.model(inputs_embeds=nn.functional.embedding(ids, tensors[embedding]))[0]
-        with CountFlops() as backward:
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Cost:
+        meter = Meter(self.model, {})
+        with meter.forward("step"):
+            out = self.model(inputs_embeds=nn.functional.embedding(ids, embeddings))[0]
+        with meter.backward("step"):
             out.sum().backward()
-        self.counts = (forward.flops, backward.flops, kept.total())
+        return Cost(*meter.known["step"], kv_bytes_per_token(self.model, 4))
 
 
 def _fakes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -238,6 +238,7 @@ def _results(
         cpu=describe_cpu(),
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
+        cost=progress.cost(draft.model),
     )
 
 
