@@ -18,8 +18,6 @@ from peftlab.untyped import Function, Operator
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAMW_BYTES = 3  # times a trained parameter's own: gradient and two averages
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -124,13 +122,22 @@ class Meter:
     Args:
         known: what was counted already.
         active: False where steps cannot be counted; then nothing is.
+        fp32_averages: whether AdamW's averages are in fp32 whatever the parameter; else they are as it is.
 
     Attributes:
         known: of each kind of step: FLOPs of forward and backward, bytes kept, bytes of gradients and optimiser.
     """
 
-    def __init__(self, model: nn.Module, known: dict[str, tuple[int, int, int, int]], *, active: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        known: dict[str, tuple[int, int, int, int]],
+        *,
+        active: bool = True,
+        fp32_averages: bool = False,
+    ) -> None:
         self._model, self._active, self.known = model, active, known
+        self._fp32_averages = fp32_averages
         self._forward = (0, 0)
 
     @contextmanager
@@ -154,7 +161,8 @@ class Meter:
             yield
         flops, kept = self._forward
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        trained = ADAMW_BYTES * sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+        sizes = ((g.numel(), g.element_size(), 4 if self._fp32_averages else g.element_size()) for g in gradients)
+        trained = sum(count * (own + 2 * average) for count, own, average in sizes)
         self.known[kind] = (flops, counter.flops, kept, trained)
 
 

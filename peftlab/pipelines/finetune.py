@@ -172,7 +172,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     trainable, total = count_parameters(model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = share_rows(spec, task.sharing, settings, accelerator)
-    if accelerator.mixed_precision in ("bf16", "fp16"):
+    if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen(model)
     _refer(spec, task, accelerator, settings.precision)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))

@@ -210,21 +210,27 @@ def _prepare(
 ) -> _Trainer:
     """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint."""
     sampling = make_layer_sampling(spec.model, settings)
+    kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
     if sampling is not None and accelerator.distributed_type != DistributedType.NO:
-        kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
         raise PeftlabError(
             f"train.layers.active: resting layers have no gradients, which {kind} waits for; train in one process, or "
             "with train.layers.from alone"
         )
+    divided = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if settings.weights is not None and divided:
+        raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
     if settings.compile:
         try_compile(spec, accelerator)
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    check = FirstStepsCheck(spec.model, gradients_kept=not zero) if progress.step == 0 else None
+    check = None
+    if progress.step == 0:
+        zero, rounded = accelerator.distributed_type == DistributedType.DEEPSPEED, settings.weights is not None
+        check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
     counted = accelerator.distributed_type == DistributedType.NO and not settings.compile
-    meter = Meter(spec.model, progress.step_costs, active=counted)
+    wide = settings.weights is not None
+    meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
     return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter)
 
 
