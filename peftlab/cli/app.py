@@ -246,13 +246,18 @@ def inspect_(
         str | None,
         typer.Option("--class", help="Transformers auto class, for example AutoModelForSequenceClassification."),
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Also count what a training step of so many rows costs; 32 with --length.", min=1)
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of each row; 128 by default.", min=1)] = None,
 ) -> object:
     """Show what a method would match and train, without loading weights."""
     from peftlab.pipelines.inspect import inspect_model
     from peftlab.recipe.loading import parse_fields
     from peftlab.reporting.console import inspection_table
 
-    found = inspect_model(model, method, parse_fields(fields or []), auto_class)
+    batch = (batch_size or 32, length or 128) if batch_size or length else None
+    found = inspect_model(model, method, parse_fields(fields or []), auto_class, batch=batch)
     show(inspection_table(found))
     return found
 

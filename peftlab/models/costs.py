@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from peftlab.untyped import Function, Operator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ADAMW_BYTES = 3  # times a trained parameter's own: gradient and two averages
 
 
 @dataclass(frozen=True)
@@ -118,22 +116,68 @@ class KeptBytes:
         return count
 
 
-def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of gradients and AdamW's averages of trained parameters."""
-    return ADAMW_BYTES * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+class Meter:
+    """Counts each kind of step the first time it occurs.
+
+    Args:
+        known: what was counted already.
+        active: False where steps cannot be counted; then nothing is.
+        fp32_averages: whether AdamW's averages are in fp32 whatever the parameter; else they are as it is.
+
+    Attributes:
+        known: of each kind of step: FLOPs of forward and backward, bytes kept, bytes of gradients and optimiser.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        known: dict[str, tuple[int, int, int, int]],
+        *,
+        active: bool = True,
+        fp32_averages: bool = False,
+    ) -> None:
+        self._model, self._active, self.known = model, active, known
+        self._fp32_averages = fp32_averages
+        self._forward = (0, 0)
+
+    @contextmanager
+    def forward(self, kind: str) -> Iterator[None]:
+        """Around the forward pass of a step of this kind, loss included."""
+        if not self._active or kind in self.known:
+            yield
+            return
+        kept = KeptBytes([*self._model.parameters(), *self._model.buffers()])
+        with kept.counting(), CountFlops() as counter:
+            yield
+        self._forward = (counter.flops, kept.total())
+
+    @contextmanager
+    def backward(self, kind: str) -> Iterator[None]:
+        """Around the backward pass that follows."""
+        if not self._active or kind in self.known:
+            yield
+            return
+        with CountFlops() as counter:
+            yield
+        flops, kept = self._forward
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        sizes = ((g.numel(), g.element_size(), 4 if self._fp32_averages else g.element_size()) for g in gradients)
+        trained = sum(count * (own + 2 * average) for count, own, average in sizes)
+        self.known[kind] = (flops, counter.flops, kept, trained)
 
 
-def kv_bytes_per_token(model: nn.Module, width: int = 4) -> int | None:
+def kv_bytes_per_token(model: nn.Module, width: int | None = None) -> int | None:
     """Return the bytes of one token's keys and values in all layers; None for a model that does not generate.
 
     Args:
-        width: bytes of a value.
+        width: bytes of a value; None: as the model's weights have.
     """
     if not getattr(model, "can_generate", lambda: False)():
         return None
     config = getattr(model, "config").get_text_config()  # noqa: B009
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = width or getattr(model, "dtype", torch.float32).itemsize
     return 2 * int(config.num_hidden_layers) * int(heads) * int(size) * width
 
 
@@ -156,24 +200,34 @@ def count_step(model: PreTrainedModel, batch_size: int, length: int) -> Cost:
     place = next((name for name, module in model.named_modules() if module is embedding), None)
     if place is None or not isinstance(embedding, nn.Embedding):
         raise PeftlabError(f"costs: {type(model).__name__} does not compute from embeddings of tokens")
+    step, was_training = _Step(model), model.training
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        tensors = _fakes({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        tensors = _fakes({**dict(step.named_parameters()), **dict(step.named_buffers())})
         ids = torch.zeros(batch_size, length, dtype=torch.long)
-        kept = KeptBytes(tensors.values())
-        was_training = model.training
         try:
-            with kept.counting(), CountFlops() as forward:
-                inputs = {"inputs_embeds": nn.functional.embedding(ids, tensors[f"{place}.weight"])}
-                out = torch.func.functional_call(model.train(), tensors, (), inputs)[0]
-            with CountFlops() as backward:
-                out.sum().backward()
+            model.train()
+            return cast(Cost, torch.func.functional_call(step, tensors, (ids, tensors[f"model.{place}.weight"])))
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             name = type(model).__name__
             raise PeftlabError(f"costs: {name} cannot be run on embeddings of tokens alone: {reason(error)}") from error
         finally:
             model.train(was_training)
-    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    return Cost(forward.flops, backward.flops, kept.total(), optimizer_bytes(trained), kv_bytes_per_token(model))
+
+
+class _Step(nn.Module):
+    """Forward and backward in one call, within which other tensors stand for the model's: checkpoints compute again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Cost:
+        meter = Meter(self.model, {})
+        with meter.forward("step"):
+            out = self.model(inputs_embeds=nn.functional.embedding(ids, embeddings))[0]
+        with meter.backward("step"):
+            out.sum().backward()
+        return Cost(*meter.known["step"], kv_bytes_per_token(self.model, 4))
 
 
 def _fakes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -237,6 +237,7 @@ def _results(
         cpu=describe_cpu(),
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
+        cost=progress.cost(draft.model),
     )
 
 

@@ -27,6 +27,7 @@ from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
+from peftlab.models.costs import Cost
 from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
@@ -83,6 +84,7 @@ class FinetuneResults:
         total_seconds: wall time from the start of the process's run to its results, generated answers included.
         seen_examples, seen_tokens: of all training batches, tokens without padding.
         generate, generate_before: scores of generated answers after training and before; None: none were asked for.
+        cost: of all training steps; None with many processes or ``train.compile``.
     """
 
     task: str
@@ -123,11 +125,12 @@ class FinetuneResults:
     hardest: list[HardExample] | None = None
     generate: dict[str, float] | None = None
     generate_before: dict[str, float] | None = None
+    cost: Cost | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
-        optional |= {"generate", "generate_before"}
+        optional |= {"generate", "generate_before", "cost"}
         values = to_json(vars(self))
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -169,7 +172,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     trainable, total = count_parameters(model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = share_rows(spec, task.sharing, settings, accelerator)
-    if accelerator.mixed_precision in ("bf16", "fp16"):
+    if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen(model)
     _refer(spec, task, accelerator, settings.precision)
     baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
@@ -323,6 +326,7 @@ def _results(
         left_out=task.left_out,
         seen_examples=progress.examples,
         seen_tokens=progress.tokens,
+        cost=progress.cost(task.model),
     )
 
 

@@ -6,7 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -28,9 +30,17 @@ from peftlab.references import locate
 from peftlab.reporting.console import Inspection
 from peftlab.untyped import KnownModel
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def inspect_model(
-    reference: str, method: str = "lora", fields: Mapping[str, object] | None = None, auto_class: str | None = None
+    reference: str,
+    method: str = "lora",
+    fields: Mapping[str, object] | None = None,
+    auto_class: str | None = None,
+    *,
+    batch: tuple[int, int] | None = None,
 ) -> Inspection:
     """Inject ``method`` into the model that ``reference`` describes, without weights, and count.
 
@@ -38,12 +48,15 @@ def inspect_model(
         reference: hub id, directory or ``package:NAME/path``; only its configuration is read.
         fields: of the method's configuration.
         auto_class: transformers auto class; default: the class the configuration names.
+        batch: rows and tokens of a training step whose cost is wanted too; None: no cost.
 
     Raises:
-        PeftlabError: as loading the configuration and injecting do.
+        PeftlabError: as loading the configuration, injecting and ``count_step`` do.
     """
     settings = make_config(method, **(fields or {}))
     place = locate(find_model(reference).base)
+    if batch is not None:  # which takes the class itself, with its forward
+        return _with_cost(_empty(reference, place, auto_class), settings, *batch)
     plain = _plain(place) if isinstance(place, Path) and auto_class in (None, "AutoModelForCausalLM") else None
     if plain is not None:
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
@@ -62,7 +75,14 @@ def _plain(place: Path) -> nn.Module | None:
         return None  # loading it says what is wrong
 
 
-def _empty(reference: str, place: Path | str, auto_class: str | None) -> nn.Module:
+def _with_cost(model: PreTrainedModel, settings: MethodConfig, batch_size: int, length: int) -> Inspection:
+    from peftlab.models.costs import count_step
+
+    found = _counted(model, settings)
+    return replace(found, cost=count_step(model, batch_size, length))
+
+
+def _empty(reference: str, place: Path | str, auto_class: str | None) -> PreTrainedModel:
     import transformers
 
     config = load_config(reference)

@@ -146,6 +146,9 @@ class FinetuneRecipe(Section):
         unused = _unused_settings(self.train, f"task {task.name}", tokens=task.token_loss, classes=task.classed)
         problems = [*problems, *unused]
         problems = [*problems, *_layer_problems(self.method, self.train)]
+        if self.train.weights is not None and (self.method.name, self.base.dtype) != ("full", "bf16"):
+            reason = "rounds the weights of a base in bf16 that train themselves; set method=full and base.dtype=bf16"
+            problems = [*problems, (("train", "weights"), f"train.weights: {self.train.weights} {reason}")]
         if self.generate is not None and not task.prompted:
             problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
@@ -245,6 +248,8 @@ class DraftRecipe(Section):
             found.append(("objective.selective", reason))
         if self.train.layers is not None and self.train.layers.active is not None:
             found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
+        if self.train.weights is not None:
+            found.append(("train.weights", "is for method full on a base in bf16, which drafts do not have; remove it"))
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
         unused += _layer_problems(self.method, self.train)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]

@@ -20,6 +20,7 @@ from peftlab.reporting.classes import baseline_remark, confusion, score_rows
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.report import MergeReport, TensorReport
+    from peftlab.models.costs import Cost
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -178,6 +179,7 @@ class Inspection:
         trainable: trainable parameters; trainable_tensors: the tensors that contain them. total: all parameters.
         linear_covered: share of the linear weights that is in adapted modules.
         folds: whether the method can be merged into plain weights.
+        cost: of a training step; None where it was not asked for.
     """
 
     architecture: str
@@ -190,6 +192,7 @@ class Inspection:
     total: int
     linear_covered: float
     folds: bool
+    cost: Cost | None = None
 
 
 def inspection_table(found: Inspection) -> Table:
@@ -209,6 +212,10 @@ def inspection_table(found: Inspection) -> Table:
         ("folds into plain weights", "yes" if found.folds else "no"),
     ):
         table.add_row(name, value)
+    if found.cost is not None:
+        table.add_section()
+        for name, value in facts.costs(vars(found.cost)).items():
+            table.add_row(name, value)
     if found.targets == "fallback":
         table.caption = "no row for this architecture in the table of targets: every linear layer but the output layer"
     return table

@@ -74,6 +74,32 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
 
 
+def size(count: float) -> str:
+    """Return a number of bytes in its unit: ``308306432`` gives ``308 MB``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+_COSTS = {
+    "forward_flops": "forward FLOPs",
+    "backward_flops": "backward FLOPs",
+    "kept_bytes": "kept for backward",
+    "optimizer_bytes": "gradients and optimiser",
+    "kv_bytes_per_token": "KV cache per token",
+}
+
+
+def costs(cost: Mapping[str, object]) -> dict[str, str]:
+    """Return label and text of each value of a ``Cost``; one that is None has no row."""
+    known = {name: (key, value) for key, name in _COSTS.items() if (value := real(cost.get(key))) is not None}
+    return {
+        name: f"{value:,}" if key.endswith("flops") else f"{size(value)} ({value:,} B)"
+        for name, (key, value) in known.items()
+    }
+
+
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf."""
     if isinstance(value, Mapping):
@@ -228,6 +254,8 @@ def facts(results: Results) -> dict[str, str]:
         rows["CPU"] = f"{cpu.get('name')}, {threads} ({', '.join(cpu.get('features') or ())})"
     if "seed" in rest:
         rows["seed"] = str(rest.pop("seed"))
+    if isinstance(cost := rest.pop("cost", None), Mapping):
+        rows |= costs(cost)
     left_out = rest.pop("left_out", None)
     if isinstance(left_out, Mapping):
         rows |= {f"left out ({reason})": f"{number(count)} rows" for reason, count in left_out.items() if count}

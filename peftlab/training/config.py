@@ -100,6 +100,11 @@ class TrainConfig(Section):
         description="{from: K}: only the layers from K on train; {active: N, every: 20}: N layers at a time, drawn "
         "anew every 20 steps. null: all that the method trains.",
     )
+    weights: Literal["bf16_stochastic"] | None = Field(
+        default=None,
+        description="method full on a base in bf16: each step's result is rounded to bf16 at random, so that its mean "
+        "is exact, without an fp32 copy of the weights; null: to the nearest.",
+    )
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
     early_stopping: int | None = Field(
         default=None, ge=1, description="Stop after this many evaluations without a better score."

@@ -26,9 +26,11 @@ class FirstStepsCheck:
 
     Args:
         gradients_kept: False where gradients are gone after the step (ZeRO): then each is checked in a hook.
+        moves: False where a small step moves a weight only sometimes (stochastic rounding): gradients alone count.
     """
 
-    def __init__(self, model: nn.Module, *, gradients_kept: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, gradients_kept: bool = True, moves: bool = True) -> None:
+        self._moves = moves
         self._waiting = trainable_parameters(model)
         self._start = {name: whole(parameter).clone() for name, parameter in self._waiting.items()}
         self._reached: set[str] = set()
@@ -63,7 +65,7 @@ class FirstStepsCheck:
         due = {name: parameter for name, parameter in self._waiting.items() if self._steps[name] >= STEPS}
         unreached = [name for name in due if name not in self._reached]
         moved = {_group(n) for n, p in due.items() if not torch.equal(whole(p), self._start[n])}
-        stuck = sorted({_group(name) for name in due} - moved)
+        stuck = sorted({_group(name) for name in due} - moved) if self._moves else []
         for what, names in (
             ("have no gradient", unreached),
             ("have gradients that are not finite", sorted(self._broken & due.keys())),

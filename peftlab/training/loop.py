@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.targets import layer_index
+from peftlab.models.costs import Meter
 from peftlab.training.compile import try_compile
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
@@ -110,6 +112,7 @@ class _Trainer:
         model: ``spec.model`` as accelerate wraps it.
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
+        meter: what each kind of step costs.
     """
 
     spec: TrainingSpec
@@ -120,6 +123,7 @@ class _Trainer:
     progress: Progress
     first_steps: FirstStepsCheck | None
     sampling: LayerSampling | None
+    meter: Meter
 
     @property
     def parts(self) -> int:
@@ -139,6 +143,7 @@ class _Trainer:
         for weight, inputs in batch.parts:
             *rows_of, longest = inputs["input_ids"].shape  # [rows, longest]; rows of choices: [rows, choices, longest]
             rows = math.prod(rows_of)
+            kind = _kind(inputs, resting)
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
             with (
@@ -146,10 +151,13 @@ class _Trainer:
                 accelerator.accumulate(self.model),
             ):
                 with frozen(resting):
-                    loss = self.spec.loss(self.model, inputs) * weight
+                    with self.meter.forward(kind):
+                        loss = self.spec.loss(self.model, inputs) * weight
                     # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
                     # is the global batch's. Under ZeRO, backward also clips and steps, and _update does neither again.
-                    accelerator.backward(loss * (self.parts / denominator))
+                    with self.meter.backward(kind):
+                        accelerator.backward(loss * (self.parts / denominator))
+                progress.step_kinds[kind] = progress.step_kinds.get(kind, 0) + 1
                 loss_sum += loss.detach()
                 norm = self._update(norm, self.settings.peak_lr * factor, resting)
         progress.step += 1
@@ -202,17 +210,34 @@ def _prepare(
 ) -> _Trainer:
     """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint."""
     sampling = make_layer_sampling(spec.model, settings)
+    kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
     if sampling is not None and accelerator.distributed_type != DistributedType.NO:
-        kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
         raise PeftlabError(
             f"train.layers.active: resting layers have no gradients, which {kind} waits for; train in one process, or "
             "with train.layers.from alone"
         )
+    divided = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if settings.weights is not None and divided:
+        raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
     if settings.compile:
         try_compile(spec, accelerator)
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    check = FirstStepsCheck(spec.model, gradients_kept=not zero) if progress.step == 0 else None
-    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling)
+    check = None
+    if progress.step == 0:
+        zero, rounded = accelerator.distributed_type == DistributedType.DEEPSPEED, settings.weights is not None
+        check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
+    counted = accelerator.distributed_type == DistributedType.NO and not settings.compile
+    wide = settings.weights is not None
+    meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
+    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter)
+
+
+def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
+    """Return what the cost of a step depends on: shape, whether anything is padding, and which layers rest."""
+    mask = inputs.get("attention_mask")
+    shape = "x".join(map(str, inputs["input_ids"].shape))
+    padded = "" if mask is None or bool(mask.all()) else " padded"
+    rest = sorted({layer_index(name) or 0 for name in resting})
+    return shape + padded + (f" without {','.join(map(str, rest))}" if rest else "")

@@ -19,6 +19,7 @@ from peftlab.checkpoints.io.pickles import unpickle
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters
+from peftlab.models.costs import Cost, kv_bytes_per_token
 from peftlab.training.distributed import optimiser_state, restore_optimiser, shard_like, whole
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Progress:
         stale: evaluations since the best one.
         examples, tokens, padded_tokens, seconds: work done in training steps.
         metrics_bytes: length of metrics.jsonl at this point.
+        step_costs: what each kind of step costs, counted in the first of them (``Meter.known``); empty where steps
+            are not counted (many processes, ``train.compile``). step_kinds: how many there were of each.
     """
 
     step: int = 0
@@ -51,6 +54,16 @@ class Progress:
     padded_tokens: int = 0
     seconds: float = 0.0
     metrics_bytes: int = 0
+    step_costs: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    step_kinds: dict[str, int] = field(default_factory=dict)
+
+    def cost(self, model: nn.Module) -> Cost | None:
+        """Return what the run has cost so far; None where steps are not counted."""
+        if not self.step_costs:
+            return None
+        forward, backward = (sum(self.step_costs[kind][i] * n for kind, n in self.step_kinds.items()) for i in (0, 1))
+        kept, optimiser = (max(costs[i] for costs in self.step_costs.values()) for i in (2, 3))
+        return Cost(forward, backward, kept, optimiser, kv_bytes_per_token(model))
 
 
 class RandomState(TypedDict):

@@ -11,7 +11,7 @@ from torch import nn
 
 from peftlab.training.optimiser import lr_factor, make_optimiser
 
-SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6)
+SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6, weights=None)
 
 
 def parameters():

@@ -178,3 +178,38 @@ def test_refused_where_all_gradients_are_awaited(kind, said, tmp_path):
     spec = types.SimpleNamespace(model=stack(), lr_ratio={})
     with pytest.raises(PeftlabError, match=said):
         _prepare(spec, settings, accelerator, tmp_path, False)
+
+
+def test_what_a_run_costs(still, rows, tmp_path):
+    """The sum over its batches, as shapes alone say it; the same when it is resumed; half without the lower layer."""
+    from transformers import AutoConfig
+
+    from peftlab.methods.injection import inject, make_config
+    from peftlab.models.costs import count_step
+    from peftlab.models.skeleton import empty_model
+
+    values = tiny.recipe(still, rows, tmp_path / "run", "lora", epochs=1)
+    method = {"name": "lora", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    values["method"] = method
+    progress, _ = tiny.fit(values, tmp_path / "run")
+    empty = inject(
+        empty_model("BertForSequenceClassification", AutoConfig.from_pretrained(still)),
+        make_config("lora", **{k: v for k, v in method.items() if k != "name"}),
+    )
+    assert sum(progress.step_kinds.values()) == progress.step == 4
+    for kind, (forward, backward, kept, trained) in progress.step_costs.items():
+        rows_, longest = map(int, kind.partition(" ")[0].split("x"))
+        expected = count_step(empty, rows_, longest)
+        assert (forward, backward, trained) == (
+            expected.forward_flops, expected.backward_flops, expected.optimizer_bytes
+        )  # fmt: skip
+        assert kept >= expected.kept_bytes  # the loss, and a mask where there is padding
+    cost = progress.cost(empty)
+    assert cost.forward_flops == sum(progress.step_costs[kind][0] * n for kind, n in progress.step_kinds.items())
+
+    values["train"]["layers"] = {"from": 1}
+    values["output_dir"] = str(tmp_path / "upper")
+    results = tiny.run(values)
+    assert results["cost"]["forward_flops"] < cost.forward_flops
+    assert results["cost"]["backward_flops"] < 0.55 * cost.backward_flops
+    assert results["cost"]["kept_bytes"] < 0.6 * cost.kept_bytes

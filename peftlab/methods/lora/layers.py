@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from peftlab.methods.leaf import (
     FOLDING,
@@ -158,7 +159,7 @@ class LoraLinear(LowRank, nn.Linear):
         if self.lora_magnitude_vector is not None:
             gain = (self.lora_magnitude_vector / self.norms()).to(x.dtype)
             return _dora(x, weight, self.bias, a, b, self.scale, p, gain)
-        if not quantised and (type(self.weight.data) is not Tensor or own_forward(self.base_class)):
+        if not quantised and (is_traceable_wrapper_subclass(self.weight.data) or own_forward(self.base_class)):
             # Quantised by torchao, or a subclass: the base leaf computes as it is made to; only the addition is ours.
             low = F.linear(F.linear(dropout(x, p), a.to(x.dtype)), b.to(x.dtype))
             low = low if self.lora_bias is None else low + self.lora_bias.to(x.dtype)

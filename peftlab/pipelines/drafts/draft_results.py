@@ -12,6 +12,7 @@ from peftlab.decoding.analysis.statistics import Interval
 from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
+from peftlab.models.costs import Cost
 from peftlab.training.spec import Scores
 
 
@@ -85,6 +86,7 @@ class DraftResults:
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         repetition: of the held-out answers.
         decoding: speed before and after training.
+        cost: of all training steps; None with many processes or ``train.compile``.
     """
 
     task: str
@@ -119,6 +121,7 @@ class DraftResults:
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None
     decoding: Decoding | None = None
+    cost: Cost | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""

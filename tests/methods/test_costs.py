@@ -1,0 +1,188 @@
+"""What a training step costs: exact integers by method, and what a real step keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+import peftlab
+from peftlab import PeftlabError
+from peftlab.methods.injection import inject, make_config, trainable_parameters
+from peftlab.models.costs import CountFlops, count_step, kv_bytes_per_token
+from peftlab.models.skeleton import empty_model
+
+B, L, D, F, LAYERS, HEADS = 3, 10, 32, 48, 3, 4
+N = B * L
+MAPS = [(D, D)] * 4 + [(D, F), (F, D)]  # query, key, value, output, and the FFN's two
+METHODS = {
+    "full": {},
+    "lora": {"target_modules": "all-linear", "r": 2},
+    "lora 1-2": {"target_modules": "all-linear", "r": 2, "first_layer": 1},
+    "lora q,v": {"r": 2},
+    "houlsby": {"bottleneck": 5},
+    "bitfit": {},
+    "head": {},
+}
+
+
+def bert(dropout=0.0):
+    return BertConfig(
+        vocab_size=97,
+        hidden_size=D,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=F,
+        max_position_embeddings=L,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+
+
+def method_of(name):
+    return make_config(name.partition(" ")[0], **METHODS[name])
+
+
+def macs(n, maps):
+    return sum(n * i * o for i, o in maps)
+
+
+FORWARD = 2 * LAYERS * macs(N, MAPS) + LAYERS * 4 * B * L * L * D + 2 * macs(B, [(D, D), (D, 2)])
+ATTENTION = 10 * B * L * L * D  # of a layer's backward: two products for each of two, and the scores again
+
+
+def low_rank(n, r, maps, times):
+    """2·n·r·(times·in + 2·out) over maps."""
+    return sum(2 * n * r * (times * i + 2 * o) for i, o in maps)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("full", 0, 4 * LAYERS * macs(N, MAPS) + LAYERS * ATTENTION + 4 * macs(B, [(D, D), (D, 2)])),
+        ("head", 0, 2 * macs(B, [(D, 2)])),
+        # BitFit trains the embeddings' LayerNorm: every map passes the gradient on, none has a weight gradient.
+        ("bitfit", 0, 2 * LAYERS * macs(N, MAPS) + LAYERS * ATTENTION + 2 * macs(B, [(D, D)]) + 4 * macs(B, [(D, 2)])),
+        (
+            "lora",
+            2 * 2 * (LAYERS * sum(N * (i + o) for i, o in MAPS) + B * 2 * D),
+            # layer 0's query, key and value need no gradient of their input
+            2 * LAYERS * macs(N, MAPS) - 6 * N * D * D + LAYERS * ATTENTION
+            + low_rank(N, 2, MAPS * LAYERS, 3) - 3 * 2 * N * 2 * D
+            + 2 * macs(B, [(D, D)]) + low_rank(B, 2, [(D, D)], 3) + 4 * macs(B, [(D, 2)]),
+        ),
+        (
+            "lora 1-2",  # the pooler is in no layer: frozen
+            2 * 2 * (LAYERS - 1) * sum(N * (i + o) for i, o in MAPS),
+            2 * (LAYERS - 1) * macs(N, MAPS) - 6 * N * D * D + (LAYERS - 1) * ATTENTION
+            + low_rank(N, 2, MAPS * (LAYERS - 1), 3) - 3 * 2 * N * 2 * D
+            + 2 * macs(B, [(D, D)]) + 4 * macs(B, [(D, 2)]),
+        ),
+        (
+            "houlsby",
+            LAYERS * 2 * 4 * N * D * 5,
+            2 * LAYERS * macs(N, MAPS) + LAYERS * ATTENTION + LAYERS * 2 * 8 * N * D * 5
+            + 2 * macs(B, [(D, D)]) + 4 * macs(B, [(D, 2)]),
+        ),
+    ],
+)  # fmt: skip
+def test_flops_by_formula(name, forward, backward):
+    model = inject(empty_model("BertForSequenceClassification", bert()), method_of(name))
+    cost = count_step(model, B, L)
+    assert cost.forward_flops == FORWARD + forward
+    assert cost.backward_flops == backward
+    assert cost.optimizer_bytes == 12 * sum(p.numel() for p in trainable_parameters(model).values())
+    assert cost.kv_bytes_per_token is None
+    assert all(p.is_meta for p in model.parameters()) and not model.training  # as it was
+
+
+def kept_by(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, Tensor]:
+    apart = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in apart:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(**inputs).logits
+    return sum(storage.nbytes() for storage in storages.values()), logits
+
+
+def mm_in_place(left_shape, *shapes, **options):
+    (_, a, b) = (left_shape, *shapes)
+    return 2 * a[0] * a[1] * b[1]
+
+
+def attention(query, key, value, *rest, **options):
+    b, h, s, d = query
+    return 2 * bmm_flop((b * h, s, d), (b * h, d, key[2]))
+
+
+def attention_backward(grad, query, key, value, *rest, **options):
+    b, h, s, d = query
+    return 5 * bmm_flop((b * h, s, d), (b * h, d, key[2]))
+
+
+AS_TORCH_COUNTS = {
+    torch.ops.aten.addmm_: mm_in_place,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_real_step_keeps_and_computes_what_shapes_say(name, dropout):
+    """Real weights and token ids, on torch's own counter and hooks; LoRA with its own dropout too."""
+    config = method_of(name)
+    if dropout and config.name == "lora":
+        config = config.model_copy(update={"lora_dropout": 0.1})
+    expected = count_step(inject(empty_model("BertForSequenceClassification", bert(dropout)), config), B, L)
+    model = inject(BertForSequenceClassification(bert(dropout)), config).train()
+    with FlopCounterMode(display=False, custom_mapping=AS_TORCH_COUNTS) as forward:
+        kept, logits = kept_by(model, {"input_ids": torch.randint(0, 97, (B, L))})
+    with FlopCounterMode(display=False, custom_mapping=AS_TORCH_COUNTS) as backward:
+        logits.sum().backward()
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (expected.forward_flops, expected.backward_flops)
+    assert kept == expected.kept_bytes
+
+
+def test_gradient_checkpointing_keeps_less_and_computes_again():
+    plain, again = (inject(empty_model("BertForSequenceClassification", bert()), method_of("lora")) for _ in range(2))
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    one, other = count_step(plain, B, L), count_step(again, B, L)
+    assert other.forward_flops == one.forward_flops and other.kept_bytes < one.kept_bytes / 3
+    layers = one.forward_flops - 2 * macs(B, [(D, D), (D, 2)]) - 2 * 2 * B * 2 * D
+    assert one.backward_flops < other.backward_flops <= one.backward_flops + layers
+
+
+def test_a_decoders_cache():
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = inject(empty_model("LlamaForCausalLM", config), method_of("lora"))
+    assert kv_bytes_per_token(model) == 2 * 3 * 2 * 16 * 4
+    cost = count_step(model, B, L)
+    assert cost.kv_bytes_per_token == 768
+    real = peftlab.inject(LlamaForCausalLM(config), method_of("lora")).train()
+    with CountFlops() as forward:
+        kept, logits = kept_by(real, {"input_ids": torch.randint(0, 97, (B, L))})
+    with CountFlops() as backward:
+        logits.sum().backward()
+    assert (cost.forward_flops, cost.backward_flops, cost.kept_bytes) == (forward.flops, backward.flops, kept)
+
+
+def test_models_of_other_inputs_are_refused():
+    config, values, name = ARCHITECTURES["vit"]
+    import transformers
+
+    model = inject(empty_model(name, getattr(transformers, config)(**values)), make_config("full"))
+    with pytest.raises(PeftlabError, match="costs: ViTForImageClassification"):
+        count_step(model, 2, 8)
