@@ -1,4 +1,4 @@
-"""What a user names as NAME or NAME:X: the rules of draft length, ``--policy`` and ``policy:`` in a recipe."""
+"""What a user names as NAME or NAME:X: draft lengths (``--policy``, a recipe's ``policy:``) and lossy rules."""
 
 from __future__ import annotations
 
@@ -107,6 +107,18 @@ def _share(text: str) -> float:
     return value
 
 
+def _inside(text: str) -> float:
+    if not 0 < (value := float(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _several(text: str) -> int:
+    if (value := int(text)) < 2:
+        raise ValueError
+    return value
+
+
 _LENGTHS = "peftlab.decoding.draft_length"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
@@ -137,3 +149,25 @@ draft; or the times of a step of target and draft.
 def policy(text: str) -> Chosen:
     """Return the rule of draft length that ``text`` names; errors as for ``choose``."""
     return choose("policy", POLICIES, text)
+
+
+_LOSSY = "peftlab.decoding.verification.lossy"
+
+LOSSY: dict[str, Row] = {
+    "typical": Row(
+        f"{_LOSSY}:typical",
+        "drafted tokens of p > min(E, sqrt(E)/exp(entropy)) (default 0.09)",
+        Argument("E", "a number between 0 and 1", _inside, 0.09),
+    ),
+    "accept_k": Row(
+        f"{_LOSSY}:accept_k",
+        "drafted tokens among the target's K most probable",
+        Argument("K", "a whole number from 2", _several, required=True),
+    ),
+}
+"""Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
+
+
+def lossy(text: str) -> Chosen:
+    """Return the lossy rule that ``text`` names; errors as for ``choose``."""
+    return choose("lossy", LOSSY, text)

@@ -166,7 +166,11 @@ def test_recycling_drafts_what_the_target_thought():
 def test_policies():
     hidden = torch.zeros(3)
     confidence = Confidence(6, 0.5)
-    assert (confidence.budget(), confidence.should_continue(0.5, hidden), confidence.should_continue(0.49, hidden)) == (
+    assert (
+        confidence.budget(1),
+        confidence.should_continue(0.5, hidden),
+        confidence.should_continue(0.49, hidden),
+    ) == (
         6,
         True,
         False,
@@ -174,11 +178,11 @@ def test_policies():
     heuristic = Heuristic(5)
     for drafted, accepted, then in ((5, 5, 7), (7, 6, 6), (0, 0, 6), (6, 0, 5)):
         heuristic.update(drafted, accepted)
-        assert heuristic.budget() == then
+        assert heuristic.budget(1) == then
     for _ in range(9):
         heuristic.update(1, 0)
-    assert heuristic.budget() == 1
+    assert heuristic.budget(1) == 1
     head = AcceptanceHead(8, head=lambda h: 0.8, h=0.45)
     for _ in range(2):  # a step begins afresh
-        assert head.budget() == 8
+        assert head.budget(1) == 8
         assert [head.should_continue(1.0, hidden) for _ in range(3)] == [True, True, False]  # 1-.8, 1-.64, 1-.512

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,8 @@ class DraftBenchmark(Measured):
     """A benchmark of a target and its draft.
 
     Attributes:
-        gamma, width, policy: how tokens were drafted. result: plain decoding and drafters on the same prompts.
+        gamma, width, policy: how tokens were drafted.
+        result: plain decoding and drafters on the same prompts.
     """
 
     gamma: int
@@ -104,6 +105,7 @@ def benchmark(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
         batch_size=batch_size,
+        lossy=options.lossy_rule(),
         repeats=repeats,
     )
     listed = read_prompts(prompts)
@@ -141,6 +143,7 @@ def plan_draft(
     max_gamma: int = 8,
     context: int = 128,
     repeats: int = 9,
+    batches: Sequence[int] = (1,),
 ) -> MeasuredDraftPlan:
     """Measure whether a draft can make decoding faster, and from what acceptance.
 
@@ -149,23 +152,25 @@ def plan_draft(
             the kinds of drafts are compared by the weights that they read.
         options: only dtypes and ``pack`` count. alpha: the acceptance to recommend for.
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
+        batches: how many sequences are decoded together; the plan is for the first, the cost curve and the best draft
+            length for all.
 
     Raises:
         PeftlabError: the draft is a directory of heads or eagle3, which have no step of their own, or cannot be loaded.
     """
     options = options or DecodingOptions()
-    planning.check_plan(max_gamma, repeats)
+    planning.check_plan(max_gamma, repeats, batches)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if drafts_with_heads(draft):
         raise PeftlabError(f"draft {draft}: heads and eagle3 have no step of their own to plan; use draft bench")
     pair = options.load(target, draft)
-    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     result: planning.MeasuredPlan | planning.MeasuredAdvice
+    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     if pair.draft is None:
-        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, **how)
+        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, batches=batches, **how)
     else:
-        result = planning.plan(pair.target, pair.draft, **how)
+        result = planning.plan(pair.target, pair.draft, batches=batches, **how)
     return MeasuredDraftPlan(
         target=target,
         draft=draft,
