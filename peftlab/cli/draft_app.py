@@ -9,7 +9,7 @@ import typer
 
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overwrite
-from peftlab.decoding.table import LOSSY, POLICIES, spelled
+from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, spelled
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -36,7 +36,7 @@ DraftDtype = Annotated[
 ]
 Corpus = Annotated[
     str | None,
-    typer.Option("--corpus", help="Texts that the drafter suffix copies from, beside the prompt and the output."),
+    typer.Option("--corpus", help="Texts that suffix copies from and ngram counts, beside the prompt and the output."),
 ]
 Lossy = Annotated[
     str | None,
@@ -125,6 +125,10 @@ def bench(
     target: Target,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines (Spec-Bench or prompt/text), or text.")],
     draft: DraftName = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option("--drafter", help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}. Default: one of each."),
+    ] = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
     width: Width = None,
@@ -157,7 +161,10 @@ def bench(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
         lossy,
     )  # fmt: skip
-    result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
+    result = benchmark(
+        target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
+        max_prompts=max_prompts,
+    )  # fmt: skip
     found = result.result
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
     pages.show(tables, facts)
@@ -213,7 +220,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="lookup, suffix, recycling or ngram; suffix goes with --draft, too."),
+        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. suffix goes with --draft, too."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,

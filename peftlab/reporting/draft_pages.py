@@ -161,11 +161,12 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
     """Return a benchmark in sentences, the verdict last."""
     facts = [f"warning: {w}" for w in warnings]
     found = result.drafters[result.drafter]
-    if found.alpha is not None:
-        of = found.alpha
-        facts.append(
-            f"alpha as overlap {of.overlap:.3f}, as equal argmax {of.argmax:.3f}, as p(argmax q) {of.p_of_argmax:.3f}"
-        )
+    facts += [
+        f"{name}: alpha as overlap {of.alpha.overlap:.3f}, as equal argmax {of.alpha.argmax:.3f}, "
+        f"as p(argmax q) {of.alpha.p_of_argmax:.3f}"
+        for name, of in result.drafters.items()
+        if of.alpha is not None
+    ]
     facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")

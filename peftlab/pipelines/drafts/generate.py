@@ -11,7 +11,7 @@ from peftlab.decoding.analysis.departure import Departure, LossyResult
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
-from peftlab.decoding.table import HEAD
+from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter
 from peftlab.errors import PeftlabError
@@ -127,8 +127,9 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
     """Refuse settings that are wrong or that do not go together, before anything is loaded."""
     if draft is not None and drafter not in (None, "draft", SUFFIX, SUFFIX_AND_DRAFT):
         raise PeftlabError(f"draft and drafter {drafter}: give one of them; only drafter {SUFFIX} goes with a draft")
-    if options.corpus is not None and drafter not in (SUFFIX, SUFFIX_AND_DRAFT):
-        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it")
+    free = drafter if drafter is None or drafter in ("draft", SUFFIX_AND_DRAFT) else model_free(drafter).name
+    if options.corpus is not None and free not in (SUFFIX, SUFFIX_AND_DRAFT, "ngram"):
+        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
     options.length(), options.sampling(), options.lossy_rule()
     if drafter is None and draft is None:
         policy = options.policy if options.policy != DecodingOptions.policy else None
@@ -160,7 +161,7 @@ def generate(
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         options: of decoding; None for the defaults.
-        drafter: ``lookup``, ``suffix``, ``recycling`` or ``ngram``, which need no draft; ``suffix`` goes with a draft,
+        drafter: NAME or NAME:X of ``decoding.table.MODEL_FREE``, which need no draft; ``suffix`` goes with a draft,
             too. None: the draft.
         stop: texts before which the output ends. chat: ask through the tokenizer's chat template.
         on_text: called with each piece of text as soon as it is final.
