@@ -9,7 +9,7 @@ import typer
 
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overwrite
-from peftlab.decoding.table import POLICIES, spelled
+from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, spelled
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -36,7 +36,11 @@ DraftDtype = Annotated[
 ]
 Corpus = Annotated[
     str | None,
-    typer.Option("--corpus", help="Texts that the drafter suffix copies from, beside the prompt and the output."),
+    typer.Option("--corpus", help="Texts that suffix copies from and ngram counts, beside the prompt and the output."),
+]
+Lossy = Annotated[
+    str | None,
+    typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
@@ -45,7 +49,9 @@ Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights 
 @draft_app.command()
 @verb()
 def plan(
-    target: Target,
+    target: Annotated[
+        str | None, typer.Option("--target", help="The model whose output is wanted; not with --theory.")
+    ] = None,
     draft: Annotated[
         str | None, typer.Option("--draft", help="The draft model, trained or not; none: compare the kinds of drafts.")
     ] = None,
@@ -53,6 +59,12 @@ def plan(
     max_gamma: Annotated[int, typer.Option("--max-gamma", help="Longest draft to consider.")] = 8,
     context: Annotated[int, typer.Option("--context", help="Tokens in the cache while measuring.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed passes of each kind.")] = 9,
+    batch: Annotated[
+        str, typer.Option("--batch", help="Sequences decoded together, as in 1,4,16: the best length for each.")
+    ] = "1",
+    theory: Annotated[
+        bool, typer.Option("--theory", help="Print expected tokens and speed-up by alpha and gamma; measure nothing.")
+    ] = False,
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
@@ -60,13 +72,19 @@ def plan(
     html: Html = None,
 ) -> object:
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
+    from peftlab.errors import PeftlabError
     from peftlab.files import write_text
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import plan_draft
     from peftlab.reporting import draft_pages as pages
 
+    if theory:
+        return _show_theory(target or draft, html)
+    if target is None:
+        raise PeftlabError("--target: missing; give the model to measure, or --theory for the formulas alone")
     options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack, device=device)
-    found = plan_draft(target, draft, options, alpha=alpha, max_gamma=max_gamma, context=context, repeats=repeats)
+    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
+    found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), **how)
     plan = found.result
     tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
@@ -75,12 +93,42 @@ def plan(
     return found
 
 
+def _show_theory(model: str | None, html: Path | None) -> object:
+    from peftlab.decoding.analysis.theory_grid import theory_grid
+    from peftlab.errors import PeftlabError
+    from peftlab.files import write_text
+    from peftlab.reporting import draft_pages as pages
+    from peftlab.reporting.theory_tables import theory_facts, theory_tables
+
+    if model is not None:
+        raise PeftlabError(f"--theory: measures nothing; leave {model} out, or --theory")
+    found = theory_grid()
+    tables, facts = theory_tables(found), theory_facts()
+    pages.show(tables, facts)
+    if html is not None:
+        write_text(html, pages.page("Speculative decoding in theory", tables, facts, []))
+    return found
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    from peftlab.errors import PeftlabError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PeftlabError(f"--{name} {text}: whole numbers separated by commas, such as 1,4,16") from None
+
+
 @draft_app.command()
 @verb()
 def bench(
     target: Target,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSON lines (Spec-Bench or prompt/text), or text.")],
     draft: DraftName = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option("--drafter", help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}. Default: one of each."),
+    ] = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
     width: Width = None,
@@ -99,6 +147,7 @@ def bench(
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
     corpus: Corpus = None,
+    lossy: Lossy = None,
     device: Device = "auto",
     html: Html = None,
 ) -> object:
@@ -109,9 +158,13 @@ def bench(
     from peftlab.reporting import draft_pages as pages
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device
-    )
-    result = benchmark(target, prompts, draft, options, batch_size=batch_size, repeats=repeats, max_prompts=max_prompts)
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
+        lossy,
+    )  # fmt: skip
+    result = benchmark(
+        target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
+        max_prompts=max_prompts,
+    )  # fmt: skip
     found = result.result
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
     pages.show(tables, facts)
@@ -167,7 +220,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="lookup, suffix, recycling or ngram; suffix goes with --draft, too."),
+        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. suffix goes with --draft, too."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
@@ -189,6 +242,7 @@ def generate(
     draft_dtype: DraftDtype = None,
     pack: Pack = True,
     corpus: Corpus = None,
+    lossy: Lossy = None,
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
@@ -199,8 +253,9 @@ def generate(
     from peftlab.pipelines.drafts.generate import load_writer
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device
-    )
+        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
+        lossy,
+    )  # fmt: skip
     if prompt is not None:
         answer = generated(
             target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show_piece

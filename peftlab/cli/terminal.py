@@ -25,8 +25,9 @@ def show_line(answer: GeneratedText) -> None:
     from peftlab.reporting.console import generation_line
 
     show_piece("\n")
+    lossy = answer.lossy.line() if answer.lossy is not None else None
     line = generation_line(
-        len(answer.tokens), answer.seconds, answer.reason, answer.block_efficiency, answer.acceptance
+        len(answer.tokens), answer.seconds, answer.reason, answer.block_efficiency, answer.acceptance, lossy
     )
     print(line if answer.reason != "interrupt" else "[stopped]", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""The decoder: plain and speculative decoding of a batch, exact for every drafter.
+"""The decoder: plain and speculative decoding of a batch, exact for every drafter unless a lossy rule is named.
 
 A step reads the last known token and the drafted ones in one forward pass of the target, accepts some of the drafted
 tokens, and emits one token more. Plain decoding is the same step with nothing drafted.
@@ -19,6 +19,7 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill, right_padded
 from peftlab.decoding.verification.accept import accept_chains, accept_trees
+from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import depths_of, shape_of
 from peftlab.errors import PeftlabError
@@ -85,6 +86,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     observe: Observe | None = None,
     group: bool = False,
+    lossy: LossyRule | None = None,
 ) -> list[Generation]:
     """Decode a batch of prompts of any lengths.
 
@@ -102,6 +104,7 @@ def decode(
         observe: called with the rows of a step and its verification, before the new tokens are appended to the rows.
         group: take in each step only the largest set of rows of equal length, which need no scatter and no mask of
             their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
+        lossy: accepts drafted tokens in place of exact verification; the output is then not the target's own.
 
     Returns:
         One output per prompt, in order.
@@ -122,7 +125,7 @@ def decode(
         elif stopping.max_new_tokens:
             results[index].reason = "context"
     if rows:
-        batch = _Batch(target, drafter, stopping, sampling, rows, results, on_tokens, observe)
+        batch = _Batch(target, drafter, stopping, sampling, rows, results, on_tokens, observe, lossy)
         while batch.rows:
             batch.step(_equal_lengths(batch.rows) if group else batch.rows)
     return results
@@ -173,6 +176,7 @@ class _Batch:
     results: list[Generation]
     on_tokens: OnTokens | None
     observe: Observe | None
+    lossy: LossyRule | None
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +224,10 @@ class _Batch:
         block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
         output = self.target.forward(self.cache, inputs, block)
         generators = [row.generator for row in rows]
-        if draft.parents is None:
+        if self.lossy is not None:
+            parents = [draft.parents_of(i) for i in range(len(rows))]
+            accepted = accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)
+        elif draft.parents is None:
             accepted = accept_chains(output.logits, draft.tokens, draft.probs, self.sampling, generators)
         else:
             accepted = accept_trees(output.logits, draft.tokens, draft.probs, draft.parents, self.sampling, generators)

@@ -1,4 +1,4 @@
-"""What a user names as NAME or NAME:X: the rules of draft length, ``--policy`` and ``policy:`` in a recipe."""
+"""What a user names as NAME or NAME:X: rules of draft length, lossy rules, and drafters without a model."""
 
 from __future__ import annotations
 
@@ -95,6 +95,12 @@ def spelled(rows: Mapping[str, Row]) -> str:
     return "; ".join(f"{_form(name, row.argument)}, {row.about}" for name, row in rows.items())
 
 
+def _natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
 def _whole(text: str) -> int:
     if (value := int(text)) < 1:
         raise ValueError
@@ -103,6 +109,18 @@ def _whole(text: str) -> int:
 
 def _share(text: str) -> float:
     if not 0 <= (value := float(text)) <= 1:
+        raise ValueError
+    return value
+
+
+def _inside(text: str) -> float:
+    if not 0 < (value := float(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _several(text: str) -> int:
+    if (value := int(text)) < 2:
         raise ValueError
     return value
 
@@ -137,3 +155,45 @@ draft; or the times of a step of target and draft.
 def policy(text: str) -> Chosen:
     """Return the rule of draft length that ``text`` names; errors as for ``choose``."""
     return choose("policy", POLICIES, text)
+
+
+_LOSSY = "peftlab.decoding.verification.lossy"
+
+LOSSY: dict[str, Row] = {
+    "typical": Row(
+        f"{_LOSSY}:typical",
+        "drafted tokens of p > min(E, sqrt(E)/exp(entropy)) (default 0.09)",
+        Argument("E", "a number between 0 and 1", _inside, 0.09),
+    ),
+    "accept_k": Row(
+        f"{_LOSSY}:accept_k",
+        "drafted tokens among the target's K most probable",
+        Argument("K", "a whole number from 2", _several, required=True),
+    ),
+}
+"""Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
+
+
+def lossy(text: str) -> Chosen:
+    """Return the lossy rule that ``text`` names; errors as for ``choose``."""
+    return choose("lossy", LOSSY, text)
+
+
+_DRAFTERS = "peftlab.decoding.drafters"
+
+MODEL_FREE: dict[str, Row] = {
+    "lookup": Row(f"{_DRAFTERS}.model_free:lookup", "what followed the last tokens before"),
+    "suffix": Row(f"{_DRAFTERS}.suffix:suffix", "what followed the longest repeated suffix"),
+    "recycling": Row(f"{_DRAFTERS}.model_free:recycling", "a tree of the target's earlier choices"),
+    "ngram": Row(
+        f"{_DRAFTERS}.ngram:ngram",
+        "counts of N tokens (default 3; 1: unigram, 0: uniform)",
+        Argument("N", "a whole number from 0", _natural, 3),
+    ),
+}
+"""Name -> drafter that needs no model. ``make`` is (a corpus or None, X) -> a new drafter."""
+
+
+def model_free(text: str) -> Chosen:
+    """Return the drafter without a model that ``text`` names; errors as for ``choose``."""
+    return choose("drafter", MODEL_FREE, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,11 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
-from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
+from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.table import MODEL_FREE, model_free
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening
@@ -29,13 +28,6 @@ from peftlab.rows import resolve
 from peftlab.untyped import Unwrapped
 
 SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
-MODEL_FREE: dict[str, Callable[[SuffixAutomaton | None], Drafter]] = {
-    "lookup": lambda _: PromptLookup(),
-    SUFFIX: SuffixLookup,
-    "recycling": lambda _: Recycling(),
-    "ngram": lambda _: NGram(),
-}
-"""Name -> maker of a drafter that needs no model, given a corpus or None."""
 
 
 @dataclass
@@ -139,7 +131,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
-    elsewhere joins copy and draft in one tree; the others are ``MODEL_FREE``.
+    elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
 
     Args:
         width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain, None the default.
@@ -148,8 +140,9 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
     """
     check_width(width, heads=pair.heads is not None or pair.network is not None)
-    if name in MODEL_FREE:
-        return MODEL_FREE[name](pair.corpus)
+    if name.partition(":")[0] in MODEL_FREE:
+        free = model_free(name)
+        return resolve(free.row.make)(pair.corpus, free.value)
     if name == SUFFIX_AND_DRAFT:
         return with_copies(make_drafter("draft", pair, width), pair.corpus)
     if name != "draft":

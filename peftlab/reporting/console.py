@@ -273,11 +273,17 @@ def plain_table(title: str) -> Table:
 
 
 def generation_line(
-    tokens: int, seconds: float, reason: str, block_efficiency: float | None, acceptance: float | None
+    tokens: int,
+    seconds: float,
+    reason: str,
+    block_efficiency: float | None,
+    acceptance: float | None,
+    lossy: str | None = None,
 ) -> str:
-    """Return the line below a generated text: tokens, speed and, with a drafter, its acceptance."""
+    """Return the line below a generated text: tokens, speed, with a drafter its acceptance, and a lossy rule's cost."""
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
     if block_efficiency:
         share = "none drafted" if acceptance is None else f"{100 * acceptance:.0f} %"
         line += f", acceptance {share}, {block_efficiency:.2f} tokens per target step"
+    line += f"; {lossy}" if lossy else ""
     return f"[{line}; ended by {reason}]"

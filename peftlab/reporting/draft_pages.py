@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from peftlab.decoding.analysis.advice import GAIN_ALPHAS, Choice, KindAdvice
-from peftlab.decoding.analysis.planning import DraftPlan, MeasuredAdvice, best_gamma_at, finite
+from peftlab.decoding.analysis.planning import (
+    AcceptanceGain,
+    BatchPlan,
+    DraftPlan,
+    MeasuredAdvice,
+    MeasuredPlan,
+    best_gamma_at,
+    finite,
+)
 from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.errors import PeftlabError
@@ -35,18 +43,42 @@ def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[tuple[str, list[str], 
         ("one target step", ["tokens", "median", "shortest to longest", "C(n)"], verification)
     ]
     if isinstance(plan, MeasuredAdvice):
-        return [*tables, _kinds_table(plan.kinds)]
+        return [*tables, _kinds_table(plan.kinds), *_batch_tables(plan.batches)]
     gammas = [(str(row.gamma), finite(row.break_even), finite(row.cap)) for row in plan.gammas]
     alphas = [
-        (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x")
-        for row in plan.alphas
+        (f"{row.alpha:.2f}", str(row.gamma) if row.gamma else "do not draft", f"{row.gain:.2f}x", _length(pearl))
+        for row, pearl in zip(plan.alphas, plan.pearl, strict=True)
         if row.alpha >= 0.3
     ]
     return [
         *tables,
         ("drafted tokens", ["gamma", "break-even alpha", "perfect draft"], gammas),
-        ("best draft length", ["alpha", "gamma", "gain"], alphas),
+        ("best draft length", ["alpha", "gamma", "gain", "PEARL"], alphas),
+        *(_batch_tables(plan.batches) if isinstance(plan, MeasuredPlan) else ()),
     ]
+
+
+def _length(best: AcceptanceGain) -> str:
+    return f"{best.gain:.2f}x ({best.gamma})" if best.gamma else "-"
+
+
+def _batch_tables(batches: Sequence[BatchPlan]) -> list[tuple[str, list[str], Rows]]:
+    """Return the cost curve and the best draft length of each batch size; nothing for a single one."""
+    if len(batches) < 2:
+        return []
+    shown = [n for n in range(2, len(batches[0].verification) + 1) if n < 5 or n % 2]
+    header = ["sequences", "C(1)", *(f"C({n})" for n in shown)]
+    curves = [
+        (str(of.batch), f"{1e3 * of.target_seconds[0]:.1f} ms", *(f"{of.verification[n - 1]:.2f}" for n in shown))
+        for of in batches
+    ]
+    tables: list[tuple[str, list[str], Rows]] = [("one target step of a batch", header, curves)]
+    drafted = [(of, of.c) for of in batches if of.c is not None]
+    if drafted:
+        lengths = [(str(of.batch), f"{c:.3f}", *map(_length, of.alphas)) for of, c in drafted]
+        best = ["sequences", "c", *(f"alpha {each.alpha:.1f}" for each in drafted[0][0].alphas)]
+        tables.append(("gain of the best draft length of a batch (gamma)", best, lengths))
+    return tables
 
 
 def _kinds_table(kinds: Sequence[KindAdvice]) -> tuple[str, list[str], Rows]:
@@ -73,6 +105,7 @@ def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha:
             "D (of one token) and S are estimates: drafting is taken to cost what reading its weights does, and each "
             "first choice to be accepted with the same alpha; larger drafts have a higher one, later heads a lower one",
             *warned,
+            *(f"{of.batch} sequences: {of.verdict}" for of in plan.batches[1:]),
             plan.verdict,
         ]
     seconds, ends = 1e3 * plan.draft_seconds, _milliseconds(plan.draft_range)
@@ -82,6 +115,7 @@ def plan_facts(plan: DraftPlan | MeasuredAdvice, warnings: Sequence[str], alpha:
     return [
         f"a draft step takes {seconds:.1f} ms ({ends}), {c}",
         f"at an acceptance of {alpha:.2f}: {length}",
+        "PEARL: draft and target at work at the same time, on a device each",
         *warned,
         plan.verdict,
     ]
@@ -93,6 +127,7 @@ def bench_tables(result: BenchmarkResult) -> list[tuple[str, list[str], Rows]]:
     def row(name: str, of: DrafterResult) -> list[str]:
         found = of.statistics
         lossless = "yes" if of.lossless else f"{len(of.divergences)} differ"
+        lossless = lossless if of.lossy is None else f"lossy: {of.lossy.rule}"
         speed = f"{of.speedup:.2f}x{_between(of.speedup_interval, 2)}"
         return [name, f"{of.tokens_per_second:.1f}", speed, finite(found.tau), finite(found.acceptance), lossless]
 
@@ -126,17 +161,19 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
     """Return a benchmark in sentences, the verdict last."""
     facts = [f"warning: {w}" for w in warnings]
     found = result.drafters[result.drafter]
-    if found.alpha is not None:
-        of = found.alpha
-        facts.append(
-            f"alpha as overlap {of.overlap:.3f}, as equal argmax {of.argmax:.3f}, as p(argmax q) {of.p_of_argmax:.3f}"
-        )
+    facts += [
+        f"{name}: alpha as overlap {of.alpha.overlap:.3f}, as equal argmax {of.alpha.argmax:.3f}, "
+        f"as p(argmax q) {of.alpha.p_of_argmax:.3f}"
+        for name, of in result.drafters.items()
+        if of.alpha is not None
+    ]
     facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")
     spread = result.conditions.spread
     if spread is not None:
         facts.append(f"repeats of plain decoding on the same prompts differ by {100 * spread:.0f} %")
+    facts += [f"{name}: {of.lossy.line()}" for name, of in result.drafters.items() if of.lossy is not None]
     near = sum(divergence.near_tie for divergence in found.divergences)
     if found.divergences:
         facts.append(f"{len(found.divergences)} outputs differ from plain decoding, {near} of them at a near tie")

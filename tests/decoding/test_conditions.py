@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 
-from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
 from peftlab.decoding.analysis.planning import plan_from_repeats
+from peftlab.decoding.analysis.results import verdict
 from peftlab.decoding.analysis.statistics import RateIntervals, Timings, rate_intervals
 from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.errors import PeftlabError
@@ -97,7 +97,7 @@ class TestIntervals:
     def test_one_prompt_has_no_interval(self):
         one, other = Timings([10], [[1.0, 1.1, 0.9]]), Timings([10], [[2.0, 2.1, 1.9]])
         assert rate_intervals(one, other) == RateIntervals(rate=None, baseline=None, speedup=None)
-        said = benches.verdict(2.0, None)
+        said = verdict(2.0, None)
         assert said == "2.00x plain decoding on a single batch, too few for an interval"
 
     def test_repeats_that_differ_widen_it(self):
@@ -134,9 +134,9 @@ class TestIntervals:
 
 
 def test_verdicts():
-    assert benches.verdict(2.0, (1.5, 2.5)).startswith("faster than plain")
-    assert benches.verdict(0.8, (0.7, 0.9)).startswith("slower than plain")
-    assert benches.verdict(1.1, (0.9, 1.2)).startswith("no clear difference")
-    said = benches.verdict(2.0, (1.5, 2.5), BUSY.doubts())
+    assert verdict(2.0, (1.5, 2.5)).startswith("faster than plain")
+    assert verdict(0.8, (0.7, 0.9)).startswith("slower than plain")
+    assert verdict(1.1, (0.9, 1.2)).startswith("no clear difference")
+    said = verdict(2.0, (1.5, 2.5), BUSY.doubts())
     assert said.startswith("uncertain, the machine was busy (load") and "by these times faster than plain" in said
     assert uncertain([], "faster") == "faster"

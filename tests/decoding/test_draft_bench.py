@@ -145,6 +145,25 @@ def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
     assert "1 prompts left out" in shown.stdout
 
 
+def test_the_acceptance_of_ngrams_rises_with_their_order(stories, prompt_file, tmp_path):
+    """The procedure of the paper's table of alpha: uniform, unigram and bigram drafts, as overlap at temperature 1."""
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out.json"
+    corpus.write_text("Once upon a time, there was a little girl named Lily. She saw a big dog. " * 5)
+    orders = [option for order in (2, 1, 0) for option in ("--drafter", f"ngram:{order}")]
+    shown = invoke(
+        "draft", "bench", "--target", stories, "--prompts", prompt_file, "--max-new-tokens", 24, "--repeats", 1, *orders,
+        "--corpus", corpus, "--temperature", 1, "--seed", 3, "--json", out,
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    assert list(result["drafters"]) == ["ngram:2", "ngram:1", "ngram:0"] and result["drafter"] == "ngram:2"
+    bigram, unigram, uniform = (of["alpha"]["overlap"] for of in result["drafters"].values())
+    assert 0 < uniform < unigram < bigram < 1
+    assert all(of["lossless"] for of in result["drafters"].values())
+    assert f"ngram:0: alpha as overlap {uniform:.3f}" in shown.stdout.replace("\n", " ")
+    with pytest.raises(PeftlabError, match=r"drafter ngrm:2: one of .*ngram\[:N\].*did you mean 'ngram'"):
+        invoke("draft", "bench", "--target", stories, "--prompts", prompt_file, "--drafter", "ngrm:2")
+
+
 def test_free_drafters_forget_between_passes(stories_model):
     """Else the second pass over the same prompts would find its own answers."""
     made = []
@@ -230,7 +249,7 @@ def test_generate_verb(stories, draft_dir, stories_model, stories_tokenizer, gen
         (["--draft", "nowhere/else/is"], "no such file"),
         (["--draft", "x", "--drafter", "lookup"], "give one of them; only drafter suffix"),
         (["--draft", "x", "--drafter", "lookup+draft"], "only drafter suffix goes with a draft"),
-        (["--drafter", "lookup", "--corpus", "x"], "only drafter suffix copies from it"),
+        (["--drafter", "lookup", "--corpus", "x"], "only drafter suffix copies from it, and ngram counts it"),
         (["--drafter", "suffix", "--corpus", "no/such"], "corpus 'no/such': no such file"),
         (["--dtype", "int4"], "one of fp32, bf16, fp16"),
         (["--dtype", "float32"], "write fp32"),

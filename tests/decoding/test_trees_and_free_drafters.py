@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
-from peftlab.decoding.drafters.model_free import NGram, PromptLookup, Recycling
+from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
+from peftlab.decoding.drafters.ngram import NGram
+from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
 from peftlab.decoding.verification.sampling import Sampling
@@ -142,11 +144,33 @@ def test_lookup_against_a_plain_search(tokens, budget):
 def test_ngrams_count_and_back_off():
     one = row([1, 2, 3, 1, 2, 3, 1, 2, 4, 7])
     drafter = started(NGram(order=3), one)
-    # 7 was never followed: the most frequent token begins (1 and 2 tie, 2 was met first as a follower), then 3.
+    # 7 was never followed: the most frequent token begins (2; the first token of a text follows nothing), then 3.
     assert drafter.propose([one], [2]).tokens.tolist() == [[2, 3]]
     two = row([9, 1, 2], place=0)
     started(drafter, two)
     assert drafter.propose([two], [3]).tokens.tolist() == [[3, 1, 2]]  # what it learnt before, it knows
+
+
+@pytest.mark.parametrize(
+    ("order", "law"),
+    [
+        (0, dict.fromkeys(range(10), 1 / 10)),
+        (1, {1: 4 / 11, 2: 4 / 11, 3: 2 / 11, 4: 1 / 11}),  # the corpus has 1, 4, 2, 1; the text 2, 3, 1, 2, 3, 1, 2
+        (2, {3: 2 / 3, 1: 1 / 3}),  # after 2
+        (3, {3: 1.0}),  # after 1, 2
+    ],
+)
+def test_ngrams_are_drawn_from_what_was_counted(order, law):
+    corpus = SuffixAutomaton([1, 4, END, 2, 1, END])
+    one = row([1, 2, 3, 1, 2, 3, 1, 2])
+    drafter = NGram(order, corpus)
+    drafter.start([one], TargetState(None, [None], 10, Sampling(temperature=1.0)))
+    draft = drafter.propose([one], [1])
+    expected = torch.zeros(10)
+    for token, share in law.items():
+        expected[token] = share
+    torch.testing.assert_close(draft.probs[0, 0], expected)
+    assert float(expected[draft.tokens[0, 0]]) > 0
 
 
 def test_recycling_drafts_what_the_target_thought():
@@ -166,7 +190,11 @@ def test_recycling_drafts_what_the_target_thought():
 def test_policies():
     hidden = torch.zeros(3)
     confidence = Confidence(6, 0.5)
-    assert (confidence.budget(), confidence.should_continue(0.5, hidden), confidence.should_continue(0.49, hidden)) == (
+    assert (
+        confidence.budget(1),
+        confidence.should_continue(0.5, hidden),
+        confidence.should_continue(0.49, hidden),
+    ) == (
         6,
         True,
         False,
@@ -174,11 +202,11 @@ def test_policies():
     heuristic = Heuristic(5)
     for drafted, accepted, then in ((5, 5, 7), (7, 6, 6), (0, 0, 6), (6, 0, 5)):
         heuristic.update(drafted, accepted)
-        assert heuristic.budget() == then
+        assert heuristic.budget(1) == then
     for _ in range(9):
         heuristic.update(1, 0)
-    assert heuristic.budget() == 1
+    assert heuristic.budget(1) == 1
     head = AcceptanceHead(8, head=lambda h: 0.8, h=0.45)
     for _ in range(2):  # a step begins afresh
-        assert head.budget() == 8
+        assert head.budget(1) == 8
         assert [head.should_continue(1.0, hidden) for _ in range(3)] == [True, True, False]  # 1-.8, 1-.64, 1-.512

@@ -7,7 +7,7 @@ import torch
 
 from peftlab.decoding.analysis.theory import acceptance_rate, block_efficiency_by_position
 from peftlab.decoding.verification import chain as verify
-from peftlab.decoding.verification import multidraft
+from peftlab.decoding.verification import lossy, multidraft
 from peftlab.decoding.verification.chain import (
     acceptance_probability,
     residual,
@@ -15,7 +15,6 @@ from peftlab.decoding.verification.chain import (
     verify_chain,
     verify_greedy,
     verify_onehot,
-    verify_typical,
 )
 from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
 from peftlab.errors import PeftlabError
@@ -214,25 +213,6 @@ def test_shapes_that_do_not_fit_are_told():
         verify_chain(p, q, torch.tensor([0]), random)
 
 
-def test_typical_acceptance_is_a_threshold_on_p(enumerate_law):
-    sure = torch.tensor([0.95, 0.05, 0.0, 0.0])  # H = 0.199: threshold min(0.09, 0.246) = 0.09
-    flat = torch.tensor([0.25, 0.25, 0.25, 0.25])  # H = ln 4: threshold min(0.09, 0.075) = 0.075
-    p = torch.stack([sure, flat, flat]).double()
-    law = enumerate_law(lambda c: tuple(int(x) for x in verify_typical(p, torch.tensor([0, 3]), c)))
-    assert law == pytest.approx({(2, x): 0.25 for x in range(4)})
-    law = enumerate_law(lambda c: tuple(int(x) for x in verify_typical(p, torch.tensor([1, 3]), c)))
-    assert law == pytest.approx({(0, 0): 0.95, (0, 1): 0.05})
-    n, _ = verify_typical(p, torch.tensor([0, 3]), RandomSource(), epsilon=0.5, delta=1.1)
-    assert int(n) == 1  # 0.25 does not exceed 1.1 / 4
-
-
-def test_typical_acceptance_always_takes_the_greedy_token():
-    generator = torch.Generator().manual_seed(0)
-    p = probabilities(torch.randn(500, 4, 20, generator=generator) * 3)
-    n, _ = verify_typical(p, p[:, :3].argmax(-1), RandomSource(generator))
-    assert (n == 3).all()
-
-
 def test_the_lossy_scheme_says_so():
-    schemes = {n: getattr(m, n) for m in (verify, multidraft) for n in dir(m) if n.startswith("verify_")}
-    assert [name for name, scheme in schemes.items() if "LOSSY" in scheme.__doc__] == ["verify_typical"]
+    schemes = {n: getattr(m, n) for m in (verify, multidraft, lossy) for n in dir(m) if n.startswith("verify_")}
+    assert [name for name, scheme in schemes.items() if "LOSSY" in scheme.__doc__] == ["verify_lossy"]

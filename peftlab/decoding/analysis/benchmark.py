@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import torch
 
-from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
+from peftlab.decoding.analysis.conditions import Conditions, Watch
+from peftlab.decoding.analysis.departure import Departure, LossyResult, differing_share
 from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain
 from peftlab.decoding.analysis.results import (
     BenchmarkResult,
@@ -20,9 +21,9 @@ from peftlab.decoding.analysis.results import (
     PromptDivergence,
     PromptResult,
     TimeShares,
+    verdict,
 )
 from peftlab.decoding.analysis.statistics import (
-    Interval,
     Overlap,
     OverlapRates,
     Timings,
@@ -31,10 +32,12 @@ from peftlab.decoding.analysis.statistics import (
     rate_intervals,
 )
 from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, TimedDrafter
-from peftlab.decoding.decode import Generation, StoppingCriteria, decode
+from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, MakePolicy
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.verification.lossy import LossyRule
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.hardware import describe_cpu
@@ -69,7 +72,7 @@ class Settings:
         eos: ids that end an output.
         policy: draft length of drafters without one of their own. policies: drafter -> its own.
         sampling: default greedy.
-        batch_size: prompts decoded together.
+        batch_size: prompts decoded together. lossy: in place of exact verification, for every drafter.
         repeats: timed passes over all prompts, contenders in turn; one batch of each warms up.
 
     Raises:
@@ -82,12 +85,20 @@ class Settings:
     policies: Mapping[str, MakePolicy] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     batch_size: int = 1
+    lossy: LossyRule | None = None
     repeats: int = 3
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "repeats", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise PeftlabError(f"{name}: {getattr(self, name)} is less than 1")
+
+    @property
+    def lossless_by(self) -> str:
+        """How it is known that outputs are the target's own, see ``DrafterResult``."""
+        if self.lossy is not None:
+            return "lossy"
+        return "comparison" if self.sampling.greedy else "construction"
 
     def policy_of(self, drafter: str) -> MakePolicy:
         """Return what makes the policies of a drafter's sequences."""
@@ -122,7 +133,7 @@ class Comparison:
     conditions: Conditions
 
     def result(self, name: str) -> DrafterResult:
-        """Return one drafter's figures, without ``alpha``."""
+        """Return one drafter's figures, without ``alpha`` and ``lossy``, which take a pass of their own."""
         record = self.records[name]
         mine, plain = self.timed(name), self.timed(PLAIN)
         intervals = rate_intervals(mine, plain)
@@ -137,8 +148,8 @@ class Comparison:
             speedup_interval=intervals.speedup,
             verdict=verdict(speedup, intervals.speedup, self.conditions.doubts()),
             statistics=acceptance_statistics(record.outputs),
-            lossless=not differing,
-            lossless_by="comparison" if self.settings.sampling.greedy else "construction",
+            lossless=self.settings.lossy is None and not differing,
+            lossless_by=self.settings.lossless_by,
             divergences=differing,
             time=self._shares(name),
         )
@@ -212,7 +223,7 @@ def bench(
     within = sum(model.seconds for model in models)
     first = next(iter(drafters))
     found = {
-        name: replace(run.result(name), alpha=_overlap(target, run.batches, name, make(), settings))
+        name: replace(run.result(name), alpha=_overlap(run, name, make), lossy=_departure(run, name, make))
         for name, make in drafters.items()
     }
     fitting = [q for batch in run.batches for q in batch]
@@ -299,7 +310,7 @@ def _decode(
     policy: MakePolicy,
     drafter: Drafter | None,
     batch: Sequence[Question],
-    observe: Overlap | None = None,
+    observe: Observe | None = None,
 ) -> list[Generation]:
     return decode(
         target,
@@ -309,6 +320,7 @@ def _decode(
         policy=policy,
         sampling=settings.sampling,
         observe=observe,
+        lossy=settings.lossy,
     )
 
 
@@ -333,33 +345,27 @@ def _timed(
     return records
 
 
-def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> str:
-    """Return the gain in words: "slower" where it is slower, "no clear difference" where noise hides it.
-
-    Args:
-        interval: of ``speedup``; None for a single batch, from which nothing is concluded.
-        doubts: why the times may be wrong; with any, the verdict is called uncertain.
-    """
-    if interval is None:
-        return uncertain(doubts, f"{speedup:.2f}x plain decoding on a single batch, too few for an interval")
-    low, high = interval
-    numbers = f"{speedup:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
-    if low > 1:
-        return uncertain(doubts, f"faster than plain decoding ({numbers})")
-    if high < 1:
-        return uncertain(doubts, f"slower than plain decoding ({numbers})")
-    return uncertain(doubts, f"no clear difference from plain decoding ({numbers})")
-
-
-def _overlap(
-    target: Engine, batches: list[Sequence[Question]], name: str, drafter: Drafter, settings: Settings
-) -> OverlapRates | None:
-    """Measured in a pass of its own, because reading every distribution takes time."""
-    overlap = Overlap(settings.sampling)
-    if getattr(drafter, "engine", None) is not None:
-        for batch in batches:
-            _decode(target, settings, settings.policy_of(name), drafter, batch, overlap)
+def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
+    overlap, drafter = Overlap(run.settings.sampling), make()
+    if getattr(drafter, "engine", None) is not None or isinstance(drafter, NGram):
+        _observed(run, name, drafter, overlap)
     return overlap.result()
+
+
+def _departure(run: Comparison, name: str, make: Callable[[], Drafter]) -> LossyResult | None:
+    settings = run.settings
+    if settings.lossy is None:
+        return None
+    departure, outputs = Departure(settings.lossy, settings.sampling), run.records[name].outputs
+    _observed(run, name, make(), departure)
+    exact, mine = ([generation.tokens for generation in of] for of in (run.records[PLAIN].outputs, outputs))
+    return departure.result(differing_share(exact, mine) if settings.sampling.greedy else None)
+
+
+def _observed(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
+    """Decode once more, in a pass of its own, because reading every distribution takes time."""
+    for batch in run.batches:
+        _decode(run.target, run.settings, run.settings.policy_of(name), drafter, batch, observe)
 
 
 def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:

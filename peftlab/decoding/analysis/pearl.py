@@ -1,7 +1,7 @@
 """PEARL: draft and target run at the same time (Liu et al. 2024, arXiv 2408.11850).
 
-A phase lasts as long as the slower of one target step and γ draft steps: max(1, γc) target steps. In each,
-the draft writes γ tokens further along the sequence while the target verifies.
+A phase lasts as long as the slower of one target step and γ draft steps. In each, the draft writes γ tokens further
+along the sequence while the target verifies.
 
 - pre-verify: the target reads the prefix and verifies the first of these tokens alone. It yields 1 token: the
   accepted one, after which the γ-1 others await verification, or its correction.
@@ -12,37 +12,8 @@ the draft writes γ tokens further along the sequence while the target verifies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from peftlab.decoding.analysis.theory import block_efficiency
 from peftlab.errors import PeftlabError
-
-
-def pearl_schedule(accepted: Iterable[bool], gamma: int) -> Iterator[tuple[str, int]]:
-    """Yield ("pre" | "post", tokens emitted) for each phase, until ``accepted`` runs out.
-
-    Args:
-        accepted: whether each verified token is accepted, in the order of verification.
-        gamma: tokens drafted per phase, at least 1.
-    """
-    if gamma < 1:
-        raise PeftlabError(f"gamma: {gamma} drafts nothing; PEARL needs 1 or more")
-    coins = iter(accepted)
-    mode = "pre"
-    while True:
-        window = 1 if mode == "pre" else gamma
-        accepted_now = 0
-        for coin in coins:
-            if not coin:
-                break
-            accepted_now += 1
-            if accepted_now == window:
-                break
-        else:
-            return
-        all_accepted = accepted_now == window
-        yield mode, accepted_now if all_accepted else accepted_now + 1
-        mode = "post" if all_accepted else "pre"
 
 
 def pearl_tokens_per_phase(alpha: float, gamma: int) -> float:
@@ -55,11 +26,15 @@ def pearl_tokens_per_phase(alpha: float, gamma: int) -> float:
     return block_efficiency(alpha, gamma - 1) / (1 + alpha - alpha**gamma)
 
 
-def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Return the gain over plain decoding, tokens per phase / max(1, γc).
+def pearl_speedup(alpha: float, gamma: int, c: float, step: float = 1.0) -> float:
+    """Return the gain over plain decoding, tokens per phase / max(``step``, γc).
 
-    A perfect draft gains min(γ, 1/c). The two models are taken not to slow each other down.
+    A perfect draft gains min(γ, 1/c) where ``step`` is 1. The two models are taken not to slow each other down, as
+    on two devices.
+
+    Args:
+        c: a draft step, and ``step``: a target step over γ tokens, both in target steps over one token.
     """
     if not c >= 0:
         raise PeftlabError(f"c: {c} is not a cost ratio >= 0")
-    return pearl_tokens_per_phase(alpha, gamma) / max(1.0, gamma * c)
+    return pearl_tokens_per_phase(alpha, gamma) / max(step, gamma * c)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
 
-from peftlab.decoding.analysis.advice import DraftCost, KindAdvice, advise, recommendation
+from peftlab.decoding.analysis.advice import GAIN_ALPHAS, DraftCost, KindAdvice, advise, recommendation
 from peftlab.decoding.analysis.conditions import Conditions, Watch, uncertain
+from peftlab.decoding.analysis.pearl import pearl_speedup
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.decoding.analysis.step_times import check_repeats, step_seconds
 from peftlab.decoding.analysis.theory import goodput
@@ -59,6 +60,7 @@ class Gains:
         target_seconds: t(1), t(2), ... draft_seconds: d.
         verification: t(k)/t(1).
         gammas, alphas: by draft length, and by acceptance.
+        pearl: by acceptance, with draft and target at work at the same time, each on a device of its own (PEARL).
         pays: whether some draft can gain anything.
         verdict: in words.
     """
@@ -69,6 +71,7 @@ class Gains:
     verification: list[float]
     gammas: list[LengthGain]
     alphas: list[AcceptanceGain]
+    pearl: list[AcceptanceGain]
     pays: bool
     verdict: str
 
@@ -92,15 +95,38 @@ class DraftPlan(Gains):
 
 
 @dataclass(frozen=True)
+class BatchPlan:
+    """What a draft could gain for sequences that are decoded together.
+
+    Attributes:
+        batch: how many.
+        target_seconds: of a step over 1, 2, ... tokens of each, medians. verification: C(n) of this batch.
+        c: a draft step by a target step of this batch; None without a draft.
+        alphas: the best draft length at each of ``GAIN_ALPHAS``; empty without a draft.
+        verdict: the kind of draft to train, in words; None with a draft.
+    """
+
+    batch: int
+    target_seconds: list[float]
+    verification: list[float]
+    c: float | None
+    alphas: list[AcceptanceGain]
+    verdict: str | None
+
+
+@dataclass(frozen=True)
 class MeasuredPlan(DraftPlan):
     """A plan for two engines.
 
     Attributes:
+        batch: sequences decoded together that the figures are for. batches: the same for each batch size asked about.
         context: tokens in the cache.
         kernels: how target and draft compute a step.
         threads, device: where.
     """
 
+    batch: int
+    batches: list[BatchPlan]
     context: int
     kernels: dict[str, str]
     threads: int
@@ -125,17 +151,15 @@ def plan_from_times(target: list[float], draft: float) -> Gains:
         raise PeftlabError("max_gamma: 0 drafts nothing; plan for 1 or more")
     gain = partial(_gain, target, draft)
     gammas = [LengthGain(g, gain(1.0, g), _break_even(partial(gain, gamma=g))) for g in range(1, longest + 1)]
-    alphas = []
-    for alpha in ALPHAS:
-        best = max(range(longest + 1), key=partial(gain, alpha))
-        alphas.append(AcceptanceGain(alpha, best, gain(alpha, best)))
+    pearl = partial(_pearl_gain, target, draft)
     return Gains(
         c=draft / target[0],
         target_seconds=target,
         draft_seconds=draft,
         verification=[t / target[0] for t in target],
         gammas=gammas,
-        alphas=alphas,
+        alphas=[_best(gain, alpha, range(longest + 1)) for alpha in ALPHAS],
+        pearl=[_best(pearl, alpha, range(1, longest + 1)) for alpha in ALPHAS],
         pays=any(row.break_even is not None for row in gammas),
         verdict=_verdict(gammas),
     )
@@ -195,13 +219,21 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
 
 def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
     """Return the draft length of the largest gain at an acceptance."""
-    gain = partial(_gain, plan.target_seconds, plan.draft_seconds, alpha)
-    best = max(range(len(plan.target_seconds)), key=gain)
-    return AcceptanceGain(alpha, best, gain(best))
+    gain = partial(_gain, plan.target_seconds, plan.draft_seconds)
+    return _best(gain, alpha, range(len(plan.target_seconds)))
 
 
-def _gain(target: list[float], draft: float, alpha: float, gamma: int) -> float:
+def _best(gain: Callable[[float, int], float], alpha: float, gammas: Iterable[int]) -> AcceptanceGain:
+    best = max(gammas, key=partial(gain, alpha))
+    return AcceptanceGain(alpha, best, gain(alpha, best))
+
+
+def _gain(target: Sequence[float], draft: float, alpha: float, gamma: int) -> float:
     return goodput(alpha, gamma, 1, lambda _, tokens: target[tokens - 1], lambda _: draft) * target[0]
+
+
+def _pearl_gain(target: Sequence[float], draft: float, alpha: float, gamma: int) -> float:
+    return pearl_speedup(alpha, gamma, draft / target[0], target[gamma - 1] / target[0])
 
 
 def _verdict(gammas: list[LengthGain]) -> str:
@@ -225,32 +257,67 @@ def _break_even(gain: Callable[[float], float]) -> float | None:
     return high
 
 
-def check_plan(max_gamma: int, repeats: int) -> None:
+def check_plan(max_gamma: int, repeats: int, batches: Sequence[int]) -> None:
     """Raise ``PeftlabError`` for settings that plan nothing, before a model is loaded."""
     if max_gamma < 1:
         raise PeftlabError(f"max_gamma: {max_gamma} drafts nothing; plan for 1 or more")
+    if not batches or min(batches) < 1 or len({*batches}) < len(batches):
+        raise PeftlabError(f"batch {','.join(map(str, batches))}: different whole numbers from 1")
     check_repeats(repeats)
 
 
-def plan(target: Engine, draft: Engine, *, max_gamma: int = 8, context: int = 128, repeats: int = 9) -> MeasuredPlan:
+Seconds = Mapping[tuple[str, int], list[float]]
+"""(engine, tokens) -> seconds of each repeat, as ``step_seconds`` returns them."""
+
+
+def plan(
+    target: Engine,
+    draft: Engine,
+    *,
+    max_gamma: int = 8,
+    context: int = 128,
+    repeats: int = 9,
+    batches: Sequence[int] = (1,),
+) -> MeasuredPlan:
     """Measure target and draft on this device.
 
+    Args:
+        batches: how many sequences are decoded together; the plan is for the first number, ``batches`` has them all.
+
     Raises:
-        PeftlabError: ``max_gamma`` or ``repeats`` below 1, or a context that does not fit.
+        PeftlabError: ``max_gamma``, ``repeats`` or a batch below 1, or a context that does not fit.
     """
-    check_plan(max_gamma, repeats)
+    check_plan(max_gamma, repeats, batches)
     both = {"target": (target, max_gamma + 1), "draft": (draft, 1)}
     with Watch(target.device) as watch:
-        seconds = step_seconds(both, context=context, repeats=repeats)
-    times = [seconds["target", k] for k in range(1, max_gamma + 2)]
-    found = plan_from_repeats(times, seconds["draft", 1], watch.conditions(list(seconds.values())))
+        seconds = {size: step_seconds(both, batch=size, context=context, repeats=repeats) for size in batches}
+    first = seconds[batches[0]]
+    found = plan_from_repeats(_of_target(first), first["draft", 1], watch.conditions(_repeats(seconds)))
     return MeasuredPlan(
         **_attributes(found),
+        batch=batches[0],
+        batches=[_batch_plan(size, of) for size, of in seconds.items()],
         context=context,
         kernels={"target": target.kind, "draft": draft.kind},
         threads=torch.get_num_threads(),
         device=str(target.device),
     )
+
+
+def _of_target(seconds: Seconds) -> list[list[float]]:
+    """The repeats of a target step over 1, 2, ... tokens."""
+    return [times for (name, _), times in seconds.items() if name == "target"]
+
+
+def _repeats(seconds: Mapping[int, Seconds]) -> list[list[float]]:
+    return [times for of in seconds.values() for times in of.values()]
+
+
+def _batch_plan(batch: int, seconds: Seconds) -> BatchPlan:
+    target, draft = [statistics.median(times) for times in _of_target(seconds)], statistics.median(seconds["draft", 1])
+    gain = partial(_gain, target, draft)
+    alphas = [_best(gain, alpha, range(len(target))) for alpha in GAIN_ALPHAS]
+    return BatchPlan(batch, target, [each / target[0] for each in target], draft / target[0], alphas, None)
 
 
 @dataclass(frozen=True)
@@ -261,7 +328,7 @@ class MeasuredAdvice:
         target_seconds: t(1), t(2), ..., medians. target_range: shortest and longest repeat. verification: t(k)/t(1).
         kinds: by kind and size. verdict: the one to train, in words.
         context: tokens in the cache. kernel: how the target computes a step. threads, device: where.
-        conditions: of the machine.
+        conditions: of the machine. batch, batches: as of ``MeasuredPlan``.
     """
 
     target_seconds: list[float]
@@ -269,6 +336,8 @@ class MeasuredAdvice:
     verification: list[float]
     kinds: list[KindAdvice]
     verdict: str
+    batch: int
+    batches: list[BatchPlan]
     context: int
     kernel: str
     threads: int
@@ -284,22 +353,23 @@ def compare_kinds(
     max_gamma: int = 8,
     context: int = 128,
     repeats: int = 9,
+    batches: Sequence[int] = (1,),
 ) -> MeasuredAdvice:
     """Measure the target's steps over 1 to ``max_gamma`` + 1 tokens, and compare kinds of drafts by them.
 
     Args:
-        costs: of drafting with each kind. alpha: the acceptance to recommend for.
+        costs: of drafting with each kind. alpha: the acceptance to recommend for. batches: as for ``plan``.
 
     Raises:
-        PeftlabError: ``max_gamma`` or ``repeats`` below 1, a context that does not fit, or no probability.
+        PeftlabError: ``max_gamma``, ``repeats`` or a batch below 1, a context that does not fit, or no probability.
     """
-    check_plan(max_gamma, repeats)
+    check_plan(max_gamma, repeats, batches)
+    alone = {"target": (target, max_gamma + 1)}
     with Watch(target.device) as watch:
-        seconds = step_seconds({"target": (target, max_gamma + 1)}, context=context, repeats=repeats)
-    times = [seconds["target", k] for k in range(1, max_gamma + 2)]
-    medians = [statistics.median(each) for each in times]
-    verification = [each / medians[0] for each in medians]
-    conditions = watch.conditions(times)
+        seconds = {size: step_seconds(alone, batch=size, context=context, repeats=repeats) for size in batches}
+    conditions, times = watch.conditions(_repeats(seconds)), _of_target(seconds[batches[0]])
+    advised = [_batch_advice(size, of, costs, alpha) for size, of in seconds.items()]
+    medians, verification = advised[0].target_seconds, advised[0].verification
     kinds = advise(costs, verification, alpha)
     return MeasuredAdvice(
         target_seconds=medians,
@@ -307,12 +377,20 @@ def compare_kinds(
         verification=verification,
         kinds=kinds,
         verdict=uncertain(conditions.doubts(), recommendation(kinds)),
+        batch=batches[0],
+        batches=advised,
         context=context,
         kernel=target.kind,
         threads=torch.get_num_threads(),
         device=str(target.device),
         conditions=conditions,
     )
+
+
+def _batch_advice(batch: int, seconds: Seconds, costs: Sequence[DraftCost], alpha: float) -> BatchPlan:
+    target = [statistics.median(times) for times in _of_target(seconds)]
+    verification = [each / target[0] for each in target]
+    return BatchPlan(batch, target, verification, None, [], recommendation(advise(costs, verification, alpha)))
 
 
 def finite(value: float | None) -> str:

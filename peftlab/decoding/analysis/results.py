@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.conditions import Conditions, uncertain
+from peftlab.decoding.analysis.departure import LossyResult
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
 from peftlab.files import Json, to_json
@@ -48,14 +50,15 @@ class DrafterResult:
         tokens_per_second, baseline_tokens_per_second: with the drafter, and plain; a batch takes the median of its
             repeats. ``..._interval``: 95 % bootstrap intervals, None for a single batch.
         speedup: their ratio.
-        verdict: in words, see ``benchmark.verdict``.
+        verdict: in words, see ``verdict``.
         statistics: of the target's steps.
-        lossless: no output differs from plain decoding's.
+        lossless: no output differs from plain decoding's; never with a lossy rule.
         lossless_by: "comparison" of greedy outputs, or "construction": that the scheme keeps the target's
-            distribution is proved elsewhere.
+            distribution is proved elsewhere. "lossy" with a lossy rule.
         divergences: the outputs that differ.
         time: where it went; None for another library's decoding.
         alpha: agreement of draft and target; None without a draft model, or where it was not measured.
+        lossy: the rule that accepted drafted tokens in place of exact verification, and what it cost; None: exact.
     """
 
     tokens_per_second: float
@@ -71,12 +74,31 @@ class DrafterResult:
     divergences: list[PromptDivergence]
     time: TimeShares | None
     alpha: OverlapRates | None = None
+    lossy: LossyResult | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes, those of ``statistics`` among them."""
         values = to_json(vars(self))
         del values["statistics"]
         return values | to_json(self.statistics)
+
+
+def verdict(speedup: float, interval: Interval, doubts: Sequence[str] = ()) -> str:
+    """Return the gain in words: "slower" where it is slower, "no clear difference" where noise hides it.
+
+    Args:
+        interval: of ``speedup``; None for a single batch, from which nothing is concluded.
+        doubts: why the times may be wrong; with any, the verdict is called uncertain.
+    """
+    if interval is None:
+        return uncertain(doubts, f"{speedup:.2f}x plain decoding on a single batch, too few for an interval")
+    low, high = interval
+    numbers = f"{speedup:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
+    if low > 1:
+        return uncertain(doubts, f"faster than plain decoding ({numbers})")
+    if high < 1:
+        return uncertain(doubts, f"slower than plain decoding ({numbers})")
+    return uncertain(doubts, f"no clear difference from plain decoding ({numbers})")
 
 
 @dataclass(frozen=True)

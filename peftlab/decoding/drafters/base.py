@@ -61,6 +61,10 @@ class Proposal:
     logits: Tensor | None = None
     parents: Sequence[tuple[int, ...]] | None = None
 
+    def parents_of(self, row: int) -> tuple[int, ...]:
+        """Return the parents of a row's nodes; those of a chain are -1, 0, 1, ..."""
+        return tuple(range(-1, self.tokens.shape[1] - 1)) if self.parents is None else self.parents[row]
+
     @classmethod
     def empty(cls, b: int, device: torch.device) -> Proposal:
         """Return a proposal of no token for any of b rows."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.verification.tree import best_tree, parents_of
 
@@ -57,51 +57,6 @@ class PromptLookup:
 
 
 @dataclass
-class NGram:
-    """The most frequent continuation of the last tokens in all text seen so far; a baseline.
-
-    Counts of every context of up to ``order - 1`` tokens, over all sequences since the drafter was made; the
-    longest known context decides.
-    """
-
-    order: int = 3
-    name: str = "ngram"
-    _counts: dict[tuple[int, ...], Counter[int]] = field(
-        init=False, repr=False, default_factory=lambda: defaultdict(Counter)
-    )
-    _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
-
-    def start(self, rows: list[Row], state: TargetState) -> None:
-        self._counted = {row.index: 1 for row in rows}
-
-    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        for row in rows:
-            for end in range(self._counted[row.index], len(row.tokens)):
-                for n in range(min(self.order, end + 1)):
-                    self._counts[tuple(row.tokens[end - n : end])][row.tokens[end]] += 1
-            self._counted[row.index] = len(row.tokens)
-        return _chains(rows, budgets, self._guess)
-
-    def _guess(self, row: Row, budget: int) -> list[int]:
-        text = row.tokens[-self.order :]
-        guess: list[int] = []
-        while len(guess) < budget:
-            known = (tuple(text[len(text) - n :]) for n in range(min(self.order - 1, len(text)), -1, -1))
-            context = next((c for c in known if c in self._counts), None)
-            if context is None:
-                break
-            guess.append(self._counts[context].most_common(1)[0][0])
-            text.append(guess[-1])
-        return guess
-
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        pass
-
-    def select(self, slots: list[int]) -> None:
-        pass
-
-
-@dataclass
 class Recycling:
     """The target's most probable next tokens: a table token -> its followers when it was last read.
 
@@ -143,3 +98,13 @@ class Recycling:
 
     def select(self, slots: list[int]) -> None:
         pass
+
+
+def lookup(corpus: SuffixAutomaton | None, _: None) -> PromptLookup:
+    """Return a new drafter."""
+    return PromptLookup()
+
+
+def recycling(corpus: SuffixAutomaton | None, _: None) -> Recycling:
+    """Return a new drafter."""
+    return Recycling()

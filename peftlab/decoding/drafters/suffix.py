@@ -115,6 +115,11 @@ class SuffixAndDraft:
         self.drafter.select(slots)
 
 
+def suffix(corpus: SuffixAutomaton | None, _: None) -> SuffixLookup:
+    """Return a new drafter."""
+    return SuffixLookup(corpus)
+
+
 def with_copies(drafter: Drafter, corpus: SuffixAutomaton | None = None) -> SuffixAndDraft:
     """Return ``drafter`` with copies beside it, of two matching tokens at least."""
     return SuffixAndDraft(SuffixLookup(corpus, shortest=2), drafter)

@@ -131,30 +131,6 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
     return n_accepted, _at(target_argmax, n_accepted)
 
 
-def verify_typical(
-    target_probs: Tensor, tokens: Tensor, random: RandomSource, epsilon: float = 0.09, delta: float = 0.3
-) -> tuple[Tensor, Tensor]:
-    """LOSSY: accept x while p(x) > min(ε, δ·exp(-H(p))), then sample p; the output does not follow p.
-
-    Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774), H the entropy in nats. With δ < 1 the
-    target's greedy token is always accepted.
-
-    Args:
-        target_probs: [..., γ+1, V].
-        tokens: [..., γ].
-        random: the draw; acceptance is deterministic.
-        epsilon: threshold where the target is confident.
-        delta: factor that lowers it where the target is uncertain.
-
-    Returns:
-        n_accepted [...] and next_token [...].
-    """
-    p = target_probs[..., :-1, :]
-    threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp_max(epsilon)
-    n_accepted = _leading(_at(p, tokens) > threshold)
-    return n_accepted, random.draw(_row(target_probs, n_accepted))
-
-
 def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> None:
     *lead, gamma, vocab = draft_probs.shape
     if target_probs.shape[-1] != vocab:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.table import Chosen, policy
+from peftlab.decoding.table import Chosen, lossy, policy
+from peftlab.decoding.verification.lossy import LossyRule
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
@@ -27,6 +28,8 @@ class DecodingOptions:
         device: where the models run: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         pack: store the weights in the layout of fast kernels (CPU).
         corpus: file of texts that ``suffix`` copies from, as ``read_documents`` takes it.
+        lossy: NAME or NAME:X of ``decoding.table.LOSSY``: accept drafted tokens by it, so that the output is no longer
+            the target's; None: exactly.
     """
 
     max_new_tokens: int = 64
@@ -42,6 +45,7 @@ class DecodingOptions:
     pack: bool = True
     corpus: str | None = None
     device: str = "auto"
+    lossy: str | None = None
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen."""
@@ -55,6 +59,14 @@ class DecodingOptions:
         """
         Fixed(self.gamma)
         return policy(self.policy)
+
+    def lossy_rule(self) -> LossyRule | None:
+        """Return the lossy rule; None verifies exactly.
+
+        Raises:
+            PeftlabError: no such rule.
+        """
+        return None if self.lossy is None else LossyRule.of(lossy(self.lossy))
 
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""

@@ -16,6 +16,7 @@ from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
+from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
@@ -106,7 +107,8 @@ def _obstacle(needs: str, drafter: Drafter) -> str | None:
     modelled = model_of(drafter) is not None
     if needs == HEAD and not modelled:
         return f"reads the states of a draft model, and {drafter.name} has none"
-    if needs == DRAWN and not (modelled or (isinstance(inner, FeatureDrafter) and inner.width == 1)):
+    drawn = modelled or isinstance(inner, NGram) or (isinstance(inner, FeatureDrafter) and inner.width == 1)
+    if needs == DRAWN and not drawn:
         return f"stops a chain that is drawn token by token, and {drafter.name} draws none"
     if needs == TIMES and isinstance(inner, HeadsDrafter | FeatureDrafter | Recycling):
         return f"needs a chain from a draft model or from copies, and {drafter.name} is neither"

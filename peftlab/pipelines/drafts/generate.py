@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from peftlab.decoding.analysis.departure import Departure, LossyResult
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
-from peftlab.decoding.table import HEAD
+from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter
 from peftlab.errors import PeftlabError
@@ -30,6 +31,7 @@ class GeneratedText:
         seconds: of decoding, loading not included.
         block_efficiency: output tokens per target step; None without a drafter.
         acceptance: share of drafted tokens that were accepted; None if none was drafted.
+        lossy: the rule that accepted them, and what it cost; None: the output is the target's own.
     """
 
     text: str
@@ -38,6 +40,7 @@ class GeneratedText:
     seconds: float
     block_efficiency: float | None
     acceptance: float | None
+    lossy: LossyResult | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Writer:
             if on_text is not None:
                 on_text(piece)
 
-        sampling = options.sampling()
+        sampling, rule = options.sampling(), options.lossy_rule()
+        departure = None if rule is None else Departure(rule, sampling)
         began = time.perf_counter()
         result = decode(
             self.pair.target,
@@ -83,12 +87,15 @@ class Writer:
             policy=self.policy,
             sampling=sampling if seed is None else replace(sampling, seed=seed),
             on_tokens=lambda _, tokens: show(stream.add(tokens)),
+            observe=departure,
+            lossy=rule,
         )[0]
         seconds = time.perf_counter() - began
         show(stream.finish())
         found = acceptance_statistics([result])
         tau, acceptance = (found.tau, found.acceptance) if self.drafter else (None, None)
-        return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance)
+        lossy = None if departure is None else departure.result()
+        return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance, lossy)
 
 
 def load_writer(
@@ -105,25 +112,37 @@ def load_writer(
     In a chat the marker that the template puts after an answer ends an output, too, whatever the model calls its end.
     """
     options = options or DecodingOptions()
-    if draft is not None and drafter not in (None, "draft", SUFFIX, SUFFIX_AND_DRAFT):
-        raise PeftlabError(f"draft and drafter {drafter}: give one of them; only drafter {SUFFIX} goes with a draft")
-    if options.corpus is not None and drafter not in (SUFFIX, SUFFIX_AND_DRAFT):
-        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it")
-    length, _ = options.length(), options.sampling()  # a wrong setting is found before anything is loaded
+    _check(options, draft, drafter)
     if chat and not getattr(load_tokenizer(target), "chat_template", None):
         raise PeftlabError(f"chat: the tokenizer of {target!r} has no chat template")
-    if drafter is None and draft is None and options.policy != DecodingOptions.policy:
-        raise PeftlabError(f"policy {options.policy}: nothing is drafted; give a draft or a drafter")
     pair = options.load(target, draft)
     ends = end_of_turn(pair.tokenizer) if chat else frozenset[int]()
     name = drafter or ("draft" if draft is not None else None)
     name = SUFFIX_AND_DRAFT if name == SUFFIX and draft is not None else name
-    policy = fixed(Parts(options.gamma), None)
-    if name is not None:
-        head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
-        drafters = {name: partial(make_drafter, name, pair, options.width)}
-        policy = draft_lengths(length, options.gamma, pair.target, drafters, head=head).policies[name]
+    policy = fixed(Parts(options.gamma), None) if name is None else _policy(options, pair, draft, name)
     return Writer(pair, options, name, policy, pair.eos | ends, stop)
+
+
+def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> None:
+    """Refuse settings that are wrong or that do not go together, before anything is loaded."""
+    if draft is not None and drafter not in (None, "draft", SUFFIX, SUFFIX_AND_DRAFT):
+        raise PeftlabError(f"draft and drafter {drafter}: give one of them; only drafter {SUFFIX} goes with a draft")
+    free = drafter if drafter is None or drafter in ("draft", SUFFIX_AND_DRAFT) else model_free(drafter).name
+    if options.corpus is not None and free not in (SUFFIX, SUFFIX_AND_DRAFT, "ngram"):
+        raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
+    options.length(), options.sampling(), options.lossy_rule()
+    if drafter is None and draft is None:
+        policy = options.policy if options.policy != DecodingOptions.policy else None
+        for what, name in (("policy", policy), ("lossy", options.lossy)):
+            if name is not None:
+                raise PeftlabError(f"{what} {name}: nothing is drafted; give a draft or a drafter")
+
+
+def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> MakePolicy:
+    length = options.length()
+    head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
+    drafters = {name: partial(make_drafter, name, pair, options.width)}
+    return draft_lengths(length, options.gamma, pair.target, drafters, head=head).policies[name]
 
 
 def generate(
@@ -142,7 +161,7 @@ def generate(
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         options: of decoding; None for the defaults.
-        drafter: ``lookup``, ``suffix``, ``recycling`` or ``ngram``, which need no draft; ``suffix`` goes with a draft,
+        drafter: NAME or NAME:X of ``decoding.table.MODEL_FREE``, which need no draft; ``suffix`` goes with a draft,
             too. None: the draft.
         stop: texts before which the output ends. chat: ask through the tokenizer's chat template.
         on_text: called with each piece of text as soon as it is final.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.table import HEAD
-from peftlab.drafting.load import MODEL_FREE, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
+from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
+from peftlab.drafting.load import SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -46,7 +46,8 @@ class DraftBenchmark(Measured):
     """A benchmark of a target and its draft.
 
     Attributes:
-        gamma, width, policy: how tokens were drafted. result: plain decoding and drafters on the same prompts.
+        gamma, width, policy: how tokens were drafted.
+        result: plain decoding and drafters on the same prompts.
     """
 
     gamma: int
@@ -81,18 +82,20 @@ def benchmark(
     draft: str | None = None,
     options: DecodingOptions | None = None,
     *,
+    drafters: Sequence[str] = (),
     batch_size: int = 1,
     repeats: int = 3,
     max_prompts: int | None = None,
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
-    The drafters without a model (``MODEL_FREE``) run beside the draft, or alone without one.
+    Drafters without a model run beside the draft, or alone without one.
 
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults.
+        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
 
     Raises:
@@ -100,10 +103,12 @@ def benchmark(
     """
     options = options or DecodingOptions()
     length = options.length()
+    free = [model_free(name).text for name in dict.fromkeys(drafters or MODEL_FREE)]
     settings = Settings(
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling(),
         batch_size=batch_size,
+        lossy=options.lossy_rule(),
         repeats=repeats,
     )
     listed = read_prompts(prompts)
@@ -113,10 +118,10 @@ def benchmark(
     settings.eos = pair.eos
     watches = _watched(pair)
     # The first drafter is the one that the result is about.
-    names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *MODEL_FREE]
-    drafters: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
+    names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free]
+    made: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
-    lengths = draft_lengths(length, options.gamma, pair.target, drafters, batch=batch_size, head=head)
+    lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     return DraftBenchmark(
@@ -128,7 +133,7 @@ def benchmark(
         gamma=options.gamma,
         width=options.width,
         policy=options.policy,
-        result=bench(watches[0], drafters, questions, settings, models=watches),
+        result=bench(watches[0], made, questions, settings, models=watches),
     )
 
 
@@ -141,6 +146,7 @@ def plan_draft(
     max_gamma: int = 8,
     context: int = 128,
     repeats: int = 9,
+    batches: Sequence[int] = (1,),
 ) -> MeasuredDraftPlan:
     """Measure whether a draft can make decoding faster, and from what acceptance.
 
@@ -149,23 +155,25 @@ def plan_draft(
             the kinds of drafts are compared by the weights that they read.
         options: only dtypes and ``pack`` count. alpha: the acceptance to recommend for.
         max_gamma: longest draft to consider. context: tokens in the cache meanwhile. repeats: passes of each kind.
+        batches: how many sequences are decoded together; the plan is for the first, the cost curve and the best draft
+            length for all.
 
     Raises:
         PeftlabError: the draft is a directory of heads or eagle3, which have no step of their own, or cannot be loaded.
     """
     options = options or DecodingOptions()
-    planning.check_plan(max_gamma, repeats)
+    planning.check_plan(max_gamma, repeats, batches)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if drafts_with_heads(draft):
         raise PeftlabError(f"draft {draft}: heads and eagle3 have no step of their own to plan; use draft bench")
     pair = options.load(target, draft)
-    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     result: planning.MeasuredPlan | planning.MeasuredAdvice
+    how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     if pair.draft is None:
-        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, **how)
+        result = planning.compare_kinds(pair.target, draft_costs(pair.weights), alpha, batches=batches, **how)
     else:
-        result = planning.plan(pair.target, pair.draft, **how)
+        result = planning.plan(pair.target, pair.draft, batches=batches, **how)
     return MeasuredDraftPlan(
         target=target,
         draft=draft,

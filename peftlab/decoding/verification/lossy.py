@@ -1,0 +1,113 @@
+"""LOSSY verification: drafted tokens are accepted because the target finds them plausible, whatever drafted them.
+
+The output no longer follows the target's distribution p. How far it departs is known exactly at every position: the law
+of the emitted token follows from p, the tokens that a rule accepts, and what the drafted tokens were drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.table import Chosen
+from peftlab.decoding.verification.sampling import RandomSource, Sampling, certain
+from peftlab.rows import resolve
+
+
+@dataclass(frozen=True)
+class LossyRule:
+    """Which drafted tokens are accepted.
+
+    Attributes:
+        name: for reports. allowed: p [..., V] -> whether each token is accepted if it is drafted.
+    """
+
+    name: str
+    allowed: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, chosen: Chosen) -> LossyRule:
+        """Return the rule that a user named."""
+        rule, x = resolve(chosen.row.make), chosen.value
+        return cls(chosen.text, lambda p: rule(p, x))
+
+    def laws(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Return p, from which tokens are drawn, and which tokens are accepted, [..., V] each.
+
+        At temperature 0, p is 1 at the largest logit, and the rule judges by the distribution at temperature 1.
+        """
+        if not sampling.greedy:
+            p = sampling.probabilities(logits)
+            return p, self.allowed(p)
+        whole = logits.softmax(-1)
+        return certain(logits.argmax(-1), whole), self.allowed(whole)
+
+
+def typical(p: Tensor, epsilon: float) -> Tensor:
+    """Return where p(x) > min(ε, √ε·exp(-H(p))), H the entropy in nats: [..., V] -> [..., V].
+
+    Medusa's typical acceptance (Cai et al. 2024, arXiv 2401.10774). The most probable token is always accepted.
+    """
+    threshold = (epsilon**0.5 * torch.exp(-torch.special.entr(p).sum(-1, keepdim=True))).clamp_max(epsilon)
+    return p > threshold
+
+
+def accept_k(p: Tensor, k: float) -> Tensor:
+    """Return where a token is among the k most probable ones, of those that are possible at all: [..., V] -> [..., V].
+
+    ``verifier_accept_k`` of vLLM's library speculators.
+    """
+    best = p.topk(min(int(k), p.shape[-1]), -1).indices
+    return torch.zeros_like(p, dtype=torch.bool).scatter(-1, best, True) & (p > 0)
+
+
+def verify_lossy(
+    target_probs: Tensor, allowed: Tensor, tokens: Tensor, parents: Sequence[int], random: RandomSource
+) -> tuple[list[int], int]:
+    """LOSSY: walk down a tree by the first child that is allowed; then draw from p.
+
+    Args:
+        target_probs: [N+1, V]; row 0 follows the root, row i+1 follows node i. allowed: [N+1, V].
+        tokens: [N], -1 where nothing was drafted. parents: N parent nodes, -1 for the root; a chain is -1, 0, 1, ...
+        random: the draw; acceptance is deterministic.
+
+    Returns:
+        The accepted path as node indices from the root down, and the next token after it.
+    """
+    drafted, path = tokens.tolist(), list[int]()
+    for node, (parent, token) in enumerate(zip(parents, drafted, strict=True)):
+        # A parent comes before its children, and a younger child is not looked at once the path has left its parent.
+        if parent == (path[-1] if path else -1) and token >= 0 and bool(allowed[parent + 1, token]):
+            path.append(node)
+    return path, int(random.draw(target_probs[(path[-1] if path else -1) + 1]))
+
+
+def accept_lossy(
+    rule: LossyRule,
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Sequence[Sequence[int]],
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> tuple[list[list[int]], list[int]]:
+    """Accept one path of each row's draft; arguments as for ``accept.accept_trees``, but parents of each row."""
+    p, allowed = rule.laws(logits, sampling)
+    rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
+    walks = [verify_lossy(*row) for row in rows]
+    return [path for path, _ in walks], [token for _, token in walks]
+
+
+def emitted_law(p: Tensor, allowed: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
+    """Return the law of the token that follows a prefix, where children were drafted for it: [V].
+
+    Args:
+        p, allowed: [V]. drawn_from: of each child in turn, what it was drawn from [V], given its elder siblings.
+    """
+    law, left = torch.zeros_like(p), p.new_ones(())
+    for q in drawn_from:
+        accepted = q * allowed
+        law, left = law + left * accepted, left * (1 - accepted.sum())
+    return law + left * p

@@ -1,0 +1,35 @@
+"""The tables of ``draft plan --theory`` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peftlab.decoding.analysis.theory_grid import Theory
+
+_PAIRS = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+"""The acceptances and lengths of the paper's own table."""
+
+
+def theory_tables(theory: Theory) -> list[tuple[str, list[str], Sequence[Sequence[str]]]]:
+    """Return the tables: title, header, rows."""
+    gammas = list(dict.fromkeys(row.gamma for row in theory.rows))
+    alphas = list(dict.fromkeys(row.alpha for row in theory.rows))
+    tokens = {(row.alpha, row.gamma): f"{row.tokens:.2f}" for row in theory.rows}
+    expected = [(f"{alpha:.1f}", *(tokens[alpha, gamma] for gamma in gammas)) for alpha in alphas]
+    speeds = [
+        (f"{row.alpha:.1f}", str(row.gamma), f"{row.operations:.2f}x", *(f"{gain:.2f}x" for gain in row.speedup))
+        for row in theory.rows
+        if (row.alpha, row.gamma) in _PAIRS
+    ]
+    return [
+        ("expected tokens per target step", ["alpha", *(f"gamma {gamma}" for gamma in gammas)], expected),
+        ("arithmetic and speed", ["alpha", "gamma", "operations", *(f"c = {c:g}" for c in theory.costs)], speeds),
+    ]
+
+
+def theory_facts() -> list[str]:
+    """Return what the tables mean, in sentences."""
+    return [
+        "c is the time of a draft step by that of a target step. Verifying several tokens is taken to cost what one "
+        "does, and each token to be accepted with the same alpha; draft plan --target measures c and verification",
+    ]
