@@ -31,7 +31,7 @@ def run_recipe(
     """Run a recipe of any kind on a device, or the part ``shard`` of a table, and return its results."""
     part: dict[str, object] = {}
     if shard is not None:
-        from peftlab.pipelines.tables.shards import Shard
+        from peftlab.pipelines.tables.table_parts import Shard
 
         if recipe.kind != "table":
             raise PeftlabError(f"shard {shard}: only tables and sweeps have parts, this is a {recipe.kind}")

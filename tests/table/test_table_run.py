@@ -23,7 +23,7 @@ from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.tables.cell_processes import Stopped
 from peftlab.pipelines.tables.score_table import CellsFailed, run_table
-from peftlab.pipelines.tables.shards import Shard
+from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import table_cells

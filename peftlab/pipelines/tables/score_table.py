@@ -16,7 +16,7 @@ from peftlab.locks import locked
 from peftlab.outputs import Claim, claimed, read_mark
 from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
-from peftlab.pipelines.tables.shards import Shard
+from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
