@@ -23,6 +23,7 @@ app = typer.Typer(
     name="peftlab",
     help="Parameter-efficient finetuning: recipes in, small adapters and plain merged checkpoints out.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -30,9 +31,6 @@ recipes_app = typer.Typer(help="List the shipped recipes, or copy one.", invoke_
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(draft_app, name="draft")
 app.add_typer(adapter_app, name="adapter")
-app.command()(generate)
-app.command()(merge)
-app.command()(unmerge)
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the short name of a shipped recipe.")]
 
@@ -93,7 +91,7 @@ def validate(
         typer.Option("--deep", help="Also read all labels, find the method's targets, and compare the disk's space."),
     ] = False,
 ) -> object:
-    """Check a recipe and its data's files and columns, and print it with all its defaults."""
+    """Check a recipe and that its model and data are there, and print it with all its defaults."""
     from peftlab import pipelines
     from peftlab.recipe.loading import dump_recipe
 
@@ -274,6 +272,10 @@ def env() -> object:
     found = environment(resolve_device("auto"))
     print(json.dumps(found, indent=2))
     return found
+
+
+for _verb in (generate, merge, unmerge):  # last, so that the help begins with run
+    app.command()(_verb)
 
 
 def main() -> None:

@@ -96,6 +96,8 @@ def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
     with NoValues():
         inject(model, settings)
     injection, row = injection_of(model), QUERY_VALUE.get(model_type(model), ())
+    default = [getattr(settings, name, "") for name in ("target_modules", "target_parameters")] == [None, None]
+    in_table = any(has_suffix(name, target) for target in row for name in injection.replaced)
     patterns = Counter(_pattern(module) for module in injection.replaced)
     in_place = Counter(_pattern(parameter) for parameter in injection.originals)
     maps: dict[str, KnownModel] = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, *conv1d()))}
@@ -107,7 +109,7 @@ def _counted(model: nn.Module, settings: MethodConfig) -> Inspection:
         matches=dict(patterns),
         trained_in_place=dict(in_place),
         head=head,
-        targets="table" if any(has_suffix(n, t) for t in row for n in injection.replaced) else "fallback",
+        targets=("table" if in_table else "fallback") if default else "given",
         trainable=trainable,
         trainable_tensors=len(trainable_parameters(model)),
         total=total,

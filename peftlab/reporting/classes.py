@@ -33,7 +33,7 @@ def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[s
         *(f"left out: {count:,} rows ({reason})" for reason, count in left_out.items()),
         *(f"warning: {text}" for text in class_warnings(classes)),
         *(
-            f"warning: {count:,} {split} rows have the text of a training row, so scores may be too high"
+            f"warning: {split} rows with the text of a training row: {count:,}; scores may be too high"
             for split, count in (repeated or {}).items()
         ),
     ]

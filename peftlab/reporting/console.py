@@ -175,7 +175,8 @@ class Inspection:
         architecture: the class of the model.
         matches: adapted modules, pattern to their number. trained_in_place: the same of parameters.
         head: modules trained whole.
-        targets: where default targets came from, "table" or "fallback".
+        targets: where default targets came from, "table" or "fallback"; "given" where the method has none or the fields
+            name them.
         trainable: trainable parameters; trainable_tensors: the tensors that contain them. total: all parameters.
         linear_covered: share of the linear weights that is in adapted modules.
         folds: whether the method can be merged into plain weights.
@@ -217,7 +218,10 @@ def inspection_table(found: Inspection) -> Table:
         for name, value in facts.costs(vars(found.cost)).items():
             table.add_row(name, value)
     if found.targets == "fallback":
-        table.caption = "no row for this architecture in the table of targets: every linear layer but the output layer"
+        table.caption = (
+            "The architecture has no row in the table of targets: linear maps with the usual names of query and value, "
+            "or all where there are none."
+        )
     return table
 
 

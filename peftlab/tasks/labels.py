@@ -20,8 +20,13 @@ def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
     values = table.column(column, "data.label")
     found = [_number(value) for value in values]
     bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, math.isfinite(n))]
-    faults += table.fault(column, f"is not a finite number ({quoted(values[bad[0]])})" if bad else "", bad)
+    faults += table.fault(column, _no_number(values[bad[0]]) if bad else "", bad)
     return found
+
+
+def _no_number(value: object) -> str:
+    comma = isinstance(value, str) and "," in value and math.isfinite(_number(value.replace(",", ".", 1)))
+    return f"is not a finite number ({quoted(value)}{'; write a decimal point, no comma' if comma else ''})"
 
 
 def names(table: Table, column: str, faults: list[Fault]) -> list[str]:

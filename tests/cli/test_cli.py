@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
 from peftlab import PeftlabError, predict
 from peftlab.checkpoints.adapter import load_adapter
+from peftlab.cli.app import app
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.reporting.result_keys import COMMON, FINETUNE
 
@@ -37,6 +40,12 @@ def refused(*arguments: str, cwd: Path | None = None) -> str:
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def test_help_begins_with_run_and_has_a_short_option() -> None:
+    shown = CliRunner().invoke(app, ["-h"]).output
+    assert re.findall(r"^  ([a-z]+) ", shown.partition("Commands:")[2], re.MULTILINE)[0] == "run"
+    assert CliRunner().invoke(app, ["draft", "plan", "-h"]).exit_code == 0
 
 
 def test_help_names_every_verb_and_imports_no_torch() -> None:

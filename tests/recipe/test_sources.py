@@ -155,6 +155,7 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
         ("train:\n  betas: [0.9,\n    1]", "6: train.betas: expected [number from 0 below 1, "
          "number from 0 below 1], got [0.9, 1]"),
         ("merge: no", "4: merge: expected true or false or section or null, got 'no' (did you mean false?)"),
+        ("data: {path:rows.csv}", "4: data.path:rows.csv: unknown key (did you mean 'path: rows.csv', with a blank after the colon?)"),
         ("merge: {inot: original}", "4: merge.inot: unknown key (did you mean 'into'?)"),
         ("merge: {into: orignal}", "4: merge.into: expected dequantised or original, got 'orignal' "
          "(did you mean 'original'?)"),

@@ -215,6 +215,10 @@ def test_bad_files_are_refused_with_a_place(tmp_path, text, options, message):
 @pytest.mark.parametrize(
     ("stars", "message"),
     [
+        (
+            ["1", "4,5", "2"],
+            r"not a finite number \('4,5'; write a decimal point, no comma\) in 1 of 3 rows \(line 3\)",
+        ),
         (["1", "many", "inf"], r"'stars' is not a finite number \('many'\) in 2 of 3 rows \(line 3, 4\)"),
         (["1", "", "2"], r"'stars' is missing in 1 of 3 rows"),
     ],

@@ -184,7 +184,7 @@ def test_validation_rows_that_are_trained_on_are_counted(
     values = tiny.recipe(encoder, place, tmp_path / "run", max_steps=1)
     values["data"]["validation"] = None
     tiny.run(values)
-    assert "warning: 2 validation rows have the text of a training row" in capsys.readouterr().out
+    assert "warning: validation rows with the text of a training row: 2; scores" in capsys.readouterr().out
     write(place / "validation.csv", ("good plot", "a"), ("a plot", "b"))
     tiny.run(values, overwrite=True)
     assert "of a training row" not in capsys.readouterr().out

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.targets import embeddings_of
 from peftlab.rows import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled.analysis import Analysis
@@ -125,11 +126,12 @@ def tokens_for(
     max_length: int,
     split: Dataset,
 ) -> Dataset:
-    """Return a split, tokenised; ``PeftlabError`` where the model has no embedding of a token."""
+    """Return a split, tokenised; ``PeftlabError`` where the model's table of embeddings lacks a token."""
     tokens = tokenise(split, tokenizer, max_length, answers.encode)
     largest = max(largest_id(tokens), padding_token(tokenizer))
-    embedded = len(model.get_input_embeddings().get_parameter("weight"))
-    if largest >= embedded:
+    table, _ = embeddings_of(model)
+    embedded = None if table is None else len(table.get_parameter("weight"))  # CANINE hashes its characters
+    if embedded is not None and largest >= embedded:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise PeftlabError(
             f"{reference}: its tokenizer gives {token!r} the id {largest}, and the model has embeddings of "
