@@ -13,6 +13,7 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Adapted
 from peftlab.methods.targets import inside, match
+from peftlab.models.plain import PlainModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,12 +72,15 @@ def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def _pretrained(model: nn.Module, names: list[str]) -> set[str]:
     """Return those of the parameters ``names`` that belong to the pretrained base model."""
+    kind, prefix = type(model), getattr(model, "base_model_prefix", "")
+    bare = not re.search("For[A-Z]", kind.__name__)
+    if issubclass(kind, PlainModel):
+        return set(names) if bare else {name for name in names if inside(name, [prefix])}
     from transformers import PreTrainedModel
 
-    kind, base = type(model), _base_class(model)
-    if (kind is base or kind.__module__.startswith("transformers.")) and not re.search("For[A-Z]", kind.__name__):
+    base = _base_class(model)
+    if bare and (kind is base or kind.__module__.startswith("transformers.")):
         return set(names)
-    prefix = getattr(model, "base_model_prefix", "")
     prefix = prefix if isinstance(model._modules.get(prefix), nn.Module) else ""
     nested = [name for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
     known = _parameters_of(base, model) if base is not None and kind is not base else set()
