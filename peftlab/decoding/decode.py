@@ -117,6 +117,7 @@ def decode(
     """
     sampling = sampling or Sampling()
     _check(target, prompts, stopping)
+    _check_pool(target, pool, len(prompts))
     results = [Generation() for _ in prompts]
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
@@ -129,12 +130,6 @@ def decode(
             results[index].reason = "context"
     if rows:
         size = len(rows) if pool is None else pool
-        if size < 1:
-            raise PeftlabError(f"pool: {pool} sequences; give 1 or more")
-        if target.encoder is not None and size < len(rows):
-            raise PeftlabError(
-                f"pool: {pool} of {len(rows)} prompts; an encoder-decoder model reads all of them at once"
-            )
         how = (target, drafter, stopping, sampling)
         batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy)
         while batch.rows:
@@ -156,6 +151,13 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
         if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
+
+
+def _check_pool(target: Engine, pool: int | None, prompts: int) -> None:
+    if pool is not None and pool < 1:
+        raise PeftlabError(f"pool: {pool} sequences; give 1 or more")
+    if pool is not None and pool < prompts and target.encoder is not None:
+        raise PeftlabError(f"pool: {pool} of {prompts} prompts; an encoder-decoder model reads all at once")
 
 
 def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
