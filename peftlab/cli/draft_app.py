@@ -134,6 +134,9 @@ def bench(
     width: Width = None,
     policy: Length = "fixed",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 1,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Also time a pool that takes the next prompt as soon as an output ends.")
+    ] = False,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -163,7 +166,7 @@ def bench(
     )  # fmt: skip
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
-        max_prompts=max_prompts,
+        max_prompts=max_prompts, pool=pool,
     )  # fmt: skip
     found = result.result
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)

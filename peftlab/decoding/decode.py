@@ -87,6 +87,7 @@ def decode(
     observe: Observe | None = None,
     group: bool = False,
     lossy: LossyRule | None = None,
+    pool: int | None = None,
 ) -> list[Generation]:
     """Decode a batch of prompts of any lengths.
 
@@ -105,15 +106,18 @@ def decode(
         group: take in each step only the largest set of rows of equal length, which need no scatter and no mask of
             their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
         lossy: accepts drafted tokens in place of exact verification; the output is then not the target's own.
+        pool: sequences decoded together; the next prompt begins as soon as one of them ends. None: all.
 
     Returns:
         One output per prompt, in order.
 
     Raises:
-        PeftlabError: no prompt, an empty prompt, one longer than the context, or a token id out of range.
+        PeftlabError: no prompt, an empty prompt, one longer than the context, a token id out of range, or prompts that
+            would have to wait for an encoder-decoder target.
     """
     sampling = sampling or Sampling()
     _check(target, prompts, stopping)
+    _check_pool(target, pool, len(prompts))
     results = [Generation() for _ in prompts]
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
@@ -125,7 +129,9 @@ def decode(
         elif stopping.max_new_tokens:
             results[index].reason = "context"
     if rows:
-        batch = _Batch(target, drafter, stopping, sampling, rows, results, on_tokens, observe, lossy)
+        size = len(rows) if pool is None else pool
+        how = (target, drafter, stopping, sampling)
+        batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy)
         while batch.rows:
             batch.step(_equal_lengths(batch.rows) if group else batch.rows)
     return results
@@ -147,6 +153,13 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
 
 
+def _check_pool(target: Engine, pool: int | None, prompts: int) -> None:
+    if pool is not None and pool < 1:
+        raise PeftlabError(f"pool: {pool} sequences; give 1 or more")
+    if pool is not None and pool < prompts and target.encoder is not None:
+        raise PeftlabError(f"pool: {pool} of {prompts} prompts; an encoder-decoder model reads all at once")
+
+
 def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
     """How many tokens a row may still emit."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
@@ -166,13 +179,17 @@ _SLACK = 64  # slots past the longest sequence, for drafted tokens that will be 
 
 @dataclass
 class _Batch:
-    """The sequences that are being decoded, and their state; sequences that end leave ``rows`` and every cache."""
+    """The sequences that are being decoded, and their state.
+
+    A sequence that ends leaves ``rows``; its slot in every cache is taken by the next one that waits, or else removed.
+    """
 
     target: Engine
     drafter: Drafter | None
     stopping: StoppingCriteria
     sampling: Sampling
     rows: list[Row]
+    waiting: list[Row]
     results: list[Generation]
     on_tokens: OnTokens | None
     observe: Observe | None
@@ -180,15 +197,19 @@ class _Batch:
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
-        longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in self.rows)
+        every = [*self.rows, *self.waiting]
+        longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in every)
         encoder = self.target.encoder
         context = encoder.encode([row.source for row in self.rows]) if encoder is not None else None
         self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK, context)
-        read = prefill(self.target, self.cache, [row.tokens for row in self.rows], [row.slot for row in self.rows])
+        state = self._read(self.rows)
         if self.drafter is not None:
-            vocabulary = self.target.vocab_size
-            state = TargetState(self.cache, read.hidden, vocabulary, self.sampling, read.features)
             self.drafter.start(self.rows, state)
+
+    def _read(self, rows: list[Row]) -> TargetState:
+        """Read the prompts of some rows into their slots."""
+        read = prefill(self.target, self.cache, [row.tokens for row in rows], [row.slot for row in rows])
+        return TargetState(self.cache, read.hidden, self.target.vocab_size, self.sampling, read.features)
 
     def step(self, rows: list[Row]) -> None:
         """Draft for some of the rows, verify, and append what they emit."""
@@ -202,7 +223,7 @@ class _Batch:
         if self.drafter is not None:
             self.drafter.accept(rows, verified)
         if ended:
-            self._drop(ended)
+            self._replace(ended)
 
     def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:
@@ -266,12 +287,23 @@ class _Batch:
                 return n, "length" if len(before) + n == self.stopping.max_new_tokens else "context"
         return len(run), None
 
-    def _drop(self, ended: set[int]) -> None:
-        """Remove the sequences that have ended from every cache."""
-        self.rows = [row for row in self.rows if row.index not in ended]
-        if not self.rows:
-            return
-        slots = [row.slot for row in self.rows]
+    def _replace(self, ended: set[int]) -> None:
+        """Give the slots of sequences that have ended to those that wait; remove the other slots from every cache."""
+        free = [row.slot for row in self.rows if row.index in ended]
+        joining, self.waiting = self.waiting[: len(free)], self.waiting[len(free) :]
+        for row, slot in zip(joining, free, strict=False):
+            row.slot = slot
+        kept = [row for row in self.rows if row.index not in ended]
+        self.rows = sorted([*kept, *joining], key=lambda row: row.slot)
+        if joining:
+            state = self._read(joining)
+            if self.drafter is not None:
+                self.drafter.join(joining, state)
+        if self.rows and len(joining) < len(free):
+            self._select([row.slot for row in self.rows])
+
+    def _select(self, slots: list[int]) -> None:
+        """Keep only these slots."""
         self.cache.select(slots)
         if self.drafter is not None:
             self.drafter.select(slots)

@@ -168,6 +168,7 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
         if of.alpha is not None
     ]
     facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
+    facts += [] if result.pool is None else [result.pool.line()]
     if result.overhead is not None:
         facts.append(f"time outside the models: {100 * result.overhead:.1f} %")
     spread = result.conditions.spread

@@ -136,6 +136,29 @@ class PromptResult:
 
 
 @dataclass(frozen=True)
+class PoolResult:
+    """Tokens per second of a pool that refills, against static batches of the same size on the same prompts.
+
+    Attributes:
+        static, pooled: drafter -> tokens per second, the median of the repeats; "plain" without one.
+        equal: whether all four ways gave the same outputs; None when sampling or with a lossy rule.
+    """
+
+    static: dict[str, float]
+    pooled: dict[str, float]
+    equal: bool | None
+
+    def line(self) -> str:
+        """Return it in a sentence."""
+        rates = ", ".join(
+            f"{name} {rate:.1f} against {self.static[name]:.1f} tokens/s ({rate / self.static[name]:.2f}x)"
+            for name, rate in self.pooled.items()
+        )
+        same = {True: "; the same outputs", False: "; the outputs differ", None: ""}[self.equal]
+        return f"a pool that refills against static batches: {rates}{same}"
+
+
+@dataclass(frozen=True)
 class BenchmarkResult:
     """Plain decoding and drafters, timed on the same prompts.
 
@@ -148,6 +171,7 @@ class BenchmarkResult:
         kernel: how the target's step is computed. threads, device, cpu: where.
         conditions: of the machine.
         skipped: ids of the prompts that do not fit the context.
+        pool: the first drafter in a pool that refills; None where it was not measured.
     """
 
     drafter: str
@@ -166,6 +190,7 @@ class BenchmarkResult:
     categories: dict[str, CategoryResult]
     prompts: list[PromptResult]
     skipped: list[str] = field(default_factory=list)
+    pool: PoolResult | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return the attributes, and beside them the figures of ``drafter``."""

@@ -77,6 +77,9 @@ class TimedDrafter:
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.clock.timed(self.drafter.start, rows, state)
 
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self.clock.timed(self.drafter.join, rows, state)
+
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return self.clock.timed(self.drafter.propose, rows, budgets)
 

@@ -124,6 +124,10 @@ class Drafter(Protocol):
         """Begin new sequences; earlier ones are finished."""
         ...
 
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        """Begin further sequences, in slots of sequences that have ended; ``state`` is theirs."""
+        ...
+
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         """Propose at most ``budgets[i]`` tokens for ``rows[i]``; at least one budget is 1 or more."""
         ...

@@ -97,8 +97,12 @@ class FeatureDrafter:
         self._sampling = state.sampling
         # Rows that have not read for several steps are read together with one that is nearly at its end.
         self._cache = KVCache(1, len(rows), 2 * state.cache.capacity + self.width * self.depth)
-        self._read = {row.index: 0 for row in rows}
-        self._new = {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
+        self._read, self._new = {}, {}
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._read |= {row.index: 0 for row in rows}
+        self._new |= {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
         if any(len(row.tokens) > 1 and row.index not in self._new for row in rows):
             layers = ", ".join(map(str, self.network.features))
             raise PeftlabError(

@@ -100,9 +100,12 @@ class HeadsDrafter:
     _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
+        self._hidden, self._vocab = {}, state.vocab_size
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
         states = zip(rows, state.hidden, strict=True)
-        self._hidden = {row.index: hidden for row, hidden in states if hidden is not None}
-        self._vocab = state.vocab_size
+        self._hidden |= {row.index: hidden for row, hidden in states if hidden is not None}
 
     @torch.inference_mode()
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:

@@ -45,13 +45,17 @@ class ModelDrafter:
         if (self.engine.encoder is None) != (state.cache.context is None):
             raise PeftlabError("draft: of target and draft only one is an encoder-decoder model; both or none must be")
         self._sampling = state.sampling
-        self._read = {row.index: len(row.tokens) - 1 for row in rows}
-        self._ahead = {}
+        self._read, self._ahead = {}, {}
         self._cache = state.cache
         if not self.shares_cache:
             encoder = self.engine.encoder
             context = encoder.encode([row.source for row in rows]) if encoder is not None else None
             self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity, context)
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._read |= {row.index: len(row.tokens) - 1 for row in rows}
+        if not self.shares_cache:
             readable = [row for row in rows if self._room(row) >= 0]
             if readable:
                 prefill(self.engine, self._cache, [row.tokens for row in readable], [row.slot for row in readable])

@@ -31,8 +31,12 @@ class PromptLookup:
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        self._after = {row.index: {} for row in rows}
-        self._indexed = {row.index: 0 for row in rows}
+        self._after, self._indexed = {}, {}
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._after |= {row.index: {} for row in rows}
+        self._indexed |= {row.index: 0 for row in rows}
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return _chains(rows, budgets, self._guess)
@@ -74,6 +78,9 @@ class Recycling:
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self._width = min(self.width, state.vocab_size)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        pass
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         tree = best_tree(max(budgets), max(budgets), self._width)

@@ -68,8 +68,12 @@ class NGram:
         self._counts = Counts(self.order)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        self._counted = {row.index: 1 for row in rows}
+        self._counted = {}
         self._size, self._sampling = state.vocab_size, state.sampling
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._counted |= {row.index: 1 for row in rows}
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         for row in rows:

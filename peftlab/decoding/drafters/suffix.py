@@ -36,8 +36,12 @@ class SuffixLookup:
     _places: dict[int, tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        self._texts = {row.index: SuffixAutomaton() for row in rows}
-        self._places = {row.index: ROOT for row in rows}
+        self._texts, self._places = {}, {}
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._texts |= {row.index: SuffixAutomaton() for row in rows}
+        self._places |= {row.index: ROOT for row in rows}
 
     def find(self, row: Row, budget: int) -> tuple[int, list[int]]:
         """Return how many tokens match, and at most ``budget`` tokens that followed; (0, []) if none are copied."""
@@ -97,6 +101,10 @@ class SuffixAndDraft:
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.suffix.start(rows, state)
         self.drafter.start(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self.suffix.join(rows, state)
+        self.drafter.join(rows, state)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         found = [self.suffix.find(row, budget) for row, budget in zip(rows, budgets, strict=True)]

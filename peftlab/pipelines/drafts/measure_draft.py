@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 from peftlab.decoding.analysis import planning
 from peftlab.decoding.analysis.benchmark import Question, Settings, bench
+from peftlab.decoding.analysis.pool import check_pool, measure_pool
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
@@ -86,6 +87,7 @@ def benchmark(
     batch_size: int = 1,
     repeats: int = 3,
     max_prompts: int | None = None,
+    pool: bool = False,
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
@@ -97,6 +99,7 @@ def benchmark(
         options: of decoding; None for the defaults.
         drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
+        pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
     Raises:
         PeftlabError: a setting, the prompts, target or draft cannot be used.
@@ -104,13 +107,9 @@ def benchmark(
     options = options or DecodingOptions()
     length = options.length()
     free = [model_free(name).text for name in dict.fromkeys(drafters or MODEL_FREE)]
-    settings = Settings(
-        max_new_tokens=options.max_new_tokens,
-        sampling=options.sampling(),
-        batch_size=batch_size,
-        lossy=options.lossy_rule(),
-        repeats=repeats,
-    )
+    settings = _settings(options, batch_size, repeats)
+    if pool:
+        check_pool(batch_size)
     listed = read_prompts(prompts)
     if max_prompts is not None:
         listed = spread(listed, max_prompts)
@@ -124,6 +123,9 @@ def benchmark(
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
+    result = bench(watches[0], made, questions, settings, models=watches)
+    if pool:
+        result = replace(result, pool=measure_pool(pair.target, names[0], made[names[0]], questions, settings))
     return DraftBenchmark(
         target=target,
         draft=draft,
@@ -133,7 +135,17 @@ def benchmark(
         gamma=options.gamma,
         width=options.width,
         policy=options.policy,
-        result=bench(watches[0], made, questions, settings, models=watches),
+        result=result,
+    )
+
+
+def _settings(options: DecodingOptions, batch_size: int, repeats: int) -> Settings:
+    return Settings(
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling(),
+        batch_size=batch_size,
+        lossy=options.lossy_rule(),
+        repeats=repeats,
     )
 
 
