@@ -119,8 +119,8 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     section = source.data.get("method") if above == ["method"] else None
     method = section if isinstance(section, dict) else {}
     if method and source.place(("method", "name")).rank and not source.place(keys).rank:
-        name = method.get("name")
-        return f"no key of method {name}; remove it by '~{dotted(keys)}', or write 'method={{name: {name}}}'"
+        chosen = method.get("name")
+        return f"no key of method {chosen}; remove it by '~{dotted(keys)}', or write 'method={{name: {chosen}}}'"
     if meant(key, here):
         return f"unknown key{suggest(key, here)}"
     for section, known in valid.items():
