@@ -117,6 +117,10 @@ output (`--chat`: `answers`), and verbs that only write say where as `out`.
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.analysis.results.CategoryResult
    :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.departure.LossyResult
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.results.PoolResult
+   :exclude-members: __init__
 .. autofunction:: peftlab.decoding.analysis.planning.plan
    :no-index:
 ```
