@@ -53,7 +53,7 @@ def inspect_model(
     Raises:
         PeftlabError: as loading the configuration, injecting and ``count_step`` do.
     """
-    settings = make_config(method, **(fields or {}))
+    settings, reference = make_config(method, **(fields or {})), str(reference)
     place = locate(find_model(reference).base)
     if batch is not None:  # which takes the class itself, with its forward
         return _with_cost(_empty(reference, place, auto_class), settings, *batch)

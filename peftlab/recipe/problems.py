@@ -113,9 +113,9 @@ def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
     *above, key = map(str, keys)
     valid = dict(all_sections(recipe, source.data))
     here = valid.get(".".join(above), {})
-    name, _, value = key.partition(":")
-    if name in here and value:  # YAML reads a colon without a blank as part of the key
-        return f"unknown key (did you mean '{name}: {value}', with a blank after the colon?)"
+    field, _, rest = key.partition(":")
+    if field in here and rest:  # YAML reads a colon without a blank as part of the key
+        return f"unknown key (did you mean '{field}: {rest}', with a blank after the colon?)"
     section = source.data.get("method") if above == ["method"] else None
     method = section if isinstance(section, dict) else {}
     if method and source.place(("method", "name")).rank and not source.place(keys).rank:

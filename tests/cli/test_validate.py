@@ -115,6 +115,12 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
         deep_check(peftlab.validate(file))
 
 
+def test_where_targets_came_from_is_said_of_defaults_alone(model: Path) -> None:
+    fields = ({}, {"target_modules": "all-linear"})
+    assert [peftlab.inspect_model(model, "lora", each).targets for each in fields] == ["table", "given"]
+    assert peftlab.inspect_model(model, "houlsby").targets == "given"
+
+
 TINY: dict[str, dict[str, Any]] = {  # encoders with no row in the table of query and value projections
     "nystromformer": {"num_landmarks": 64, "segment_means_seq_len": 64},
     "squeezebert": {"embedding_size": 16, "q_groups": 2, "k_groups": 2, "v_groups": 2, "post_attention_groups": 1, "intermediate_groups": 2, "output_groups": 2},

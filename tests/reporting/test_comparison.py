@@ -57,6 +57,13 @@ def test_the_best_is_marked_by_the_direction_of_each_metric(runs: list[Path], tm
     assert all("lora from" in label and "bitfit from" in label for label in plots)
 
 
+def test_scores_of_different_tasks_have_no_best(runs: list[Path], tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", task="text/choice", **scores(0.7, 0.5))
+    found = peftlab.report([*runs, other], tmp_path / "page.html").comparison
+    assert found is not None and [figure.best for figure in found.scores] == [[], [], []]
+    assert found.notes[0] == "The runs are of different tasks: their scores do not compare."
+
+
 def test_scores_of_generated_answers_are_compared_too(tmp_path: Path) -> None:
     answers = {"gsm8k": 0.2, "gsm8k_low": 0.1, "gsm8k_high": 0.3, "ended": 1.0, "contexts": 9}
     runs = [

@@ -141,3 +141,8 @@ def test_durations(seconds: float, text: str) -> None:
 def test_a_slow_run_s_speed_is_not_0() -> None:
     shown = facts.facts({"examples_per_second": 0.35, "tokens_per_second": 7541.0})
     assert shown["throughput"] == "0.35 examples/s, 7,541 tokens/s"
+
+
+def test_scores_are_printed_with_their_examples() -> None:
+    lines = console.score_lines({"dev": {"accuracy": 0.5}, "latency": {"merged": 1.0}}, {"dev": 1200})
+    assert lines == ["dev (1,200 examples): accuracy 0.5000", "latency, the base model's being 1: merged 1.0000"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from ruamel.yaml import YAML
@@ -53,7 +53,7 @@ class Figure:
 
     Attributes:
         values: in the order of the runs; None where a run has none.
-        best: the runs with the best value; empty where all are equal, or no direction is better.
+        best: the runs with the best value; empty where all are equal, no direction is better, or the tasks differ.
     """
 
     name: str
@@ -131,7 +131,8 @@ def _scores(results: Sequence[facts.Results]) -> list[Figure]:
         metric = next(score.metric for score in found if score)
         values = [score.value if score else None for score in found]
         figures.append(Figure(name, "", values, _best(values, metric)))
-    return [*figures, *_answers(results)]
+    figures += _answers(results)
+    return figures if _one_task(results) else [replace(figure, best=[]) for figure in figures]
 
 
 def _answers(results: Sequence[facts.Results]) -> list[Figure]:
@@ -182,9 +183,13 @@ def _method_defaults(recipe: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
             yield f"method.{name}", facts.setting(field.get_default(call_default_factory=True))
 
 
+def _one_task(results: Sequence[facts.Results]) -> bool:
+    return len({found.get("task") for found in results}) == 1
+
+
 def _notes(results: Sequence[facts.Results], provenances: Sequence[dict[str, Json]]) -> list[str]:
     notes = []
-    if len({found.get("task") for found in results}) > 1:
+    if not _one_task(results):
         notes.append("The runs are of different tasks: their scores do not compare.")
     elif len({str(origin.get("data_fingerprint")) for origin in provenances}) > 1:
         notes.append("The runs were trained or scored on different rows: their scores may not compare.")
