@@ -59,6 +59,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed what it was given; a CPU computes before it returns."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def describe_cpu() -> Cpu:
     """Return what the processor is called, what it can do, and how many threads PyTorch uses."""
     import torch

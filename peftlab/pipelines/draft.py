@@ -275,7 +275,7 @@ def _measure(
     if saved.merged is not None:
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
         results.merge = verify_merge(*what)
-        results.latency = merge_latency(*what) if times(recipe.merge) else None
+        results.latency = merge_latency(*what, device=saved.merged.device) if times(recipe.merge) else None
         if draft.separate:
             results.merged_metrics = spec.score(saved.merged)
     if saved.tokens is not None:

@@ -83,6 +83,7 @@ class FinetuneResults:
             ``peftlab.tasks.labelled.analysis``; absent for language models.
         total_seconds: wall time from the start of the process's run to its results, generated answers included.
         seen_examples, seen_tokens: of all training batches, tokens without padding.
+        trained_tokens: of an epoch, those that the loss counts; None for tasks without them.
         generate, generate_before: scores of generated answers after training and before; None: none were asked for.
         cost: of all training steps; None with many processes or ``train.compile``.
     """
@@ -114,6 +115,7 @@ class FinetuneResults:
     left_out: dict[str, int]
     seen_examples: int
     seen_tokens: int
+    trained_tokens: int | None = None
     total_seconds: float = 0.0
     merge: MergeCheck | None = None
     latency: Latency | None = None
@@ -130,7 +132,7 @@ class FinetuneResults:
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
-        optional |= {"generate", "generate_before", "cost"}
+        optional |= {"generate", "generate_before", "cost", "trained_tokens"}
         values = to_json(vars(self))
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -198,13 +200,20 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
             results = replace(results, **vars(task.analyse(spec.model)))
     if answers is not None:
         results = replace(results, generate=answers(spec.model), generate_before=answers_before)
-    results = replace(results, total_seconds=round(time.perf_counter() - began, 1))
+    results = replace(
+        results, trained_tokens=_trained_tokens(spec), total_seconds=round(time.perf_counter() - began, 1)
+    )
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
         results = _write_out(recipe, task, spec.model, run_dir, results)
     accelerator.wait_for_everyone()
     return results
+
+
+def _trained_tokens(spec: TrainingSpec) -> int | None:
+    """Return the tokens of an epoch that the loss counts; None for a task that counts examples."""
+    return sum(spec.train["trained_tokens"]) if "trained_tokens" in spec.train.column_names else None
 
 
 def _remarks(task: Prepared) -> list[str]:
@@ -367,7 +376,7 @@ def _write_out(
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         results = replace(results, merge=verify_merge(*what))
         if times(recipe.merge):
-            results = replace(results, latency=merge_latency(*what))
+            results = replace(results, latency=merge_latency(*what, device=next(model.parameters()).device))
         if recipe.base.quantised:
             losses = merge_losses(task, model, run_dir, recipe.model, told or "dequantised")
             results = replace(results, merge_losses=losses)

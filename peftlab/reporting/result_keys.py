@@ -57,6 +57,8 @@ FINETUNE = {
     "and of both merges, `dequantised` and `original`; absent elsewhere",
     "seen_examples": "examples of all training batches",
     "seen_tokens": "their tokens without padding",
+    "trained_tokens": "language tasks: the tokens of an epoch that the loss counts: of the answers, or as "
+    "`data.train_on` says; absent elsewhere",
     "total_seconds": "wall time of the process's run up to its results, generated answers included",
     "generate": "metric of generated answers to its value (`generate.metrics`, means with a 95 % interval as "
     "`NAME_low`, `NAME_high`; `ended`: share that ended before `max_new_tokens`; `contexts`: how many); absent "
@@ -126,7 +128,9 @@ output (`--chat`: `answers`), and verbs that only write say where as `out`.
 ```
 
 Before these keys come the settings: `target`, `draft`, `dtype`, `draft_dtype`, `warnings`, and for `bench` `gamma`,
-`width` and `policy`. In Python, `peftlab.benchmark` and `peftlab.plan_draft` return them as
+`width`, `policy` and `weights`: of `target` and, where it is a model of its own, `draft` the `dtype` and how they are
+`packed` for the products (in 16 bits, by oneDNN, as codes of blocks; an empty list: as the model has them). In Python,
+`peftlab.benchmark` and `peftlab.plan_draft` return them as
 
 ```{eval-rst}
 .. autoclass:: peftlab.pipelines.drafts.measure_draft.DraftBenchmark

@@ -107,6 +107,11 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     low, high = result["speedup_interval"]
     assert low <= high
     assert result["gamma"] == 3 and result["lossless"] is True and result["divergences"] == []
+    weights = [load_base(str(model), "AutoModelForCausalLM")[0] for model in (stories, draft_dir)]
+    assert result["weights"] == {
+        name: {"dtype": "fp32", "packed": list(build_engine(model).packed)}
+        for name, model in zip(("target", "draft"), weights, strict=True)
+    }
     assert result["lossless_by"] == ("construction" if temperature else "comparison")
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
     assert len(result["acceptance_by_position"]) == 3 and 0 < result["acceptance"] < 1
@@ -362,6 +367,7 @@ def test_heads_are_drafts_of_the_verbs(stories, heads_dir, prompt_file, tmp_path
     assert run.exit_code == 0, run.output
     result = json.loads(out.read_text())
     assert (result["drafter"], result["lossless"], result["width"]) == ("draft", True, width)
+    assert list(result["weights"]) == ["target"]
     assert result["drafters"]["draft"]["tau"] >= 1
     assert 0 <= result["overhead"] < 1
     plain = invoke("generate", "--target", stories, "--prompt", "Once upon a time", "--max-new-tokens", 12)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForC
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
+from peftlab.pipelines.finetune import load_task
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
@@ -64,6 +65,16 @@ def test_the_loss_falls_and_is_scored_again_from_disk(finished: Path) -> None:
     assert results["merge"]["max_logit_difference"] < 1e-3
     assert "AutoModelForCausalLM" in (finished / "adapter" / "README.md").read_text()
     AutoModelForCausalLM.from_pretrained(finished / "merged")
+
+
+def test_the_results_say_how_many_tokens_of_an_epoch_are_trained(recipe: Path, finished: Path) -> None:
+    loaded = load_recipe(recipe)
+    assert isinstance(loaded, FinetuneRecipe)
+    train = load_task(loaded).train
+    assert train is not None
+    trained = [sum(flags) for flags in train()["trained"]]
+    assert len(trained) == 24 and min(trained) > 0
+    assert json.loads((finished / "results.json").read_text())["trained_tokens"] == sum(trained)
 
 
 def test_a_stopped_run_resumes_bit_for_bit(finished: Path, tmp_path: Path) -> None:

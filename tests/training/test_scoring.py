@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import tiny
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
+from peftlab.checkpoints.merge.verify import ROUNDS
 from peftlab.errors import PeftlabError
+from peftlab.hardware import resolve_device
 from peftlab.pipelines.trained.evaluate import evaluate, score_trained
 from peftlab.pipelines.trained.predict import predict
 from peftlab.pipelines.trained.prediction_files import predict_file
@@ -67,6 +71,24 @@ def test_a_whole_file_that_lacks_classes_is_scored_by_name(finished: Path, tmp_p
     found = score_trained(finished, None, [f"data.path={last}", "data.validation=all"])
     assert found.examples == {"validation": 1}
     assert found.scores["validation"]["accuracy"] == float(predicted(finished, ["good film"]) == ["poor"])
+
+
+@pytest.mark.device
+def test_scores_and_latency_are_taken_on_the_device_asked_for(finished: Path) -> None:
+    """Where there is an accelerator, nothing runs on the CPU; elsewhere all does."""
+    seen: list[tuple[str, str]] = []
+
+    def note(module: nn.Module, inputs: object) -> None:
+        if isinstance(module, BertForSequenceClassification):
+            seen.append((module.device.type, next(iter(module.parameters())).device.type))
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        evaluate(finished, latency=True)
+    finally:
+        hook.remove()
+    assert set(seen) == {(resolve_device("auto").type,) * 2}
+    assert len(seen) > 3 * ROUNDS, "one pass more warms up each of base, merged and unmerged"
 
 
 def test_latency_is_measured_where_it_is_asked_for(finished: Path, encoder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
 from peftlab.checkpoints.folded import load_model
+from peftlab.hardware import wait_for
 from peftlab.models.base_format import BaseFormat
 from peftlab.models.config import BaseConfig
 from peftlab.models.dtypes import DTYPES
@@ -84,11 +85,17 @@ def verify_merge(
 
 
 def merge_latency(
-    adapter: str | Path | Adapter, base: str, merged: str | Path, batches: Sequence[dict[str, Tensor]]
+    adapter: str | Path | Adapter,
+    base: str,
+    merged: str | Path,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    device: torch.device = _CPU,
 ) -> Latency:
-    """Time base, base + adapter and merged model on the CPU; arguments as for ``verify_merge``."""
-    models = _Models(_read(adapter, None), base, str(merged))
-    times = _times({"base": models.base(), "merged": models.merged(), "unmerged": models.unmerged()}, batches)
+    """Time base, base + adapter and merged model on a device; arguments as for ``verify_merge``."""
+    loads = _Models(_read(adapter, None), base, str(merged))
+    loaded = {"base": loads.base(), "merged": loads.merged(), "unmerged": loads.unmerged()}
+    times = _times({name: nn.Module.to(model, device) for name, model in loaded.items()}, batches, device)
     return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
 
 
@@ -147,13 +154,20 @@ def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return logits[mask.bool()] if mask is not None and logits.shape[:-1] == mask.shape else logits
 
 
-def _times(models: dict[str, nn.Module], batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+def _times(
+    models: dict[str, nn.Module], batches: Sequence[dict[str, Tensor]], device: torch.device
+) -> dict[str, float]:
+    """Return the median seconds of a pass over all batches, after one in which a GPU chooses kernels."""
     spent: dict[str, list[float]] = {name: [] for name in models}
+    moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
     with torch.inference_mode():
-        for _ in range(ROUNDS):
+        for round_ in range(ROUNDS + 1):
             for name, model in models.items():
+                wait_for(device)
                 started = time.perf_counter()
-                for batch in batches:
+                for batch in moved:
                     model(**batch)
-                spent[name].append(time.perf_counter() - started)
+                wait_for(device)
+                if round_ > 0:
+                    spent[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in spent.items()}

@@ -16,6 +16,7 @@ from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.tree import Path, RankRates
+from peftlab.hardware import wait_for
 from peftlab.untyped import Function
 
 ResultT = TypeVar("ResultT")
@@ -35,8 +36,7 @@ class Clock:
         """Call ``work`` and add its time."""
         began = time.perf_counter()
         output = work(*arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         self.seconds += time.perf_counter() - began
         return output
 
@@ -48,7 +48,7 @@ class Stopwatch(Clock):
         super().__init__(engine.device)
         self._engine = engine
         self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.encoder = engine.layers, engine.encoder
+        self.layers, self.encoder, self.packed = engine.layers, engine.encoder, engine.packed
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""

@@ -54,9 +54,11 @@ class Engine(Protocol):
         layers: layers of the cache.
         device: where tokens go.
         encoder: of an encoder-decoder model; None of others, whose prompts are the beginnings of their outputs.
+        packed: how the CPU's products have the weights, beside the model's own; empty: as the model has them.
     """
 
     kind: str
+    packed: tuple[str, ...]
     vocab_size: int
     limit: int | None
     layers: int

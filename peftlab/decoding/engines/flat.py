@@ -71,7 +71,8 @@ class FlatEngine:
         self._layers = [_layer(layer, structure, products) for layer in structure.layers]
         logits, shrink = products.product([structure.head], self.vocab_size)
         self._head: Product = lambda h: logits(h * shrink)
-        self.kind = ", ".join(["flat", *products.stored])
+        self.packed = tuple(products.stored)
+        self.kind = ", ".join(["flat", *self.packed])
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""

@@ -65,6 +65,7 @@ class ReducedVocabulary:
         self.kind = f"{self._engine.kind}, {len(tokens):,} of {vocabulary:,} tokens"
         self.vocab_size, self.limit = vocabulary, self._engine.limit
         self.layers, self.device, self.encoder = self._engine.layers, self._engine.device, self._engine.encoder
+        self.packed = self._engine.packed
         self._tokens = tokens.to(self.device)
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ class EqualLengths:
         self.kind = f"{engine.kind}, rows of one length at a time"
         self.vocab_size, self.limit = engine.vocab_size, engine.limit
         self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
+        self.packed = engine.packed
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -65,6 +66,7 @@ class PathByPath:
         self.kind = f"{engine.kind}, trees path by path"
         self.vocab_size, self.limit = engine.vocab_size, engine.limit
         self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
+        self.packed = engine.packed
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:

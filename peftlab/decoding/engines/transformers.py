@@ -45,6 +45,7 @@ class TransformersEngine:
         if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
             raise PeftlabError(f"{name} keeps a state other than keys and values, which cannot be cropped")
         self.kind = "transformers" if masks else "transformers, its own mask"
+        self.packed: tuple[str, ...] = ()
         self.model, self.config, self.head = model, config, head
         self.encoder: Encoder | None = model if isinstance(model, Decoder) else None
         self.vocab_size = vocabulary or self.head.get_parameter("weight").shape[0]

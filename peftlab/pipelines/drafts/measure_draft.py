@@ -13,6 +13,7 @@ from peftlab.decoding.analysis.pool import check_pool, measure_pool
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
@@ -43,17 +44,32 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class StoredWeights:
+    """How the weights of a model are stored while it decodes.
+
+    Attributes:
+        dtype: of the model. packed: in what ways its products have them, beside the model's own or in place of them:
+            in 16 bits, by oneDNN, as codes of blocks; empty: as the model has them.
+    """
+
+    dtype: str
+    packed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class DraftBenchmark(Measured):
     """A benchmark of a target and its draft.
 
     Attributes:
         gamma, width, policy: how tokens were drafted.
+        weights: of the ``target`` and of the ``draft``, if that is a model of its own.
         result: plain decoding and drafters on the same prompts.
     """
 
     gamma: int
     width: int | None
     policy: str
+    weights: dict[str, StoredWeights]
     result: BenchmarkResult
 
     def as_json(self) -> dict[str, object]:
@@ -135,6 +151,7 @@ def benchmark(
         gamma=options.gamma,
         width=options.width,
         policy=options.policy,
+        weights=_stored(watches, options),
         result=result,
     )
 
@@ -195,6 +212,12 @@ def plan_draft(
         alpha=alpha,
         result=result,
     )
+
+
+def _stored(models: Sequence[Engine], options: DecodingOptions) -> dict[str, StoredWeights]:
+    """Return how the weights of the target, and of a draft that is a model, are stored."""
+    dtypes = {"target": options.dtype, "draft": options.draft_dtype or options.dtype}
+    return {n: StoredWeights(dtype, model.packed) for (n, dtype), model in zip(dtypes.items(), models, strict=False)}
 
 
 def _watched(pair: Pair) -> list[Stopwatch]:

@@ -50,7 +50,7 @@ def evaluate(
         reference: a run (its adapter is scored), an adapter, or a model as ``models.finetuned.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``: other data, another batch size; ``data.validation=all`` scores a whole file.
-        latency: also return as ``latency`` how long forward passes on the CPU take, relative to the base model's:
+        latency: also return as ``latency`` how long forward passes take on that device, relative to the base model's:
             ``merged``, of the merged model beside the adapter, and ``unmerged``, of base and adapter.
         device: as for ``peftlab.run``.
 
@@ -84,7 +84,8 @@ def score_trained(
             scores["generate"] = answers(task.model)
     if merged is not None and trained.adapter is not None:
         inputs = sample_inputs(task, VERIFY_EXAMPLES)
-        scores["latency"] = asdict(merge_latency(trained.adapter, recipe.model, merged, inputs))
+        found = merge_latency(trained.adapter, recipe.model, merged, inputs, device=accelerator.device)
+        scores["latency"] = asdict(found)
     return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()})
 
 
