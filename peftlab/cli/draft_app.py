@@ -19,7 +19,11 @@ NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Length of the 
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted per target step.")]
 Width = Annotated[
     int | None,
-    typer.Option("--width", help="Choices of each head in a tree of gamma tokens; default: the best tree as measured."),
+    typer.Option(
+        "--width",
+        help="A tree of gamma tokens with as many choices of each head, or branches from a draft model. Default: the "
+        "best tree as measured for heads, else a chain.",
+    ),
 ]
 Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]

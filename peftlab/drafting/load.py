@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -134,12 +135,13 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
     elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head, or children of a node, that a tree may use; 1 is a chain, None the default.
+        width: choices of each Medusa head, children of an eagle3 layer's node, or branches from a draft model, that a
+            tree may use; 1 is a chain, None the default.
 
     Raises:
-        PeftlabError: no such drafter, no draft in the pair, or a tree asked of what has no heads.
+        PeftlabError: no such drafter, no draft in the pair, or a tree without a draft.
     """
-    check_width(width, heads=pair.heads is not None or pair.network is not None)
+    check_width(width, drafted=any(part is not None for part in (pair.heads, pair.network, pair.draft)))
     if name.partition(":")[0] in MODEL_FREE:
         free = model_free(name)
         return resolve(free.row.make)(pair.corpus, free.value)
@@ -154,7 +156,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
-    return ModelDrafter(pair.draft)
+    return ModelDrafter(pair.draft) if width in (None, 1) else DrawnTrees(pair.draft, width=width)
 
 
 def drafts_with_heads(draft: str | None) -> bool:
@@ -162,14 +164,10 @@ def drafts_with_heads(draft: str | None) -> bool:
     return draft is not None and find_draft(draft)[0].heads
 
 
-def check_width(width: int | None, *, heads: bool) -> None:
-    """Raise ``PeftlabError`` for a tree of no width, or for one without heads to fill it."""
-    if width is None:
-        return
-    if width < 1 or (width > 1 and not heads):
-        raise PeftlabError(
-            f"width {width}: 1, or more where the draft is a directory of Medusa heads or an eagle3 draft"
-        )
+def check_width(width: int | None, *, drafted: bool) -> None:
+    """Raise ``PeftlabError`` for a tree of no width, or for one without a draft to fill it."""
+    if width is not None and (width < 1 or (width > 1 and not drafted)):
+        raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from peftlab.decoding.analysis.statistics import acceptance_statistics, divergen
 from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -34,6 +35,8 @@ DRAFTERS = {
     "early exit": lambda m, way: ModelDrafter(
         build_engine(truncate(m, range(4), share=True), **way), shares_cache=True
     ),
+    "drawn trees": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), width=3),
+    "suffix+drawn trees": lambda m, way: fused(DRAFTERS["drawn trees"](m, way)),
     "lookup": lambda m, way: PromptLookup(),
     "n-gram": lambda m, way: NGram(),
     "recycling": lambda m, way: Recycling(),

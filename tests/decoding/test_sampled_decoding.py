@@ -14,6 +14,7 @@ from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -94,6 +95,10 @@ DRAFTERS = {
     "plain": (None, Fixed),
     "first layers": (first_layers, Fixed),
     "confidence": (first_layers, partial(Confidence, threshold=0.5)),
+    "drawn trees": (
+        lambda m: DrawnTrees(build_engine(truncate(m, range(3)), pack=False), width=2),
+        lambda gamma: Fixed(gamma + 1),
+    ),
     "heuristic": (first_layers, Heuristic),
     "acceptance head": (
         first_layers,

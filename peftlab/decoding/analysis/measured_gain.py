@@ -10,6 +10,7 @@ from itertools import accumulate
 from peftlab.decoding.analysis.advice import FEATURE_TREE
 from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.engines.base import Engine
@@ -112,7 +113,9 @@ def measured_gain(
     drafting: float,
     repeats: int = 3,
 ) -> MeasuredGain | None:
-    """Measure the target's steps and return what the draft gains; None where the context is too short for it.
+    """Measure the target's steps and return what the draft gains.
+
+    None where the context is too short for it, and for trees drawn from a draft model, whose nodes have no rates.
 
     Args:
         histogram: as for ``possible_drafts``. gamma: drafted tokens per step. tau: tokens per step.
@@ -120,7 +123,7 @@ def measured_gain(
     """
     longest = max(gamma, _LONGEST)
     context = _CONTEXT if target.limit is None else min(_CONTEXT, target.limit - longest - 1)
-    if context < 1:
+    if context < 1 or isinstance(drafter, DrawnTrees):
         return None
     seconds = step_seconds({"target": (target, longest + 1)}, context=context, repeats=repeats)
     times = [statistics.median(seconds["target", n]) for n in range(1, longest + 2)]

@@ -8,7 +8,7 @@ from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.table import Chosen, lossy, policy
 from peftlab.decoding.verification.lossy import LossyRule
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.load import Pair, check_width, drafts_with_heads, load_pair
+from peftlab.drafting.load import Pair, check_width, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.models.dtypes import torch_dtype
 
@@ -20,8 +20,8 @@ class DecodingOptions:
     Attributes:
         max_new_tokens: length of the longest output.
         gamma: tokens drafted for one target step; the first number for the policy ``heuristic``, the most for others.
-        width: choices of each Medusa head in a tree of ``gamma`` tokens; 1 is a chain, None the tree that is best by
-            what was measured for the heads.
+        width: choices of each Medusa head in a tree of ``gamma`` tokens, children of an eagle3 layer's node, or
+            branches from a draft model; 1 is a chain, None the best tree as measured for heads, else a chain.
         policy: how the draft length is chosen, NAME or NAME:X of ``decoding.table.POLICIES``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
@@ -70,7 +70,7 @@ class DecodingOptions:
 
     def load(self, target: str, draft: str | None) -> Pair:
         """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""
-        check_width(self.width, heads=drafts_with_heads(draft))
+        check_width(self.width, drafted=draft is not None)
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
         documents = None if self.corpus is None else read_documents(self.corpus)

@@ -12,6 +12,7 @@ from torch import Tensor
 from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
 from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
 from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -96,9 +97,9 @@ def acceptance_head(draft: str | None, device: torch.device) -> Callable[[Tensor
 
 
 def model_of(drafter: Drafter) -> Engine | None:
-    """Return the draft model that a drafter runs step by step; None where there is none."""
+    """Return the draft model that a drafter draws chains from; None where there is none."""
     inner = drafter.drafter if isinstance(drafter, SuffixAndDraft) else drafter
-    return inner.engine if isinstance(inner, ModelDrafter) else None
+    return inner.engine if isinstance(inner, ModelDrafter) and not isinstance(inner, DrawnTrees) else None
 
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
@@ -106,10 +107,10 @@ def _obstacle(needs: str, drafter: Drafter) -> str | None:
     inner = drafter.drafter if isinstance(drafter, SuffixAndDraft) else drafter
     modelled = model_of(drafter) is not None
     if needs == HEAD and not modelled:
-        return f"reads the states of a draft model, and {drafter.name} has none"
+        return f"reads the states of a draft model that drafts a chain, and {drafter.name} is none"
     drawn = modelled or isinstance(inner, NGram) or (isinstance(inner, FeatureDrafter) and inner.width == 1)
     if needs == DRAWN and not drawn:
         return f"stops a chain that is drawn token by token, and {drafter.name} draws none"
-    if needs == TIMES and isinstance(inner, HeadsDrafter | FeatureDrafter | Recycling):
+    if needs == TIMES and isinstance(inner, HeadsDrafter | FeatureDrafter | Recycling | DrawnTrees):
         return f"needs a chain from a draft model or from copies, and {drafter.name} is neither"
     return None
