@@ -127,21 +127,18 @@ def benchmark(
     if pool:
         check_pool(batch_size)
     listed = read_prompts(prompts)
-    if max_prompts is not None:
-        listed = spread(listed, max_prompts)
+    listed = listed if max_prompts is None else spread(listed, max_prompts)
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = _watched(pair)
-    # The first drafter is the one that the result is about.
-    names = [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free]
-    made: dict[str, Callable[[], Drafter]] = {n: partial(make_drafter, n, pair, options.width) for n in names}
+    made = _drafters(pair, [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free], options.width)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     result = bench(watches[0], made, questions, settings, models=watches)
     if pool:
-        result = replace(result, pool=measure_pool(pair.target, names[0], made[names[0]], questions, settings))
+        result = replace(result, pool=measure_pool(pair.target, *next(iter(made.items())), questions, settings))
     return DraftBenchmark(
         target=target,
         draft=draft,
@@ -154,6 +151,11 @@ def benchmark(
         weights=_stored(watches, options),
         result=result,
     )
+
+
+def _drafters(pair: Pair, names: Sequence[str], width: int | None) -> dict[str, Callable[[], Drafter]]:
+    """Return what makes each drafter; the first one is what the result is about."""
+    return {name: partial(make_drafter, name, pair, width) for name in names}
 
 
 def _settings(options: DecodingOptions, batch_size: int, repeats: int) -> Settings:
