@@ -151,7 +151,8 @@ def test_generate_and_bench_follow_every_policy(
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["policy"] == name and all(of["lossless"] for of in result["drafters"].values())
     positions = len(result["acceptance_by_position"])
-    assert positions == {"fixed:2": 2, "head:0.6": 1}.get(name, positions) and positions > 0
+    assert positions == {"fixed:2": 2, "head:0.6": 1}.get(name, positions)
+    assert positions > 0 or name == "goodput"  # by the times that it measures, a draft of so small a model may not pay
     assert bool(result["warnings"]) == (name not in ("fixed:2", "heuristic"))
     assert (result["gain"] is None) == (name != "fixed:2"), "lengths that vary have no single gain"
 
