@@ -29,6 +29,7 @@ LAYERS = (
         "locks",
         "outputs",
         "hub",
+        "quiet",
         "untyped",
         "version",
         "hardware",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overrides, Overwrite
 from peftlab.errors import PeftlabError
 from peftlab.files import os_error_text
+from peftlab.quiet import quiet_libraries
 from peftlab.version import __version__
 
 app = typer.Typer(
@@ -284,9 +284,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # transformers imports torchao wherever it is installed; its warnings about its own parts concern no run.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     debug = "--debug" in sys.argv  # before or after the verb
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

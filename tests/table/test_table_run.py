@@ -27,6 +27,7 @@ from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import table_cells
+from tests.training.tiny import command
 
 
 def table(values: dict[str, Any], **changes: Any) -> TableRecipe:
@@ -81,6 +82,21 @@ def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: 
     # Each cell's memory is its own: the smaller method's is not the larger one's high-water mark.
     assert len({cell["peak_rss_mb"] for cell in cells.values()}) > 1
     assert "MRPC" in (directory / "table.html").read_text() and "MRPC" in (directory / "table.tex").read_text()
+
+
+def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path) -> None:
+    """transformers imports torchao into the server that the processes are forked from."""
+    pytest.importorskip("torchao")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from peftlab.pipelines.tables.cell_processes import _context\n"
+        "if __name__ == '__main__':\n"
+        "    process = _context().Process(target=print, args=('started',))\n"
+        "    process.start()\n    process.join()\n"
+    )
+    done = command(program)
+    assert done.returncode == 0 and "started" in done.stdout
+    assert "torchao" not in done.stderr and "_pytree" not in done.stderr, done.stderr
 
 
 def test_a_changed_cell_is_refused_and_run_anew_on_request(values: dict[str, Any], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from peftlab.files import Json
 from peftlab.locks import is_locked
 from peftlab.outputs import remove
 from peftlab.pipelines.directory import RUN, recipe_inputs
+from peftlab.quiet import quiet_libraries
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.recipe.table_cells import Cell
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 # What every cell imports; a package that is not installed is left out.
 _PRELOADED = [
+    "peftlab.pipelines.tables.quiet_server",
     "peftlab.pipelines.finetune",
     "peftlab.tasks.labelled.evaluation",
     "sklearn.metrics",
@@ -230,6 +232,7 @@ def _work(recipe: FinetuneRecipe, slot: str, device: str, answering: Connection[
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    quiet_libraries()
     from peftlab.pipelines.finetune import run_finetune
 
     checkpoints = Path(recipe.output_dir) / "checkpoints"
