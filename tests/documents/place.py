@@ -68,6 +68,7 @@ def furnish(place: Path) -> None:
         tokenizer.save_pretrained(place / name)
     for copy in CHAT_COPIES:
         shutil.copytree(place / CHAT, place / copy)
+    shutil.copytree(place / ENCODER, place / "MODEL")
     _adapters(place)
     for name, text in ROWS.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
