@@ -55,7 +55,7 @@ class Merged:
 
 
 def run_merge(
-    adapters: Sequence[str],
+    adapters: str | Path | Sequence[str | Path],
     base: str | None = None,
     out: str | Path = "merged",
     options: MergeOptions | None = None,
@@ -70,7 +70,8 @@ def run_merge(
     sentences.
 
     Args:
-        adapters: one (or a run), or several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining`` says.
+        adapters: one (or a run), or a list of several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining``
+            says.
         base: reference of the base model; None: the one that the adapter names. out: directory to write.
         options, combining: None for the defaults.
         verify: compare, for which three models are loaded; None: where a recipe is beside the adapter and the
@@ -78,7 +79,7 @@ def run_merge(
         device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
     place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
-    weighted = [_weighted(text) for text in adapters]
+    weighted = [_weighted(str(each)) for each in ([adapters] if isinstance(adapters, str | Path) else adapters)]
     adapter: Path | Adapter = Path(weighted[0][0])
     if len(weighted) > 1 or weighted[0][1] is not None:
         read = [read_adapter(directory) for directory, _ in weighted]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
+import peftlab
 from peftlab.checkpoints.merge.verify import ROUNDS
 from peftlab.errors import PeftlabError
 from peftlab.hardware import resolve_device
@@ -171,6 +172,12 @@ def test_classes_and_dropped_rows_are_printed_and_in_the_results(
         "pos": 20,
     }
     assert sum(counts["validation"] for counts in found["classes"].values()) == 9
+
+
+def test_one_run_is_merged_by_its_name(finished: Path, tmp_path: Path) -> None:
+    peftlab.run_merge(finished, out=tmp_path / "merged", verify=False)
+    ours, theirs = (place / "merged" / "model.safetensors" for place in (tmp_path, finished))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_row_has_as_many_texts_as_those_of_training(finished: Path) -> None:
