@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 else:
     _Model = nn.Module
 
+_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")  # transformers judges any other
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
@@ -190,6 +191,7 @@ def _named(config: Mapping[str, Json], rows: Mapping[str, _Decoder] | Mapping[st
     name = named[0] if isinstance(named, list) and named else None
     row = rows.get(name) if isinstance(name, str) else None
     odd = any(config.get(key) for key in ("auto_map", "quantization_config", "compression_config"))
+    odd = odd or config.get("hidden_act") not in _ACTIVATIONS
     return str(name) if row is not None and config.get("model_type") == row.kind and not odd else ""
 
 

@@ -87,7 +87,8 @@ def dump_recipe(recipe: Recipe, header: str = "") -> str:
     yaml.Representer = _Representer
     yaml.width = 2**20
     out = io.StringIO()
-    yaml.dump(_in_flow_style(recipe.model_dump(mode="json", by_alias=True)), out)
+    values = recipe.model_dump(mode="json", by_alias=True, exclude={"method": {"first_layer"}})  # train.layers.from
+    yaml.dump(_in_flow_style(values), out)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + out.getvalue()
 
 

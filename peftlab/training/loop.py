@@ -222,13 +222,12 @@ def _prepare(
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
-    if settings.compile:
-        try_compile(spec, accelerator)
+    compiled = settings.compile and try_compile(spec, accelerator)
     check = None
     if progress.step == 0:
         zero, rounded = accelerator.distributed_type == DistributedType.DEEPSPEED, settings.weights is not None
         check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
-    counted = accelerator.distributed_type == DistributedType.NO and not settings.compile
+    counted = accelerator.distributed_type == DistributedType.NO and not compiled
     wide = settings.weights is not None
     meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
     return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter)

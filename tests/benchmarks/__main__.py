@@ -20,6 +20,7 @@ def main() -> None:
     """Run them, each under its name, after a line that says on what."""
     every = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
     chosen = sys.argv[1:] or every
+    del sys.argv[1:]  # each has options of its own
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
     print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}")
     for name in chosen:

@@ -122,7 +122,7 @@ def test_any_model_is_scored(run: Path, stories: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     shutil.copytree(run, alone, ignore=shutil.ignore_patterns("adapter"))
     assert evaluate(alone)["validation"]["loss"] == pytest.approx(score, rel=1e-4)
-    assert "validation: loss" in command("eval", str(stories), "--recipe", str(run / "recipe.yaml"))
+    assert "validation (4 examples): loss" in command("eval", str(stories), "--recipe", str(run / "recipe.yaml"))
     with pytest.raises(PeftlabError, match="neither a run, an adapter nor a model"):
         evaluate(run.parent, run / "recipe.yaml")
     with pytest.raises(PeftlabError, match="needs --recipe"):

@@ -18,6 +18,7 @@ from torch import nn
 import peftlab
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
+from peftlab.methods.lora.function import dropout
 
 IDS = torch.arange(3, 33).view(2, 15)
 TEXT = {"input_ids": IDS}
@@ -135,8 +136,9 @@ def test_grouped_convolutions(tmp_path: Path, variant: str) -> None:
     assert torch.equal(of(inputs)(model), expected)
 
 
-def test_dropout_in_a_convolution_with_dora(tmp_path: Path) -> None:
-    """Beside peft's, with the same random numbers."""
+def test_dropout_in_a_convolution_with_dora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside peft's, with the same masks."""
+    monkeypatch.setattr(nn.Dropout, "forward", lambda module, x: dropout(x, module.p if module.training else 0.0))
     inputs, fields = {"pixel_values": values(2, 3, 16, 16)}, {"use_dora": True, "lora_dropout": 0.5, "r": 4}
     plain = saved_by_peft(vit(), tmp_path, of(inputs), target_modules=["projection"], **fields)
     outputs = []

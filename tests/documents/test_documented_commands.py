@@ -109,6 +109,7 @@ def _at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("HOME", str(home))
+        patch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # CI may have started us without one
         patch.setenv("HF_DATASETS_CACHE", str(home / "cache"))
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
         yield

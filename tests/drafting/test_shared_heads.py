@@ -254,7 +254,7 @@ class TestRun:
         assert results["trainable_parameters"] == 3 * 64 * 64 + 2 * 512 * 8
         after = results["decoding"]["after"]
         assert after["block_efficiency"] > 1 and sum(after["time"].values()) == pytest.approx(1)
-        assert after["gain"]["tau"] == after["block_efficiency"] and len(after["gain"]["verification"]) == 9
+        assert after["gain"]["tau"] == after["block_efficiency"] and len(after["gain"]["verification"]) == 13
 
     @pytest.mark.parametrize("width", [1, 4, None], ids=["chain", "tree", "measured"])
     def test_decoding_is_the_targets_own(self, run: Path, stories: Path, width: int | None) -> None:

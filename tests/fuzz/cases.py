@@ -248,7 +248,7 @@ def _scores(world: World, path: Path, outcome: Outcome) -> str:
     read = tables.rows(path)
     texts = [row["text"] for row in read]
     accuracy, loss = _independent(world, texts, [CLASSES.index(_class(row["label"])) for row in read])
-    found = re.search(r"validation: .*?accuracy ([\d.]+).*?loss ([\d.]+)", outcome.out)
+    found = re.search(r"validation \(\d+ examples?\): .*?accuracy ([\d.]+).*?loss ([\d.]+)", outcome.out)
     if found is None or abs(float(found[1]) - accuracy) > 1e-3 or abs(float(found[2]) - loss) > 1e-2:
         return f"printed {outcome.out!r}, and {len(texts)} rows score {accuracy:.4f} at a loss of {loss:.4f}"
     return ""
