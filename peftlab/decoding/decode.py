@@ -17,7 +17,7 @@ from peftlab.decoding.draft_length import Fixed, Policy
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import prefill, right_padded
+from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
 from peftlab.decoding.verification.accept import accept_chains, accept_trees
 from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
 from peftlab.decoding.verification.sampling import Sampling
@@ -199,9 +199,7 @@ class _Batch:
     def __post_init__(self) -> None:
         every = [*self.rows, *self.waiting]
         longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in every)
-        encoder = self.target.encoder
-        context = encoder.encode([row.source for row in self.rows]) if encoder is not None else None
-        self.cache = KVCache(self.target.layers, len(self.rows), longest + _SLACK, context)
+        self.cache = empty_cache(self.target, longest + _SLACK, [row.source for row in self.rows])
         state = self._read(self.rows)
         if self.drafter is not None:
             self.drafter.start(self.rows, state)

@@ -15,7 +15,8 @@ from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.decode import Generation
 from peftlab.decoding.drafters.base import Row, Verified
 from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.engines.prefill import empty_cache
 from peftlab.decoding.verification.sampling import Sampling
 
 Interval = tuple[float, float] | None
@@ -199,10 +200,8 @@ def divergence(engine: Engine, prompt: Sequence[int], plain: Sequence[int], othe
         return None
     pairs = zip(plain, other, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
-    encoder = engine.encoder
-    context, begun = (None, prompt) if encoder is None else (encoder.encode([prompt]), encoder.start)
-    ids = [*begun, *plain[:position]]
-    cache = KVCache(engine.layers, 1, len(ids), context)
+    ids = [*(prompt if engine.encoder is None else engine.encoder.start), *plain[:position]]
+    cache = empty_cache(engine, len(ids), [prompt])
     tokens = torch.tensor([ids], device=engine.device)
     logits = engine.forward(cache, tokens, Block((0,), len(ids)), [len(ids) - 1]).logits[0, 0]
     first, second = logits.float().topk(2).values.tolist()

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.engines.prefill import empty_cache
 from peftlab.errors import PeftlabError
 
 
@@ -39,8 +40,7 @@ def step_seconds(
         if engine.limit is not None and context + most > engine.limit:
             raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
         ids = torch.randint(engine.vocab_size, (batch, context + most), generator=generator).to(engine.device)
-        encoded = None if engine.encoder is None else engine.encoder.encode(ids[:, :context].tolist())
-        cache = KVCache(engine.layers, batch, context + most, encoded)
+        cache = empty_cache(engine, context + most, ids[:, :context].tolist())
         engine.forward(cache, ids[:, :context], Block((0,) * batch, context), [context - 1])
         for k in range(1, most + 1):
             runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,) * batch, k))

@@ -11,7 +11,7 @@ from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import prefill, right_padded
+from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
@@ -48,9 +48,7 @@ class ModelDrafter:
         self._read, self._ahead = {}, {}
         self._cache = state.cache
         if not self.shares_cache:
-            encoder = self.engine.encoder
-            context = encoder.encode([row.source for row in rows]) if encoder is not None else None
-            self._cache = KVCache(self.engine.layers, len(rows), state.cache.capacity, context)
+            self._cache = empty_cache(self.engine, state.cache.capacity, [row.source for row in rows])
         self.join(rows, state)
 
     def join(self, rows: list[Row], state: TargetState) -> None:

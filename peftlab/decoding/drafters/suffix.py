@@ -144,7 +144,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
             without logits drops none.
     """
     b, n = draft.tokens.shape
-    drafted, trees = draft.tokens.tolist(), draft.parents or [tuple(range(-1, n - 1))] * b
+    drafted, trees = draft.tokens.tolist(), [draft.parents_of(i) for i in range(b)]
     used = [1 + max((node for node, token in enumerate(line) if token >= 0), default=-1) for line in drafted]
     tokens, parents = [], []
     for i, (line, tree, count) in enumerate(zip(drafted, trees, used, strict=True)):

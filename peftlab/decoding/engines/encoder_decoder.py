@@ -43,8 +43,7 @@ class Decoder(nn.Module):
         if first is None:
             raise PeftlabError(f"{type(model).__name__}: its configuration names no decoder_start_token_id")
         self.start = [first] if forced is None else [first, forced]
-        config = model.config
-        self.limit: int | None = getattr(config, "max_position_embeddings", None)
+        self.limit: int | None = getattr(model.config, "max_position_embeddings", None)
         self._usual: Context | None = None
 
     @property

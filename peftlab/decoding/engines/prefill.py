@@ -41,6 +41,16 @@ def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], 
     )
 
 
+def empty_cache(engine: Engine, capacity: int, sources: Sequence[Sequence[int]]) -> KVCache:
+    """Return a cache with a row for each of the ``sources``, the prompts that an encoder-decoder engine reads.
+
+    Args:
+        capacity: slots per row. sources: empty or not, they count as rows alone for any other engine.
+    """
+    context = None if engine.encoder is None else engine.encoder.encode(sources)
+    return KVCache(engine.layers, len(sources), capacity, context)
+
+
 def right_padded(sequences: Sequence[Sequence[int]], n: int, filler: int = 0) -> Tensor:
     """Return sequences of at most n tokens as [b, n]."""
     return torch.tensor([[*s, *[filler] * (n - len(s))] for s in sequences], dtype=torch.long)
