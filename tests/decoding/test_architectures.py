@@ -59,9 +59,13 @@ MODELS = {
 def make(name):
     kind, settings = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings)).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):  # biases start at zero, where leaving one out is not seen
+    return with_biases(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings)).eval())
+
+
+def with_biases(model):
+    """Return a model with random biases: they start at zero, where leaving one out is not seen."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
     return model
 

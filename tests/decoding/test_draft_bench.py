@@ -8,9 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from peftlab.cli.app import app
 from peftlab.decoding.analysis import benchmark as benches
 from peftlab.decoding.analysis.statistics import Overlap, acceptance_statistics
 from peftlab.decoding.decode import Generation, Step, decode
@@ -26,6 +24,7 @@ from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
+from tests.command_line import invoke
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def prompt_file(tmp_path_factory):
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     return path
-
-
-def invoke(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def test_statistics_by_hand():

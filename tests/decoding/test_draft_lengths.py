@@ -6,9 +6,7 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from peftlab.cli.app import app
 from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
 from peftlab.decoding.draft_length import Fixed, Goodput
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
@@ -21,6 +19,7 @@ from peftlab.drafting.acceptance_head import AcceptancePredictor, save_acceptanc
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, draft_lengths
+from tests.command_line import invoke
 
 FLAT = MeasuredTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})
 
@@ -124,13 +123,6 @@ def draft_run(stories_model, stories_tokenizer, tmp_path_factory):
         head.outer.bias.fill_(-20.0)
     save_acceptance_head(head, path / HEAD_FILE)
     return path
-
-
-def invoke(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.mark.parametrize("name", ["fixed:2", "confidence:0.3", "heuristic", "head:0.6", "goodput"])

@@ -24,6 +24,7 @@ from peftlab.pipelines.drafts.generate import generate
 from peftlab.pipelines.drafts.measure_draft import benchmark, plan_draft
 from tests.byte_tokens import byte_tokenizer
 from tests.decoding.test_architectures import make as decoder_only
+from tests.decoding.test_architectures import with_biases
 
 NEW = 20
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -44,11 +45,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 6, 7, 1], [11, 12, 1], [20, 21, 22, 23, 24, 25, 26, 2
 def make(name, seed=0, **other):
     kind, settings = MODELS[name]
     torch.manual_seed(seed)
-    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings, **other)).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return with_biases(AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**SIZES, **settings, **other)).eval())
 
 
 @pytest.fixture(scope="module", params=MODELS)

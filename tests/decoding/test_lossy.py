@@ -7,9 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from peftlab.cli.app import app
 from peftlab.decoding.analysis.departure import Departure, differing_share
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
@@ -21,6 +19,7 @@ from peftlab.decoding.verification.lossy import LossyRule, accept_k, emitted_law
 from peftlab.decoding.verification.sampling import RandomSource, Sampling, certain, probabilities
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
+from tests.command_line import invoke
 
 
 def test_typical_acceptance_is_a_threshold_on_p():
@@ -118,13 +117,6 @@ def test_a_draft_equal_to_the_target_costs_nothing_when_greedy(stories_model, ta
 def test_differing_places():
     assert differing_share([[1, 2, 3]], [[1, 5, 3]]) == pytest.approx(1 / 3)
     assert differing_share([[1, 2]], [[1, 2, 3, 4]]) == 0.5 and differing_share([[]], [[]]) == 0
-
-
-def invoke(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -84,17 +84,7 @@ def recipe(model, rows, run, **train):
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(model, rows, tmp_path):
-    from peftlab.training.faults import StopSignals
-
-    calls = 0
-
-    def received(self):
-        nonlocal calls
-        calls += 1
-        return 15 if calls == 3 else 0
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PeftlabError, match="after step 3"):
-        patch.setattr(StopSignals, "received", received)
+    with tiny.stopped_after(3):
         tiny.run(recipe(model, rows, tmp_path / "run", save_every=1))
     tiny.run(recipe(model, rows, tmp_path / "run", save_every=1), resume=True)
     results = tiny.run(recipe(model, rows, tmp_path / "whole", save_every=1))

@@ -90,22 +90,13 @@ def test_from_a_layer_on_and_drawn_among_them(deep, rows, tmp_path):
 
 def test_resumed_within_a_period(deep, rows, tmp_path):
     """A run of 8 steps stopped after 5, in a period of 3, ends as one that was not."""
-    from peftlab.training.faults import StopSignals
 
     def values(run):
         recipe = tiny.recipe(deep, rows, run, "lora", save_every=1)
         recipe["train"]["layers"] = {"active": 2, "every": 3}
         return recipe
 
-    calls = 0
-
-    def received(self):
-        nonlocal calls
-        calls += 1
-        return 15 if calls == 5 else 0
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PeftlabError, match="after step 5"):
-        patch.setattr(StopSignals, "received", received)
+    with tiny.stopped_after(5):
         tiny.run(values(tmp_path / "run"))
     tiny.run(values(tmp_path / "run"), resume=True)
     tiny.run(values(tmp_path / "whole"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
@@ -75,6 +79,17 @@ def run(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     from peftlab.recipe.schema import FinetuneRecipe
 
     return run_recipe(FinetuneRecipe.model_validate(values), **options).as_json()
+
+
+@contextmanager
+def stopped_after(steps: int) -> Iterator[None]:
+    """A block in which a run gets SIGTERM after so many steps, and must end there with a checkpoint."""
+    from peftlab.training.faults import Interrupted, StopSignals
+
+    left = itertools.count(1 - steps)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match=f"after step {steps}"):
+        patch.setattr(StopSignals, "received", lambda signals: 15 if next(left) == 0 else 0)
+        yield
 
 
 def write_recipe(values: dict[str, Any], file: Path) -> Path:
