@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
-from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.base import Engine, Output, Wrapper
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.tree import Path, RankRates
 from peftlab.hardware import wait_for
@@ -41,14 +41,12 @@ class Clock:
         return output
 
 
-class Stopwatch(Clock):
+class Stopwatch(Wrapper, Clock):
     """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
 
     def __init__(self, engine: Engine):
-        super().__init__(engine.device)
-        self._engine = engine
-        self.kind, self.vocab_size, self.limit = engine.kind, engine.vocab_size, engine.limit
-        self.layers, self.encoder, self.packed = engine.layers, engine.encoder, engine.packed
+        Clock.__init__(self, engine.device)
+        Wrapper.__init__(self, engine)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""

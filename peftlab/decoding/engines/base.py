@@ -72,3 +72,17 @@ class Engine(Protocol):
         among the n; their output is undefined.
         """
         ...
+
+
+class Wrapper:
+    """What an engine around another one has of it: all but the forward pass.
+
+    Args:
+        engine: the other one. note: added to its ``kind``.
+    """
+
+    def __init__(self, engine: Engine, note: str = ""):
+        self._engine = engine
+        self.kind, self.packed = f"{engine.kind}{note}", engine.packed
+        self.vocab_size, self.limit, self.layers = engine.vocab_size, engine.limit, engine.layers
+        self.device, self.encoder = engine.device, engine.encoder

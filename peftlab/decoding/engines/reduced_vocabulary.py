@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.base import Output, Wrapper
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.errors import PeftlabError
@@ -38,7 +38,7 @@ def read_tokens(directory: str | Path) -> Tensor | None:
     return torch.tensor(tokens)
 
 
-class ReducedVocabulary:
+class ReducedVocabulary(Wrapper):
     """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
 
     The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.
@@ -61,11 +61,8 @@ class ReducedVocabulary:
         if whole.bias is not None:
             head.bias = nn.Parameter(whole.bias.detach()[tokens], requires_grad=False)
         model.set_output_embeddings(head)
-        self._engine: Engine = build_engine(model, pack=pack)
-        self.kind = f"{self._engine.kind}, {len(tokens):,} of {vocabulary:,} tokens"
-        self.vocab_size, self.limit = vocabulary, self._engine.limit
-        self.layers, self.device, self.encoder = self._engine.layers, self._engine.device, self._engine.encoder
-        self.packed = self._engine.packed
+        super().__init__(build_engine(model, pack=pack), f", {len(tokens):,} of {vocabulary:,} tokens")
+        self.vocab_size = vocabulary
         self._tokens = tokens.to(self.device)
 
     @torch.inference_mode()

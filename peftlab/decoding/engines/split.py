@@ -13,19 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from peftlab.decoding.engines.base import Engine, Output
+from peftlab.decoding.engines.base import Engine, Output, Wrapper
 from peftlab.decoding.engines.cache import Block, KVCache
 
 
-class EqualLengths:
+class EqualLengths(Wrapper):
     """An engine that runs rows of one length at a time."""
 
     def __init__(self, engine: Engine):
-        self._engine = engine
-        self.kind = f"{engine.kind}, rows of one length at a time"
-        self.vocab_size, self.limit = engine.vocab_size, engine.limit
-        self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
-        self.packed = engine.packed
+        super().__init__(engine, ", rows of one length at a time")
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -58,15 +54,11 @@ class EqualLengths:
         return Output(logits, hidden, features)
 
 
-class PathByPath:
+class PathByPath(Wrapper):
     """An engine that runs trees as chains: one copy of the row for each leaf."""
 
     def __init__(self, engine: Engine):
-        self._engine = engine
-        self.kind = f"{engine.kind}, trees path by path"
-        self.vocab_size, self.limit = engine.vocab_size, engine.limit
-        self.layers, self.device, self.encoder = engine.layers, engine.device, engine.encoder
-        self.packed = engine.packed
+        super().__init__(engine, ", trees path by path")
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
