@@ -21,6 +21,7 @@ from peftlab.recipe.schema import KINDS, Recipe, TableRecipe
 from peftlab.recipe.source import Source, override, read_source
 from peftlab.recipe.sweep import SWEEP, sweep
 from peftlab.recipe.table_cells import expand
+from peftlab.recipe.wording import fields
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
 
@@ -87,7 +88,9 @@ def dump_recipe(recipe: Recipe, header: str = "") -> str:
     yaml.Representer = _Representer
     yaml.width = 2**20
     out = io.StringIO()
-    values = recipe.model_dump(mode="json", by_alias=True, exclude={"method": {"first_layer"}})  # train.layers.from
+    values = recipe.model_dump(mode="json", by_alias=True)
+    if not isinstance(recipe, TableRecipe) and recipe.method is not None:
+        values["method"] = {key: values["method"][key] for key in fields(type(recipe.method))}
     yaml.dump(_in_flow_style(values), out)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + out.getvalue()
 

@@ -94,9 +94,7 @@ class FlatEngine:
             if layer.norm_heads is not None:
                 layer.norm_heads(x)
             if layer.angles is not None:
-                cos, sin = rotations[layer.angles]
-                turned = x[:, :, : heads + kv, : cos.shape[-1]]
-                torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin, out=turned)
+                rotate(x[:, :, : heads + kv], *rotations[layer.angles])
             keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
             after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = layer.down(layer.up(h if self._parallel else after), after)
@@ -120,21 +118,14 @@ class FlatEngine:
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: _Layer) -> Tensor:
         """queries [b, n, heads, D], keys and values [b, kv, end, D] -> [b, n, heads * D]."""
-        b, n, heads, dim = queries.shape
-        kv = keys.shape[1]
-        groups = heads // kv
-        # Query heads that share a key head become further queries of it: [b, kv, groups * n, D].
-        folded = queries.view(b, n, kv, groups, dim)
-        folded = folded[:, 0] if n == 1 else folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        folded = fold_heads(queries, keys.shape[1])
         if layer.cap is None:
             seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
         else:
             products = _capped(folded @ keys.mT * layer.scale, layer.cap)
             products = products if mask is None else products + mask
             seen = products.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
-        if n > 1:
-            seen = seen.view(b, kv, groups, n, dim).permute(0, 3, 1, 2, 4)
-        return seen.reshape(b, n, -1)
+        return unfold_heads(seen, queries.shape[1])
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         mask = additive(block.visible(window, self.device), self._embedding.dtype)
@@ -160,6 +151,30 @@ class _Table:
             return self._made[0][None, span, None], self._made[1][None, span, None]
         positions = block.positions(device)
         return self._made[0][positions][:, :, None], self._made[1][positions][:, :, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first R features of heads [b, n, heads, D] in place.
+
+    Args:
+        cos, sin: [b or 1, n, 1, R]: (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin), with the sign in the sine.
+    """
+    turned = x[..., : cos.shape[-1]]
+    torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin, out=turned)
+
+
+def fold_heads(queries: Tensor, kv: int) -> Tensor:
+    """Make query heads that share a key head further queries of it: [b, n, heads, D] -> [b, kv, groups * n, D]."""
+    b, n, heads, dim = queries.shape
+    folded = queries.reshape(b, n, kv, heads // kv, dim)
+    return folded[:, 0] if n == 1 else folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold_heads(seen: Tensor, n: int) -> Tensor:
+    """Return what folded queries saw, by token: [b, kv, groups * n, D] -> [b, n, heads * D]."""
+    if n > 1:
+        seen = seen.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
+    return seen.reshape(len(seen), n, -1)
 
 
 def _layer(layer: LayerStructure, structure: Structure, products: Products) -> _Layer:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.flat import fold_heads, rotate, unfold_heads
 from peftlab.decoding.engines.products import pack_linears
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer
 
@@ -57,16 +58,11 @@ class EagleStep(nn.Module):
         both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
         x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
         cos, sin = self._rotation(positions, cache.capacity, x.dtype)
-        turned = x[:, :, : heads + kv]
-        torch.addcmul(turned * cos, turned.roll(dim // 2, -1), sin, out=turned)
+        rotate(x[:, :, : heads + kv], cos, sin)
         keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
-        # Query heads that share a key head become further queries of it: [b, kv, groups * n, D].
-        groups = heads // kv
-        queries = x[:, :, :heads].unflatten(2, (kv, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = visible if visible is None or n == 1 else visible.repeat(1, 1, groups, 1)
-        seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        seen = seen.view(b, kv, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, -1)
-        hidden = states + self.out(seen)
+        mask = visible if visible is None or n == 1 else visible.repeat(1, 1, heads // kv, 1)
+        seen = F.scaled_dot_product_attention(fold_heads(x[:, :, :heads], kv), keys, values, attn_mask=mask)
+        hidden = states + self.out(unfold_heads(seen, n))
         gate, factor = self.up(F.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)).chunk(2, -1)
         return hidden + self.down(F.silu(gate).mul_(factor))
 
