@@ -11,6 +11,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import plan
+from peftlab.methods.targets import embeddings_of
 
 
 def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
@@ -92,13 +93,13 @@ def check_dtypes(target: PretrainedConfig, draft: PretrainedConfig) -> None:
         )
 
 
-def check_method(model: PreTrainedModel, config: MethodConfig) -> None:
+def check_method(model: nn.Module, config: MethodConfig) -> None:
     """Refuse a method that does not fit the model, or that exchanges its LM head; nothing is changed.
 
     Raises:
         PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
     """
-    head = model.get_output_embeddings()
+    head = embeddings_of(model)[1]
     for name in plan(model, config).replace:
         if model.get_submodule(name) is head:
             raise PeftlabError(

@@ -114,6 +114,8 @@ class DraftConfig(Section):
     kind: str
     usual_method: ClassVar[str | None] = "lora"
     """The method of a recipe that names none; None: nothing is put into the model."""
+    language_model: ClassVar[bool] = True
+    """Whether a method is injected into a language model, target or draft, so that a run can write ``merged/``."""
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""

@@ -87,7 +87,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     if kind.prepare:
         resolve(kind.prepare)(job, draft, sets.train)
     if recipe.method is not None:
-        inject(draft.adapted, injected_method(recipe.method, recipe.train))
+        inject(draft.injected, injected_method(recipe.method, recipe.train))
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = _spec(recipe, kind, job, draft, sets)
@@ -135,7 +135,7 @@ def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> D
     torch.nn.Module.to(target, job.device).requires_grad_(False)
     draft: Draft = resolve(kind.load)(job, target)
     if recipe.method is not None:
-        check_method(draft.adapted, recipe.method)
+        check_method(draft.injected, recipe.method)
     return draft
 
 
@@ -246,9 +246,9 @@ def _save(
 ) -> torch.Tensor | None:
     """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
     run_dir = job.directory
-    if is_injected(draft.adapted):
+    if is_injected(draft.injected):
         with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-            save_adapter(draft.adapted, staging, base=draft.base)
+            save_adapter(draft.injected, staging, base=draft.base)
     if job.folds:
         options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)

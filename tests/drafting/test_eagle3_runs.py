@@ -67,6 +67,29 @@ def test_a_run_raises_acceptance_and_decodes_the_target(run: Path) -> None:
     assert not (run / "merged").exists() and not (run / "adapter").exists()
 
 
+def test_lora_tunes_a_trained_layer(run: Path, stories: Path, place: Path) -> None:
+    lora = "method={name: lora, r: 4, lora_alpha: 8, target_modules: all-linear}"
+    go(stories, place / "lora", f"draft={{kind: eagle3, vocabulary: 256, from: {run}}}", lora, "train.max_steps=8")
+    results = json.loads((place / "lora" / "results.json").read_text())
+    before, after = (load_file(each / "eagle3" / "model.safetensors") for each in (run, place / "lora"))
+    adapter = load_file(place / "lora" / "adapter" / "adapter_model.safetensors")
+    assert results["trainable_parameters"] == sum(map(torch.Tensor.numel, adapter.values()))
+    linear = {name.removesuffix(".lora_A.weight").removeprefix("base_model.model.") for name in adapter}
+    linear = {name for name in linear if not name.endswith("lora_B.weight")}
+    assert linear == {n.removesuffix(".weight") for n in before if n.startswith("fc") or "_proj" in n}
+    for name, old in before.items():
+        fold = name.removesuffix(".weight")
+        change = torch.zeros(())
+        if fold in linear:
+            a, b = (adapter[f"base_model.model.{fold}.lora_{side}.weight"] for side in "AB")
+            change = 2 * b @ a
+            assert change.abs().max() > 0
+        assert torch.allclose(after[name].float(), old.float() + change, atol=1e-6), name
+    whole = json.loads((run / "results.json").read_text())
+    assert results["score"] >= results["baseline_score"] == pytest.approx(whole["score"], abs=1e-3)
+    assert results["decoding"]["after"]["lossless"] is True
+
+
 def test_resumed_equals_uninterrupted(run: Path, stories: Path, place: Path) -> None:
     cut = place / "cut"
     go(stories, cut)
@@ -261,7 +284,8 @@ def peftlab_raises(*arguments: object) -> None:
         (["draft={kind: eagle3, features: [2, 6]}"], "no layer 6; the target has 0 to 4, and 5 is the state"),
         (["draft={kind: eagle3, features: [2, 1]}"], "must be layer numbers from 0, rising"),
         (["draft={kind: eagle3, from: nowhere}"], "nowhere is no eagle3 draft"),
-        (["method={name: lora}"], "leaves the target as it is and trains its own layer"),
+        (["method={name: lora}"], "a new eagle3 layer trains whole; write method: null, or tune a trained layer"),
+        (["method={name: houlsby}", "draft={kind: eagle3, from: any}"], "houlsby has no linear fold"),
         (["merge=true"], "there is nothing to merge"),
         (["objective.name=topk_kl", "data.top_k=4"], "eagle3 trains without topk_kl"),
         (["acceptance_head=true"], "eagle3 is not a model of its own"),

@@ -66,9 +66,9 @@ class Draft:
 
     Attributes:
         model: the module that trains: its parameters with ``requires_grad`` are checkpointed.
-        adapted: the language model in it, into which the method is injected.
+        adapted: the language model in it; the method is injected into it, or into what ``injected`` returns.
         target: the model to be served.
-        base: reference of ``adapted`` without its adapter.
+        base: reference of ``injected`` without its adapter.
         eos: ids that end an output.
         base_model: makes the model to be written to ``base``; None where ``base`` exists already.
     """
@@ -79,6 +79,11 @@ class Draft:
     base: str
     eos: frozenset[int]
     base_model: Callable[[], PreTrainedModel] | None = field(default=None, kw_only=True)
+
+    @property
+    def injected(self) -> nn.Module:
+        """Return the module into which the method is injected."""
+        return self.adapted
 
     @property
     def separate(self) -> bool:

@@ -89,7 +89,7 @@ def make_job(recipe: DraftRecipe, text: Text, directory: Path, device: torch.dev
         method=recipe.method,
         objective=recipe.objective,
         data=recipe.data,
-        folds=recipe.merge is not False and has_fold(recipe),
+        folds=recipe.merge is not False and has_fold(recipe) and recipe.draft.language_model,
         longest=text.longest,
         directory=directory,
         device=device,

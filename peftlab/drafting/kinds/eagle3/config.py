@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator
 from peftlab.decoding.analysis.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.decoding.table import TIMES
 from peftlab.drafting.config import DraftConfig, OtherKeys
+from peftlab.methods.table import METHODS
 
 
 class Eagle3Draft(DraftConfig):
@@ -19,6 +20,7 @@ class Eagle3Draft(DraftConfig):
 
     kind: Literal["eagle3"] = "eagle3"
     usual_method: ClassVar[str | None] = None
+    language_model: ClassVar[bool] = False
     steps: int = Field(
         default=3,
         ge=1,
@@ -69,10 +71,12 @@ class Eagle3Draft(DraftConfig):
             yield "acceptance_head", "reads a draft model's states; eagle3 is not a model of its own"
         if recipe.policy.row.needs == TIMES:
             yield "policy", f"{recipe.policy.text}: needs the time of a draft step; eagle3 is not a model of its own"
-        if recipe.method is not None:
-            yield "method", "eagle3 leaves the target as it is and trains its own layer whole; write method: null"
-        elif recipe.merge:
-            yield "merge", "eagle3 leaves the target as it is; there is nothing to merge"
+        if recipe.method is not None and self.from_ is None:
+            yield "method", "a new eagle3 layer trains whole; write method: null, or tune a trained layer: draft.from"
+        elif recipe.method is not None and not METHODS[recipe.method.name].folds:
+            yield "method", f"{recipe.method.name} has no linear fold, and an eagle3 layer is stored folded"
+        if recipe.merge:
+            yield "merge", "eagle3 leaves the target as it is and stores its layer folded; there is nothing to merge"
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:

@@ -28,7 +28,9 @@ from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
+from peftlab.methods.injection import is_injected
 from peftlab.methods.leaf import trainable_dtype
+from peftlab.methods.merging import merge
 from peftlab.outputs import staged_directory
 
 FOLDER = "eagle3"  # of a run
@@ -41,6 +43,10 @@ class EagleDraft(Draft):
     model: EagleModel
     steps: int = 3
     stored: StoredStates | None = None
+
+    @property
+    def injected(self) -> Eagle3:
+        return self.model.network
 
 
 def check(job: DraftJob[Eagle3Draft], target: PretrainedConfig) -> None:
@@ -91,9 +97,9 @@ def load(job: DraftJob[Eagle3Draft], target: PreTrainedModel) -> EagleDraft:
     network.layers.to(head.device, dtype)
     network.norm.to(head.device, dtype)
     network.train().draft_only(head.to(dtype), None)
-    return EagleDraft(
-        EagleModel(target, network), target, target, job.target, end_ids(target, job.tokenizer), steps=config.steps
-    )
+    base = job.target if job.method is None else str(find(str(config.from_)))
+    eos = end_ids(target, job.tokenizer)
+    return EagleDraft(EagleModel(target, network), target, target, base, eos, steps=config.steps)
 
 
 def input_embedding(target: PreTrainedModel) -> Tensor:
@@ -133,8 +139,10 @@ def score(draft: EagleDraft, model: nn.Module, data: Dataset, batch_size: int) -
 
 
 def save(job: DraftJob[Eagle3Draft], draft: EagleDraft, directory: Path, train: Dataset) -> Tensor | None:
-    """Write the layer to ``eagle3/``, with the identity of its target."""
+    """Write the layer to ``eagle3/``, an adapter folded into it, with the identity of its target."""
     network, name = draft.model.network, type(draft.target).__name__
+    if is_injected(network):
+        merge(network)
     with staged_directory(directory / FOLDER, "model", overwrite=True) as staging:
         write_eagle(network, staging, target=job.target, architecture=name, tokens=job.config.steps)
         identify(job.target, draft.target, job.tokenizer).write(staging)

@@ -165,6 +165,10 @@ class Eagle3(nn.Module):
         self.lm_head.out_features = len(head)
         self.tokens = tokens
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the rows of the LM head, which no method takes for a linear map of the layer."""
+        return self.lm_head
+
     def draft_ids(self, ids: Tensor) -> Tensor:
         """Return the places of token ids among ``tokens``, -1 for those that cannot be drafted."""
         if self.tokens is None:
