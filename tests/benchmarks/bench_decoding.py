@@ -1,9 +1,10 @@
 """Decoding SmolLM2-135M: one step, plain and speculative decoding, beside ``transformers``, in fp32 and in bf16.
 
 Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLAB_DRAFT=DIRECTORY`` a trained draft
-(in bf16) or a directory of Medusa heads joins in, and ``transformers``' assisted generation with the very same draft;
+(in bf16) of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
-of the Spec-Bench questions; ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32 bfloat16") are taken, too.
+of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
+bfloat16") are taken, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from peftlab.decoding.analysis.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
 from peftlab.decoding.analysis.planning import finite
 from peftlab.decoding.analysis.step_times import step_seconds
-from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.base import Drafter
@@ -30,11 +30,13 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
+from peftlab.pipelines.drafts.measure_draft import watched
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
-NEW, PROMPTS, REPEATS, LONGEST = 64, 5, 3, 300
-GAMMA = int(os.environ.get("PEFTLAB_GAMMA", "4"))
+NEW, REPEATS, LONGEST = 64, 3, 300
+PROMPTS = int(os.environ.get("PEFTLAB_COUNT", "5"))
+GAMMA, WIDTH = int(os.environ.get("PEFTLAB_GAMMA", "4")), 3
 GENERATE = "transformers.generate"
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
@@ -93,22 +95,17 @@ def contest(target: str, dtype: torch.dtype) -> None:
     steps(model)
     pair = load_pair(target, reference, dtype=dtype, draft_dtype=torch.bfloat16)
     print(f"\npeftlab's step: {pair.target.kind}")
-    watches = [Stopwatch(pair.target)]
+    watches = watched(pair)
     drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling}
     lookup = partial(library, model, prompt_lookup_num_tokens=GAMMA)
     others = {GENERATE: partial(library, model), "transformers, prompt lookup": lookup}
+    if reference is not None:
+        for name in ("draft", SUFFIX_AND_DRAFT):
+            drafters[f"{name}, chain"] = partial(make_drafter, name, pair, 1)
+            drafters[f"{name}, tree of {WIDTH} choices"] = partial(make_drafter, name, pair, WIDTH)
     if pair.draft is not None:
         small, _ = load_base(str(reference), "AutoModelForCausalLM", dtype=dtype)
-        watches.append(Stopwatch(pair.draft))
-        pair.draft = watches[1]
-        drafters["draft"] = partial(make_drafter, "draft", pair)
         others["transformers, assisted by the draft"] = partial(library, model, assistant_model=small)
-    if pair.heads is not None:
-        pair.heads = watches[0].including(pair.heads)
-        drafters["heads"] = partial(make_drafter, "draft", pair)
-        drafters["heads, tree of 3 choices"] = partial(make_drafter, "draft", pair, 3)
-        drafters["suffix and heads"] = partial(make_drafter, SUFFIX_AND_DRAFT, pair)
-        drafters["suffix and tree of 3"] = partial(make_drafter, SUFFIX_AND_DRAFT, pair, 3)
     settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), repeats=REPEATS)
     run = compare(watches[0], drafters, asked, settings, models=watches, others=others)
     within = sum(watch.seconds for watch in watches)

@@ -130,7 +130,7 @@ def benchmark(
     listed = listed if max_prompts is None else spread(listed, max_prompts)
     pair = options.load(target, draft)
     settings.eos = pair.eos
-    watches = _watched(pair)
+    watches = watched(pair)
     made = _drafters(pair, [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free], options.width)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
@@ -222,7 +222,7 @@ def _stored(models: Sequence[Engine], options: DecodingOptions) -> dict[str, Sto
     return {n: StoredWeights(dtype, model.packed) for (n, dtype), model in zip(dtypes.items(), models, strict=False)}
 
 
-def _watched(pair: Pair) -> list[Stopwatch]:
+def watched(pair: Pair) -> list[Stopwatch]:
     """Put stopwatches around the pair's models and return them, the target's first; heads count as the target's."""
     watches = [Stopwatch(pair.target)]
     if pair.draft is not None:
