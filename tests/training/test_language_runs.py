@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import LAUNCHED, launch
+from launching import run_in_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
@@ -230,7 +230,7 @@ def test_sixteen_at_once_in_four_parts_and_in_two_processes(recipe: Path, tmp_pa
             str(recipe), [*options, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path / f'{name}-two'}"]
         )
         files.append(tiny.write_recipe(two.model_dump(mode="json"), tmp_path / f"{name}.json"))
-    launch(LAUNCHED, *files)
+    run_in_two(*files)
     assert json.loads((tmp_path / "packed-two" / "provenance.json").read_text())["processes"] == 2
     for name in layouts:
         one, *others = (tmp_path / f"{name}-{how}" for how in ("1", "4", "two"))
