@@ -196,11 +196,11 @@ def predict(
     device: Device = "auto",
 ) -> object:
     """Label the rows of a file, with the probability of every class."""
-    from peftlab.pipelines.trained.prediction_files import predict_file
+    from peftlab.pipelines.trained.prediction_files import STREAM, predict_file
     from peftlab.reporting.console import counting_rows
 
     with counting_rows() as on_rows:
-        return predict_file(
+        found = predict_file(
             reference,
             source,
             out,
@@ -211,6 +211,9 @@ def predict(
             device=device,
             on_rows=on_rows,
         )
+    if out != STREAM:
+        show(f"predictions: {out} ({len(found.answers):,} rows)")
+    return found
 
 
 @app.command()

@@ -132,6 +132,13 @@ def test_what_deep_and_show_found_is_in_the_json(tmp_path: Path, model: Path) ->
     assert [part["trained"] for part in found["examples"][0]["parts"]] == [False, True]
 
 
+def test_deep_counts_the_parameters_of_a_head_for_the_classes_of_the_data(tmp_path: Path, model: Path) -> None:
+    file = write(tmp_path, model, "text,label\ngood,a\nbad,b\nfine,a\ndull,b\nplot,c\nfilm,c\n")
+    (method,) = deep_check(peftlab.validate(file)).methods
+    results = peftlab.run(file, ["train.max_steps=1"])
+    assert (method.found.trainable, method.found.total) == (results.trainable_parameters, results.total_parameters)
+
+
 def test_where_targets_came_from_is_said_of_defaults_alone(model: Path) -> None:
     fields = ({}, {"target_modules": "all-linear"})
     assert [peftlab.inspect_model(model, "lora", each).targets for each in fields] == ["table", "given"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
@@ -14,6 +14,7 @@ from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
+from peftlab.tasks.labelled.answers.base import Answers
 from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.labelled.labelled_task import class_counts, repeated_rows
 from peftlab.tasks.table import find_task
@@ -80,11 +81,11 @@ def deep_check(recipe: Recipe) -> DeepCheck:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
     data = {(each.task, repr(each.data)): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
-    read = [_read(each) for each in data.values()]
-    found = {key: _inspected(each) for key, each in methods.items()}
+    read = {key: _read(each) for key, each in data.items()}
+    found = {key: _inspected(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
     needed = sum(_bytes(each, found[each.task, repr(each.method)]) for each in runs)
     checked = DeepCheck(
-        data=read,
+        data=list(read.values()),
         methods=[CheckedMethod(each.task, each.method.name, found[key]) for key, each in methods.items()],
         directory=recipe.output_dir,
         needed_bytes=needed,
@@ -118,11 +119,14 @@ def _read(recipe: FinetuneRecipe) -> CheckedData:
     )
 
 
-def _inspected(recipe: FinetuneRecipe) -> Inspection:
-    task = find_task(recipe.task)
-    auto_class: str | None = resolve(task.answers).auto_class if task.labelled else None
-    method = injected_method(recipe.method, recipe.train)
-    return inspect_model(recipe.model, method.name, method.model_dump(exclude={"name"}), auto_class)
+def _inspected(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
+    """Return what the method trains in the model with the head that the data's classes need."""
+    task, method = find_task(recipe.task), injected_method(recipe.method, recipe.train)
+    fields = method.model_dump(exclude={"name"})
+    if not task.labelled:
+        return inspect_model(recipe.model, method.name, fields)
+    answers: Answers = resolve(task.answers)(replace(task, labels=tuple(data.classes)))
+    return inspect_model(recipe.model, method.name, fields, answers.auto_class, head=answers.head())
 
 
 def _free(directory: str) -> int:
