@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,9 @@ import peftlab
 from peftlab.methods.table import METHODS
 from peftlab.tasks.table import TASKS
 from tests.distribution import write_distribution
+from tests.forked import Ended, python
 from tests.training.tiny import save_model
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     # A method: every LayerNorm is replaced by one whose output is scaled by a trained gain.
     "toy_gain/__init__.py": """
@@ -133,11 +131,8 @@ def installed(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(vars(rows), "_rows", raising=False)
 
 
-def _command(toys: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(toys), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "peftlab", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def _command(toys: Path, *arguments: object) -> Ended:
+    return python("-m", "peftlab", *arguments, path=[toys], HF_HUB_OFFLINE="1", COLUMNS="200")
 
 
 def _recipe(model: Path, directory: Path) -> Path:
@@ -190,9 +185,9 @@ def test_a_toy_method_and_a_toy_task_run_from_the_command_line(
 @pytest.mark.slow
 def test_a_stopped_toy_run_resumes_bit_for_bit(toys: Path, model: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    for directory in (whole, stopped):
-        directory.mkdir()
-        assert _command(toys, "run", _recipe(model, directory)).returncode == 0
+    whole.mkdir()
+    assert _command(toys, "run", _recipe(model, whole)).returncode == 0
+    shutil.copytree(whole, stopped)
     # As a run that was killed after its first evaluation leaves its directory.
     run = stopped / "run"
     newest = max((run / "checkpoints").glob("*.pt"), key=lambda file: file.stat().st_mtime)

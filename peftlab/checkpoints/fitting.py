@@ -25,7 +25,7 @@ def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> d
         own = f"{module}.own_{last}"
         name = own if own in trained else twins.get(key, key)
         first = keys.setdefault(name, key)
-        if not torch.equal(tensors[first], tensor):
+        if first != key and not torch.equal(tensors[first], tensor):
             raise PeftlabError(f"{source}: {first} and {key} are one tied parameter, and their values differ")
     return {name: tensors[key] for name, key in keys.items()}
 

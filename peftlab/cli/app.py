@@ -96,19 +96,21 @@ def validate(
     from peftlab.recipe.loading import dump_recipe
 
     checked = pipelines.validate(recipe, overrides or [])
+    found: dict[str, object] = dict(checked.as_json())
     print(dump_recipe(checked), end="")
     if deep:
-        from peftlab.pipelines.checks.deep_check import deep_check
+        from peftlab.pipelines.checks.deep_check import deep_check, deep_lines
 
-        for line in deep_check(checked):
+        found["deep"] = looked = deep_check(checked)
+        for line in deep_lines(looked):
             print(f"# {line}")
     if examples:
-        from peftlab.pipelines.show_examples import show_examples
+        from peftlab.pipelines.recipe_examples import show_examples
         from peftlab.reporting.console import print_examples
 
-        shown = show_examples(checked, examples)
+        found["examples"] = shown = show_examples(checked, examples)
         print_examples([(each.title, [(part.text, part.trained) for part in each.parts]) for each in shown])
-    return checked
+    return found
 
 
 @app.command()
@@ -194,11 +196,11 @@ def predict(
     device: Device = "auto",
 ) -> object:
     """Label the rows of a file, with the probability of every class."""
-    from peftlab.pipelines.trained.prediction_files import predict_file
+    from peftlab.pipelines.trained.prediction_files import STREAM, predict_file
     from peftlab.reporting.console import counting_rows
 
     with counting_rows() as on_rows:
-        return predict_file(
+        found = predict_file(
             reference,
             source,
             out,
@@ -209,6 +211,9 @@ def predict(
             device=device,
             on_rows=on_rows,
         )
+    if out != STREAM:
+        show(f"predictions: {out} ({len(found.answers):,} rows)")
+    return found
 
 
 @app.command()

@@ -17,7 +17,7 @@ from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json, write_json, write_text
 from peftlab.hardware import Cpu, describe_cpu
@@ -55,8 +55,6 @@ from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
-
-VERIFY_EXAMPLES = 16  # examples on which merged and unmerged model are compared
 
 
 @dataclass(frozen=True)
@@ -372,7 +370,7 @@ def _write_out(
         options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), into=told, overwrite=True)
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.as_json())
-        inputs = sample_inputs(task, VERIFY_EXAMPLES)
+        inputs = sample_inputs(task, EXAMPLES)
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         results = replace(results, merge=verify_merge(*what))
         if times(recipe.merge):

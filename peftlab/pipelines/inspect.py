@@ -28,7 +28,7 @@ from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
 from peftlab.reporting.console import Inspection
-from peftlab.untyped import KnownModel
+from peftlab.untyped import Attributes, KnownModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ def inspect_model(
     fields: Mapping[str, object] | None = None,
     auto_class: str | None = None,
     *,
+    head: Attributes | None = None,
     batch: tuple[int, int] | None = None,
 ) -> Inspection:
     """Inject ``method`` into the model that ``reference`` describes, without weights, and count.
@@ -48,6 +49,7 @@ def inspect_model(
         reference: hub id, directory or ``package:NAME/path``; only its configuration is read.
         fields: of the method's configuration.
         auto_class: transformers auto class; default: the class the configuration names.
+        head: what the configuration says of the task head instead, such as ``num_labels``.
         batch: rows and tokens of a training step whose cost is wanted too; None: no cost.
 
     Raises:
@@ -56,12 +58,12 @@ def inspect_model(
     settings, reference = make_config(method, **(fields or {})), str(reference)
     place = locate(find_model(reference).base)
     if batch is not None:  # which takes the class itself, with its forward
-        return _with_cost(_empty(reference, place, auto_class), settings, *batch)
+        return _with_cost(_empty(reference, place, auto_class, head), settings, *batch)
     plain = _plain(place) if isinstance(place, Path) and auto_class in (None, "AutoModelForCausalLM") else None
     if plain is not None:
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
             return _counted(plain, settings)
-    return _counted(_empty(reference, place, auto_class), settings)
+    return _counted(_empty(reference, place, auto_class, head), settings)
 
 
 def _plain(place: Path) -> nn.Module | None:
@@ -82,10 +84,11 @@ def _with_cost(model: PreTrainedModel, settings: MethodConfig, batch_size: int, 
     return replace(found, cost=count_step(model, batch_size, length))
 
 
-def _empty(reference: str, place: Path | str, auto_class: str | None) -> PreTrainedModel:
+def _empty(reference: str, place: Path | str, auto_class: str | None, head: Attributes | None) -> PreTrainedModel:
     import transformers
 
     config = load_config(reference)
+    config.update(head or {})
     name = auto_class or (config.architectures or ["AutoModel"])[0]
     known = auto_class or hasattr(transformers, name)
     return empty_model(name if known else "AutoModel", config, place if isinstance(place, Path) else None)

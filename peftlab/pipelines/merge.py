@@ -74,7 +74,7 @@ def run_merge(
             says.
         base: reference of the base model; None: the one that the adapter names. out: directory to write.
         options, combining: None for the defaults.
-        verify: compare, for which three models are loaded; None: where a recipe is beside the adapter and the
+        verify: compare, for which two models are loaded; None: where a recipe is beside the adapter and the
             packages that the models need are installed.
         device: where they run to be compared, as for ``peftlab.run``; merging itself computes on the CPU.
     """
@@ -126,14 +126,15 @@ def _recipe_near(adapter: Path) -> Path | None:
 
 
 def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
+    from peftlab.checkpoints.merge.verify import EXAMPLES
     from peftlab.models.pretrained import load_tokenizer
-    from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, sample_inputs
     from peftlab.recipe.loading import load_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
-    if recipe is not None:
-        loaded = load_recipe(recipe)
-        if isinstance(loaded, FinetuneRecipe):
-            return sample_inputs(load_task(loaded), VERIFY_EXAMPLES)
+    loaded = None if recipe is None else load_recipe(recipe)
+    if isinstance(loaded, FinetuneRecipe):
+        from peftlab.pipelines.recipe_examples import example_inputs
+
+        return [example_inputs(loaded, EXAMPLES)]
     tokenizer = load_tokenizer(base)
     return [dict(tokenizer(text, return_tensors="pt")) for text in SAMPLES]

@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -27,7 +26,9 @@ from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import GeneratedText, generate, load_writer
 from peftlab.tasks.chat import chat_ids
 from tests.byte_tokens import byte_tokenizer
+from tests.forked import python
 
+pytestmark = pytest.mark.xdist_group("chat")  # one worker makes the fixtures
 ROOT = Path(__file__).resolve().parents[2]
 # Writes BOS itself, beside a tokenizer that begins every text with one.
 TEMPLATE = (
@@ -76,10 +77,8 @@ def generated(*arguments: str, text: str = "") -> Result:
 
 
 def test_piped_lines_are_turns_of_one_conversation(run: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "peftlab", "generate", "--target", str(run), "--chat", "--drafter", "lookup"],
-        input="name?\n\nname?\r\n", capture_output=True, text=True, env=environment(), check=False,
-    )  # fmt: skip
+    asked = ("generate", "--target", str(run), "--chat", "--drafter", "lookup")
+    done = python("-m", "peftlab", *asked, text="name?\n\nname?\r\n", **environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "I am Tom.\nI said Tom.\n", "history is kept, and answers end with the template's marker"
     assert done.stderr.count("ended by eos") == 2 and "tokens per target step" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,20 +18,11 @@ from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.reporting.result_keys import COMMON, FINETUNE
+from tests.forked import Ended, python
 
 
-def peftlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
-    root = Path(__file__).resolve().parents[2]
-    environment["PYTHONPATH"] = str(root)
-    return subprocess.run(
-        [sys.executable, "-m", "peftlab", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
+def peftlab(*arguments: str, cwd: Path | None = None, text: str = "") -> Ended:
+    return python("-m", "peftlab", *arguments, cwd=cwd, text=text, HF_HUB_OFFLINE="1", COLUMNS="80")
 
 
 def refused(*arguments: str, cwd: Path | None = None) -> str:
@@ -128,6 +118,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> Path
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("run")  # one worker makes the fixture
 class TestRun:
     """What a run leaves behind, and what can be done with it."""
 
@@ -198,6 +189,7 @@ class TestRun:
         )
         done = peftlab("predict", "out", "new.csv", "-o", str(tmp_path / "new.jsonl"), cwd=place)
         assert done.returncode == 0, done.stderr
+        assert done.stdout.replace("\n", "") == f"predictions: {tmp_path / 'new.jsonl'} ({len(REVIEWS)} rows)"
         rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
         assert [(row["id"], row["text"], row["label"]) for row in rows] == [
             (str(i), text, label) for i, (text, label) in enumerate(REVIEWS)
@@ -211,11 +203,8 @@ class TestRun:
         right = sum(row["prediction"] == row["label"] for row in rows) / len(rows)
         whole = evaluate(run_directory, overrides=[f"data.path={place / 'new.csv'}", "data.validation=all"])
         assert whole["validation"]["accuracy"] == pytest.approx(right)
-        piped = subprocess.run(
-            [sys.executable, "-m", "peftlab", "predict", str(run_directory / "merged"), "-", "--recipe",
-             str(run_directory / "recipe.yaml")],
-            input="".join(f"{text}\n" for text, _ in REVIEWS), capture_output=True, text=True, cwd=place, check=False,
-        )  # fmt: skip
+        arguments = ("predict", str(run_directory / "merged"), "-", "--recipe", str(run_directory / "recipe.yaml"))
+        piped = peftlab(*arguments, cwd=place, text="".join(f"{text}\n" for text, _ in REVIEWS))
         assert piped.returncode == 0, piped.stderr
         merged = [json.loads(line) for line in piped.stdout.splitlines()]
         assert [row["prediction"] for row in merged] == [row["prediction"] for row in rows]
@@ -288,6 +277,7 @@ class TestRun:
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("run")
 def test_a_diverging_run_stops_and_says_the_step(run_directory: Path) -> None:
     message = refused("run", "recipe.yaml", "train.lr=1e20", "train.max_grad_norm=null", "train.warmup=0",
                       "output_dir=diverged", cwd=run_directory.parent)  # fmt: skip

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.checks.deep_check import deep_check
+from peftlab.pipelines.checks.deep_check import deep_check, deep_lines
 from peftlab.recipe import library
+from tests.command_line import invoke
 from tests.training import tiny
 
 
@@ -85,7 +86,7 @@ def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Pa
     with pytest.raises(PeftlabError, match=r"validation\.csv: no column 'label' \(data\.label\)"):
         peftlab.validate(file)
     (tmp_path / "data" / "validation.csv").write_text("text,label\ngood,a\n")
-    lines = deep_check(peftlab.validate(file))
+    lines = deep_lines(deep_check(peftlab.validate(file)))
     assert [line.split()[0] for line in lines] == [
         "data",
         "class",
@@ -100,7 +101,7 @@ def test_columns_of_a_table_s_cells_and_of_split_files(tmp_path: Path, model: Pa
 
 def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
     file = write(tmp_path, model)
-    lines = deep_check(peftlab.validate(file))
+    lines = deep_lines(deep_check(peftlab.validate(file)))
     assert lines[0] == "data of text/classification: train 3, validation 1"
     assert lines[1:4] == ["class  train  validation", "a          1           1", "b          2           0"]
     assert lines[4] == "warning: fewer than 5 training rows: a (1), b (2)"
@@ -113,6 +114,29 @@ def test_deep_reads_labels_finds_targets_and_compares_space(tmp_path: Path, mode
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(PeftlabError, match=r"output_dir: checkpoints and models need 0\.\d MB in .*; 0 MB are free"):
         deep_check(peftlab.validate(file))
+
+
+def test_what_deep_and_show_found_is_in_the_json(tmp_path: Path, model: Path) -> None:
+    file = write(tmp_path, model)
+    found = json.loads(invoke("validate", file, "--deep", "--show", "1", "--json", "-").stdout)
+    recipe = peftlab.validate(file).as_json()
+    assert {key: found[key] for key in recipe} == recipe and found.keys() - recipe.keys() == {"deep", "examples"}
+    (data,), (method,) = found["deep"]["data"], found["deep"]["methods"]
+    assert (data["task"], data["columns"]) == ("text/classification", ["text", "label"])
+    assert data["rows"] == {"train": 3, "validation": 1}
+    assert data["classes"] == {"a": {"train": 1, "validation": 1}, "b": {"train": 2, "validation": 0}}
+    assert method["method"] == "lora" and method["found"]["architecture"] == "BertForSequenceClassification"
+    assert {name.rpartition(".")[2]: n for name, n in method["found"]["matches"].items()}["query"] == 2
+    assert found["deep"]["directory"] == recipe["output_dir"]
+    assert 0 < found["deep"]["needed_bytes"] < found["deep"]["free_bytes"]
+    assert [part["trained"] for part in found["examples"][0]["parts"]] == [False, True]
+
+
+def test_deep_counts_the_parameters_of_a_head_for_the_classes_of_the_data(tmp_path: Path, model: Path) -> None:
+    file = write(tmp_path, model, "text,label\ngood,a\nbad,b\nfine,a\ndull,b\nplot,c\nfilm,c\n")
+    (method,) = deep_check(peftlab.validate(file)).methods
+    results = peftlab.run(file, ["train.max_steps=1"])
+    assert (method.found.trainable, method.found.total) == (results.trainable_parameters, results.total_parameters)
 
 
 def test_where_targets_came_from_is_said_of_defaults_alone(model: Path) -> None:
@@ -154,7 +178,9 @@ def test_the_template_trains_any_encoder(kind: str, tmp_path: Path, model: Path)
         f"model={tmp_path / 'encoder'}", f"data.path={rows}", f"output_dir={tmp_path / 'run'}",
         "train.max_length=16", "train.max_steps=2",
     ]  # fmt: skip
-    (targets,) = [line for line in deep_check(peftlab.validate(template, overrides)) if line.startswith("method")]
+    (targets,) = [
+        line for line in deep_lines(deep_check(peftlab.validate(template, overrides))) if line.startswith("method")
+    ]
     # SqueezeBERT's maps but the pooler's are grouped convolutions, which no merge could fold an update into.
     assert ("attention" in targets) == (kind != "squeezebert")
     results = peftlab.run(template, overrides)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-TWO = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+from tests.forked import python, two
 
 
 def launched(*arguments: str, processes: int) -> None:
     """Run ``peftlab`` in this many gloo processes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "peftlab", *arguments]
-    if processes == 2:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        launcher = ["-m", "accelerate.commands.launch", *TWO, "--main_process_port", port, "--dynamo_backend", "no"]
-        command = [sys.executable, *launcher, "-m", "peftlab", *arguments]
-        environment["ACCELERATE_USE_CPU"] = "true"
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    start, environment = (two, {"ACCELERATE_USE_CPU": "true"}) if processes == 2 else (python, {})
+    ended = start("-m", "peftlab", *arguments, CUDA_VISIBLE_DEVICES="", **environment)
+    for done in ended if isinstance(ended, list) else [ended]:
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("method", ["null", "{name: lora, r: 2}"], ids=["frozen target", "trained target"])

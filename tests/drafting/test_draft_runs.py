@@ -33,6 +33,7 @@ from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 
+pytestmark = pytest.mark.xdist_group("draft runs")  # one worker makes the fixtures
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,6 +34,7 @@ from peftlab.drafting.text.continuations import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters
 from peftlab.models.pretrained import load_base
+from tests.forked import python
 
 TRUNK = {"r": 2}
 
@@ -233,6 +231,7 @@ class TestFiles:
         assert json.loads((tmp_path / "own" / "config.json").read_text())["original_lm_head"] is False
 
 
+@pytest.mark.xdist_group("shared heads")  # one worker makes the fixtures
 class TestRun:
     """From a command line to drafted tokens, on a real model."""
 
@@ -284,9 +283,6 @@ def test_standalone_heads_read_the_parameter_they_are_given() -> None:
 
 def peftlab(*arguments: str, status: int = 0) -> str:
     """Run the command line as a process and return what it said."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "peftlab", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = python("-m", "peftlab", *arguments, HF_HUB_OFFLINE="1")
     assert done.returncode == status, done.stdout + done.stderr
     return " ".join((done.stdout + done.stderr).split())

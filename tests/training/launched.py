@@ -1,4 +1,4 @@
-"""Run as a program by ``accelerate launch``: run the recipes named by the arguments, one after the other.
+"""Run as a program by two processes or by ``accelerate launch``: run the recipes named by the arguments, one after the other.
 
 ``resume:FILE`` resumes the run that an earlier recipe of the same run directory began. With ``ACCELERATE_USE_FSDP``
 in the environment the model is sharded by FSDP2. accelerate does that on accelerators only; here CPUs stand in.

@@ -1,4 +1,4 @@
-"""Runs in two processes, started by ``accelerate launch``."""
+"""Runs in two processes, forked or started by ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import tiny
+
+from tests.forked import two
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 # --multi_gpu makes accelerate start processes itself; with --cpu it leaves that to mpirun.
@@ -43,3 +45,9 @@ def ended(process):
 
 def launch(*arguments, **options):
     return ended(start(*arguments, **options))
+
+
+def run_in_two(*recipes, **environment):
+    """Run recipes, one after the other, as ``launched.py`` does."""
+    for process in two(LAUNCHED, *recipes, **environment):
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from tests.forked import python
+
 PROGRAM = Path(__file__).with_name("kills.py")
 
 
@@ -43,6 +45,6 @@ def test_killed_at_random(kind, kills, model, rows, tmp_path):
         del values["train"]["seed"]
     seed = random.SystemRandom().randrange(10**6)
     file = tiny.write_recipe(values, tmp_path / "recipe.yaml")
-    done = tiny.command(PROGRAM, kind, kills, seed, file, timeout=7200)
+    done = python(PROGRAM, kind, kills, seed, file, seconds=7200)
     print(f"seed {seed}\n{done.stdout}")
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import LAUNCHED, launch
+from launching import run_in_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
-from peftlab.pipelines.finetune import load_task
+from peftlab.pipelines.finetune import load_task, sample_inputs
+from peftlab.pipelines.recipe_examples import example_inputs
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
@@ -65,6 +66,14 @@ def test_the_loss_falls_and_is_scored_again_from_disk(finished: Path) -> None:
     assert results["merge"]["max_logit_difference"] < 1e-3
     assert "AutoModelForCausalLM" in (finished / "adapter" / "README.md").read_text()
     AutoModelForCausalLM.from_pretrained(finished / "merged")
+
+
+def test_a_merge_compares_on_the_first_held_out_rows(recipe: Path) -> None:
+    loaded = load_recipe(recipe)
+    assert isinstance(loaded, FinetuneRecipe)
+    tiny.assert_same(example_inputs(loaded, 3), sample_inputs(load_task(loaded), 3)[0])
+    cut = loaded.model_copy(update={"train": loaded.train.model_copy(update={"max_length": 4})})
+    assert example_inputs(cut, 16)["input_ids"].shape == (8, 4)
 
 
 def test_the_results_say_how_many_tokens_of_an_epoch_are_trained(recipe: Path, finished: Path) -> None:
@@ -221,7 +230,7 @@ def test_sixteen_at_once_in_four_parts_and_in_two_processes(recipe: Path, tmp_pa
             str(recipe), [*options, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path / f'{name}-two'}"]
         )
         files.append(tiny.write_recipe(two.model_dump(mode="json"), tmp_path / f"{name}.json"))
-    launch(LAUNCHED, *files)
+    run_in_two(*files)
     assert json.loads((tmp_path / "packed-two" / "provenance.json").read_text())["processes"] == 2
     for name in layouts:
         one, *others = (tmp_path / f"{name}-{how}" for how in ("1", "4", "two"))

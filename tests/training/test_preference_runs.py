@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import run_in_two
 from safetensors.torch import load_file
-from test_processes import LAUNCHED, launch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -126,7 +126,7 @@ def test_parts_and_processes_change_nothing(recipe: Path, tmp_path: Path) -> Non
     run(own, ["train.gradient_accumulation_steps=4", f"output_dir={tmp_path / 'parts'}", "merge=false"])
     two = tmp_path / "two.yaml"
     two.write_text(own.read_text().replace(str(tmp_path / "whole"), str(tmp_path / "two")))
-    launch(LAUNCHED, two)
+    run_in_two(two)
     whole, parts, processes = (results(tmp_path / name)["metrics"]["validation"] for name in ("whole", "parts", "two"))
     assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
     assert processes == pytest.approx(whole, rel=1e-3, abs=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import LAUNCHED, ended, free_port, launch, start
+from launching import LAUNCHED, ended, free_port, launch, run_in_two, start
 from safetensors.torch import load_file
 
 from peftlab.training.trackers import flat
@@ -87,7 +87,7 @@ def assert_same_end(one, two):
 @pytest.mark.slow
 def test_two_processes_equal_one(still, rows, tmp_path, monkeypatch):
     files = recipes(still, rows, tmp_path, ("bitfit", "houlsby", "full"), monkeypatch)
-    launch(LAUNCHED, *files.values())
+    run_in_two(*files.values())
     assert_equals_one_process(still, rows, tmp_path, files)
 
 
@@ -128,14 +128,18 @@ def test_two_machines(still, rows, tmp_path, monkeypatch):
     assert_equals_one_process(still, rows, tmp_path, files)
 
 
-def assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, **how):
+def assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, options=None, **environment):
     files = recipes(still, rows, tmp_path, ("lora", "houlsby", "full"), monkeypatch)
     parts = []
     for steps in (5, 9):
-        options = {**UNEVEN, "scheduler": "constant", "max_steps": steps}
-        values = tiny.recipe(still, rows, tmp_path / "two-parts", "lora", **options)
+        settings = {**UNEVEN, "scheduler": "constant", "max_steps": steps}
+        values = tiny.recipe(still, rows, tmp_path / "two-parts", "lora", **settings)
         parts.append(tiny.write_recipe(values, tmp_path / f"{steps}.yaml"))
-    launch(LAUNCHED, *files.values(), parts[0], f"resume:{parts[1]}", **how)
+    runs = (*files.values(), parts[0], f"resume:{parts[1]}")
+    if options is None:
+        run_in_two(*runs, **environment)
+    else:
+        launch(LAUNCHED, *runs, options=options)
     assert_equals_one_process(still, rows, tmp_path, files)
     tiny.run({**values, "output_dir": str(tmp_path / "one-parts")})
     assert_same_end(tmp_path / "one-parts", tmp_path / "two-parts")

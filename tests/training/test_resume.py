@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from tests.forked import python
+
 KILLED = Path(__file__).with_name("killed.py")
 
 
@@ -23,7 +25,7 @@ def test_killed_and_resumed_for_every_method(model, rows, tmp_path):
         (tmp_path / method).mkdir()
         values = tiny.recipe(model, rows, tmp_path / method / "run", method, **options)
         files.append(tiny.write_recipe(values, tmp_path / method / "recipe.yaml"))
-    done = tiny.command(KILLED, *files, timeout=600)
+    done = python(KILLED, *files, seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
     for method in tiny.METHODS:
         tiny.run(tiny.recipe(model, rows, tmp_path / method / "whole", method, **options))
@@ -55,7 +57,7 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     assert f"continuewith`peftlabresume{tmp_path}/run`" in letters
     if number == signal.SIGINT:
         return
-    done = tiny.command("-m", "peftlab", "resume", tmp_path / "run")
+    done = python("-m", "peftlab", "resume", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     tiny.run(tiny.recipe(model, rows, tmp_path / "whole", **options))
     tiny.assert_same_run(tmp_path / "run", tmp_path / "whole")

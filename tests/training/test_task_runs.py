@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from transformers import (
 
 import peftlab
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.finetune import load_task, sample_inputs
+from peftlab.pipelines.recipe_examples import example_inputs
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.pipelines.trained.prediction_files import predict_file
+from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.schema import FinetuneRecipe
 
 TASKS = ("text/multilabel", "text/tokens", "text/choice", "text/regression")
 CLASSES = {
@@ -117,6 +122,23 @@ def test_what_can_be_learnt_is_learnt_and_taken_apart(learnt: Any) -> None:
     assert stored["metric"].replace("_", " ") in page and "Hardest examples" in page
     for name in names[task]:
         assert name in page
+
+
+def test_a_merge_compares_on_the_first_examples_without_loading_another_model(
+    learnt: Any, encoder: Path, tmp_path: Path
+) -> None:
+    _, run, results = learnt
+    recipe = load_recipe(run / "recipe.yaml")
+    assert isinstance(recipe, FinetuneRecipe)
+    for count in (5, 16):
+        tiny.assert_same(example_inputs(recipe, count), sample_inputs(load_task(recipe), count)[0])
+    shutil.copytree(run / "adapter", tmp_path / "run")
+    shutil.copytree(encoder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
+    values = recipe.model_copy(update={"model": str(tmp_path / "words")})
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(values))
+    check = peftlab.run_merge(tmp_path / "run", str(encoder), tmp_path / "merged").check
+    assert check is not None and check.examples == 12
+    assert check.max_logit_difference == pytest.approx(results["merge"]["max_logit_difference"], abs=1e-5)
 
 
 def test_transformers_loads_the_merged_model_and_answers_as_predict_does(learnt: Any) -> None:

@@ -16,7 +16,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.kinds import never_called
-from peftlab.methods.lora.plan import is_matrix, matching_only
+from peftlab.methods.lora.plan import matching_only, matrices
 from peftlab.methods.targets import embeddings_of, has_suffix, inside
 from peftlab.methods.task_head import task_head
 
@@ -61,9 +61,10 @@ def settled(
 def _by_full_names(model: nn.Module, config: LoraConfig, tensors: Mapping[str, Tensor]) -> LoraConfig:
     """Return the configuration with full names where peft takes a name for the end of one, ``norm`` for
     ``input_layernorm``: of the modules that the file contains."""
-    saved = {name.rpartition(".")[0] for name in tensors}
+    owners = {name.rpartition(".")[0] for name in tensors}
+    saved = {".".join(parts[:i]) for parts in (owner.split(".") for owner in owners) for i in range(1, len(parts) + 1)}
     every = [name for name, _ in model.named_modules() if name]
-    held = [name for name in every if any(inside(owner, [name]) for owner in saved)]
+    held = [name for name in every if name in saved]
 
     def full(end: str) -> list[str]:
         found = [name for name in held if name.endswith(end) and not has_suffix(name, end)]
@@ -97,7 +98,8 @@ def _head(model: nn.Module, config: LoraConfig, names: set[str]) -> tuple[LoraCo
 def _matrices(model: nn.Module, config: LoraConfig, tensors: dict[str, Tensor]) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return an adapter with the factors of matrices in modules that are no linear maps by the matrices' names."""
     targets = config.target_modules if isinstance(config.target_modules, list) else []
-    routers = [name for name in targets if is_matrix(model, f"{name}.weight")]
+    found = matrices(model) if targets else set()
+    routers = [name for name in targets if f"{name}.weight" in found]
     if not routers:
         return config, tensors
     renamed = {f"{name}.lora_{side}": f"{name}.weight_lora_{side}" for name in routers for side in "AB"}

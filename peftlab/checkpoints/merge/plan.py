@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, in_model
-from peftlab.checkpoints.fitting import fill, fitted
+from peftlab.checkpoints.fitting import check_fit, fitted
 from peftlab.checkpoints.formats.peft_settling import divided
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
@@ -214,7 +214,7 @@ def _whole_tensors(
     All others are checked to be the trained parameters of the method, one to one.
     """
     trained, given = divided(model, fitted(model, adapter.tensors, source=source), source=source)
-    fill(model, trained, source=source)
+    check_fit(model, trained, source=source)
     shared = set(given)
     for key, tensor in trained.items():
         module, _, last = key.rpartition(".")

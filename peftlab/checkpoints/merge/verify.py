@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CPU = torch.device("cpu")
+EXAMPLES = 16  # examples on which merged and unmerged model are compared
 ROUNDS = 5  # timed passes over the inputs, for each model
 
 

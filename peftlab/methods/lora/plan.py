@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -219,16 +219,23 @@ def _linear(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def _parameters(model: nn.Module) -> list[str]:
     """Return the experts' weights and the matrices that are in no leaf: what ``target_parameters`` can name."""
-    return [n for n, p in model.named_parameters() if p.ndim in (2, 3) and leaf_kind(_owner(model, n)) is None]
+    return [name for name, parameter in _outside_leaves(model) if parameter.ndim in (2, 3)]
 
 
-def is_matrix(model: nn.Module, name: str) -> bool:
-    """Whether ``name`` is a matrix that is in no leaf."""
-    return name in _parameters(model) and model.get_parameter(name).ndim == 2
+def matrices(model: nn.Module) -> set[str]:
+    """Return the names of the matrices that are in no leaf."""
+    return {name for name, parameter in _outside_leaves(model) if parameter.ndim == 2}
 
 
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])
+def _outside_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters whose module is no leaf, in the model's order; a shared one belongs to its first module."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        own = {f"{prefix}{n}": p for n, p in module._parameters.items() if p is not None and id(p) not in seen}
+        seen |= {id(parameter) for parameter in own.values()}
+        if own and leaf_kind(module) is None:
+            yield from own.items()
 
 
 def _rank(config: LoraConfig, name: str) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.checks.recipe_data import runs_of
+from peftlab.pipelines.checks.recipe_data import columns_read, runs_of
 from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
+from peftlab.tasks.labelled.answers.base import Answers
 from peftlab.tasks.labelled.data import load_task_data
 from peftlab.tasks.labelled.labelled_task import class_counts, repeated_rows
 from peftlab.tasks.table import find_task
@@ -21,11 +23,55 @@ _FLOAT = 4  # bytes of a number in fp32
 _MOMENTS = 2  # numbers that AdamW stores for each trained parameter
 
 
-def deep_check(recipe: Recipe) -> list[str]:
-    """Read all labels, find the method's targets on the meta device, and compare the space of the disk.
+@dataclass(frozen=True)
+class CheckedData:
+    """The data of a task, all read.
 
-    Returns:
-        A line for each thing that was checked.
+    Attributes:
+        columns: those that a row is read from, as the task or the recipe names them; empty where they are recognised
+            row by row.
+        rows: split name to its number of rows.
+        classes: class name to its number of rows by split; empty without classes.
+        left_out: reason to the number of rows that are in no split.
+        repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
+    """
+
+    task: str
+    columns: list[str]
+    rows: dict[str, int]
+    classes: dict[str, dict[str, int]]
+    left_out: dict[str, int]
+    repeated: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CheckedMethod:
+    """What a method trains in the model of a task."""
+
+    task: str
+    method: str
+    found: Inspection
+
+
+@dataclass(frozen=True)
+class DeepCheck:
+    """What ``peftlab validate --deep`` found of a recipe, or of all cells of a table.
+
+    Attributes:
+        data, methods: one entry for each that differs.
+        directory: where the checkpoints, adapters and merged models of all runs are written.
+        needed_bytes, free_bytes: what these take, and what is free there.
+    """
+
+    data: list[CheckedData]
+    methods: list[CheckedMethod]
+    directory: str
+    needed_bytes: int
+    free_bytes: int
+
+
+def deep_check(recipe: Recipe) -> DeepCheck:
+    """Read all labels, find the method's targets on the meta device, and compare the space of the disk.
 
     Raises:
         PeftlabError: anything that would stop the run; or the recipe is of kind draft.
@@ -35,51 +81,78 @@ def deep_check(recipe: Recipe) -> list[str]:
         raise PeftlabError(f"--deep: a recipe of kind {recipe.kind} has no labels or targets to check; others have")
     data = {(each.task, repr(each.data)): each for each in runs}
     methods = {(each.task, repr(each.method)): each for each in runs}
-    lines = [line for each in data.values() for line in _data_lines(each)]
-    found = {key: _inspected(each) for key, each in methods.items()}
-    lines += [_target_line(each, found[key]) for key, each in methods.items()]
+    read = {key: _read(each) for key, each in data.items()}
+    found = {key: _inspected(each, read[each.task, repr(each.data)]) for key, each in methods.items()}
     needed = sum(_bytes(each, found[each.task, repr(each.method)]) for each in runs)
-    return [*lines, _space_line(recipe.output_dir, needed)]
+    checked = DeepCheck(
+        data=list(read.values()),
+        methods=[CheckedMethod(each.task, each.method.name, found[key]) for key, each in methods.items()],
+        directory=recipe.output_dir,
+        needed_bytes=needed,
+        free_bytes=_free(recipe.output_dir),
+    )
+    if needed > checked.free_bytes:
+        raise PeftlabError(f"output_dir: {_space_line(checked)}")
+    return checked
 
 
-def _data_lines(recipe: FinetuneRecipe) -> list[str]:
+def deep_lines(checked: DeepCheck) -> list[str]:
+    """Return what is printed of a check, a line for each thing."""
+    lines = [line for data in checked.data for line in _data_lines(data)]
+    return [*lines, *(_target_line(each) for each in checked.methods), _space_line(checked)]
+
+
+def _read(recipe: FinetuneRecipe) -> CheckedData:
+    task = find_task(recipe.task)
+    columns = columns_read(task, recipe.data)
+    if not task.labelled:
+        _, rows, left_out = resolve(task.load)(task, recipe.data)
+        return CheckedData(task.name, columns, {split: len(each) for split, each in rows.items()}, {}, left_out, {})
+    data = load_task_data(recipe.task, recipe.data)
+    return CheckedData(
+        task=task.name,
+        columns=columns,
+        rows={split: len(rows) for split, rows in data.splits.items()},
+        classes=class_counts(resolve(task.answers)(data.task), data.splits),
+        left_out=data.left_out,
+        repeated=repeated_rows(data.task, data.splits),
+    )
+
+
+def _inspected(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
+    """Return what the method trains in the model with the head that the data's classes need."""
+    task, method = find_task(recipe.task), injected_method(recipe.method, recipe.train)
+    fields = method.model_dump(exclude={"name"})
+    if not task.labelled:
+        return inspect_model(recipe.model, method.name, fields)
+    answers: Answers = resolve(task.answers)(replace(task, labels=tuple(data.classes)))
+    return inspect_model(recipe.model, method.name, fields, answers.auto_class, head=answers.head())
+
+
+def _free(directory: str) -> int:
+    """Return the bytes that are free where a directory is or would be made."""
+    place = next(p for p in (Path(directory).absolute(), *Path(directory).absolute().parents) if os.path.isdir(p))
+    return shutil.disk_usage(place).free
+
+
+def _data_lines(data: CheckedData) -> list[str]:
     """Return the sizes of the splits, and what a run says of its data before it trains."""
-    task = find_task(recipe.task)
-    if task.labelled:
-        data = load_task_data(recipe.task, recipe.data)
-        sizes = {split: len(rows) for split, rows in data.splits.items()}
-        counts = class_counts(resolve(task.answers)(data.task), data.splits)
-        remarks = data_lines(counts, data.left_out, repeated_rows(data.task, data.splits))
-    else:
-        _, splits, left_out = resolve(task.load)(task, recipe.data)
-        sizes, remarks = {split: len(rows) for split, rows in splits.items()}, data_lines({}, left_out)
-    listed = ", ".join(f"{split} {size:,}" for split, size in sizes.items())
-    return [f"data of {recipe.task}: {listed}", *remarks]
+    listed = ", ".join(f"{split} {size:,}" for split, size in data.rows.items())
+    return [f"data of {data.task}: {listed}", *data_lines(data.classes, data.left_out, data.repeated)]
 
 
-def _inspected(recipe: FinetuneRecipe) -> Inspection:
-    task = find_task(recipe.task)
-    auto_class: str | None = resolve(task.answers).auto_class if task.labelled else None
-    method = injected_method(recipe.method, recipe.train)
-    return inspect_model(recipe.model, method.name, method.model_dump(exclude={"name"}), auto_class)
-
-
-def _target_line(recipe: FinetuneRecipe, found: Inspection) -> str:
+def _target_line(checked: CheckedMethod) -> str:
+    found = checked.found
     targets = ", ".join(
         f"{pattern} ({count})" for pattern, count in {**found.matches, **found.trained_in_place}.items()
     )
     parameters = f"{found.trainable:,} of {found.total:,} parameters"
-    return f"method {recipe.method.name} trains {parameters} of {found.architecture}: {targets or 'the task head'}"
+    return f"method {checked.method} trains {parameters} of {found.architecture}: {targets or 'the task head'}"
 
 
-def _space_line(output_dir: str, needed: int) -> str:
-    """Compare the bytes of the checkpoints, adapters and merged models of all runs with what is free."""
-    place = next(p for p in (Path(output_dir).absolute(), *Path(output_dir).absolute().parents) if os.path.isdir(p))
-    free = shutil.disk_usage(place).free
-    text = f"checkpoints and models need {needed / 2**20:,.1f} MB in {output_dir}; {free / 2**20:,.0f} MB are free"
-    if needed > free:
-        raise PeftlabError(f"output_dir: {text}")
-    return text
+def _space_line(checked: DeepCheck) -> str:
+    needed, free = f"{checked.needed_bytes / 2**20:,.1f} MB", f"{checked.free_bytes / 2**20:,.0f} MB"
+    return f"checkpoints and models need {needed} in {checked.directory}; {free} are free"
 
 
 def _bytes(recipe: FinetuneRecipe, found: Inspection) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
@@ -11,6 +12,7 @@ from peftlab.references import locate
 from peftlab.rows import resolve
 from peftlab.tasks.columns import Columns
 from peftlab.tasks.config import DataConfig
+from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.reading.splits import split_files, split_tables
 from peftlab.tasks.table import Task, find_task
 
@@ -38,6 +40,18 @@ def runs_of(recipe: Recipe) -> list[FinetuneRecipe]:
     return [cell.recipe for cell in table_cells(recipe)] if isinstance(recipe, TableRecipe) else []
 
 
+def columns_read(task: Task, data: DataConfig) -> list[str]:
+    """Return the columns of a training row that a task reads; without those that are recognised row by row.
+
+    Raises:
+        PeftlabError: as ``check_data``.
+    """
+    if task.glue or data.path is None:
+        return [*task.text, *(["label"] if task.labelled else [])]
+    tables = _tables(task, data)
+    return list(tables["train"][1]) if "train" in tables else []
+
+
 def _check(task: Task, data: DataConfig) -> None:
     if data.path is None:
         return
@@ -46,11 +60,19 @@ def _check(task: Task, data: DataConfig) -> None:
 
         glue_directory(task, data.path)
         return
-    files = split_files(data.path, () if task.labelled else (".txt",))
-    with_columns = {split: file for split, file in files.items() if file.suffix != ".txt"}
-    tables = split_tables(with_columns, data.validation, files)
-    for split, table in tables.items():
-        columns: Columns = resolve(task.columns)(data, table.columns)
-        for name, key in columns.needed(split, table).items():
+    for table, needed in _tables(task, data).values():
+        for name, key in needed.items():
             if name not in table.columns:
                 table.column(name, key)
+
+
+def _tables(task: Task, data: DataConfig) -> dict[str, tuple[Table, dict[str, str]]]:
+    """Return the table of each split of the user's files, and the columns that it must have, each with its key.
+
+    A document, whose paragraphs or lines are rows, has none.
+    """
+    files = split_files(str(data.path), () if task.labelled else (".txt",))
+    with_columns = {split: file for split, file in files.items() if file.suffix != ".txt"}
+    tables = split_tables(with_columns, data.validation, files)
+    of: Callable[[DataConfig, Collection[str]], Columns] = resolve(task.columns)
+    return {split: (table, of(data, table.columns).needed(split, table)) for split, table in tables.items()}

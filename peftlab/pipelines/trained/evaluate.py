@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge.verify import merge_latency
+from peftlab.checkpoints.merge.verify import EXAMPLES, merge_latency
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.pipelines.answer_scores import asked_answers
-from peftlab.pipelines.finetune import VERIFY_EXAMPLES, load_task, model_source, sample_inputs
+from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.prepared import Prepared
@@ -83,7 +83,7 @@ def score_trained(
         if answers is not None:
             scores["generate"] = answers(task.model)
     if merged is not None and trained.adapter is not None:
-        inputs = sample_inputs(task, VERIFY_EXAMPLES)
+        inputs = sample_inputs(task, EXAMPLES)
         found = merge_latency(trained.adapter, recipe.model, merged, inputs, device=accelerator.device)
         scores["latency"] = asdict(found)
     return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()})
