@@ -76,11 +76,14 @@ DRAFT = {
     "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
     "repetition": "of the held-out answers: share of the 8-grams `seen` in the training text, share of the 4-grams "
     "`repeated` within an answer",
-    "decoding": "`before` and `after` training: `block_efficiency`, `accepted`, `tokens_per_second`, "
+    "decoding": "`before` and `after` training: `block_efficiency` (tokens per target step), `tau_without_bonus` "
+    "(drafted ones alone), "
+    "`accepted`, `acceptance_by_position`, `accepted_runs` (drafted tokens accepted in a step -> steps), "
+    "`tokens_per_second`, "
     "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `beside` (speed-up of "
     "copying alone, `suffix`, and with the draft, `suffix+draft`), `kernel`, `conditions`, "
-    "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length); "
-    "and `gamma`, tokens drafted per target step",
+    "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length), "
+    "`example` (an output with its drafted tokens, after training); and `gamma`, tokens drafted per target step",
 }
 
 _INTRODUCTION = """\

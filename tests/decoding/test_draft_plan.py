@@ -15,7 +15,7 @@ from peftlab.decoding.analysis.planning import ALPHAS, best_gamma_at, compare_ki
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.reporting.draft_pages import page, plan_drawings, plan_facts, plan_tables
+from peftlab.reporting.draft_pages import page, plan_facts, plan_plots, plan_tables
 
 
 @pytest.mark.parametrize("c", [0.01, 0.05, 0.1, 0.3, 0.596])
@@ -132,7 +132,7 @@ def test_measures(stories_model):
     assert len(result.target_seconds) == 4 and all(t > 0 for t in result.target_seconds)
     assert result.c > 0 and result.c_interval[0] <= result.c <= result.c_interval[1]
     assert result.verification[0] == 1 and len(result.gammas) == 3
-    html = page("Plan", plan_tables(result), plan_facts(result, ["a & b"], 0.5), plan_drawings(result))
+    html = page("Plan", plan_tables(result), plan_facts(result, ["a & b"], 0.5), plan_plots(result))
     assert html.count("<svg") == 2 and "a &amp; b" in html and "http" not in html.replace("http://www.w3.org", "")
     assert math.isfinite(result.draft_seconds)
 
