@@ -25,6 +25,7 @@ from peftlab.files import to_json
 from peftlab.reporting.draft_views import acceptance_plots, example_view, plot_of
 from peftlab.reporting.html import render, require
 from peftlab.reporting.plots import INK, SERIES, figure
+from peftlab.reporting.tables.published_drafts import published_speeds
 
 if TYPE_CHECKING:
     from peftlab.decoding.trace import DraftedText
@@ -223,7 +224,7 @@ def _page(
 ) -> str:
     """Return a page with the ``parts`` that only the benchmark's has."""
     whole = {"title": title, "about": about, "notes": notes, "tables": tables, "plots": plots}
-    return render("draft.html.j2", whole | {"speed": None, "categories": [], "example": None} | parts)
+    return render("draft.html.j2", whole | {"speed": None, "categories": [], "example": None, "last": []} | parts)
 
 
 def bench_page(
@@ -247,6 +248,7 @@ def bench_page(
         speed=_speed(result),
         categories=_categories(result),
         example=None if example is None else example_view(to_json(example)),
+        last=[_published(result)],
     )
 
 
@@ -267,6 +269,24 @@ def _speed(result: BenchmarkResult) -> dict[str, object]:
     return {"value": f"{first.speedup:.2f}\N{MULTIPLICATION SIGN}", "verdict": first.verdict, "bars": bars}
 
 
+def _published(result: BenchmarkResult) -> tuple[str, list[str], Rows]:
+    """The published figures, and tau of the drafter of the same kind."""
+    mine = {name: of.statistics.tau for name, of in result.drafters.items()}
+    rows = [
+        (
+            of.system,
+            of.benchmark,
+            f"{of.tau:.2f}",
+            of.like,
+            finite(mine.get(of.like)),
+            of.source,
+        )
+        for of in published_speeds()
+    ]
+    header = ["system", "prompts", "tau there", "drafter", "tau here", "source"]
+    return ("published, of other targets on other people's machines", header, rows)
+
+
 def _categories(result: BenchmarkResult) -> list[dict[str, str]]:
     """The acceptance of each category as a bar; none where all prompts are of one."""
     if len(result.categories) < 2:
@@ -281,10 +301,12 @@ def _categories(result: BenchmarkResult) -> list[dict[str, str]]:
 def plan_plots(plan: DraftPlan | MeasuredAdvice) -> list[dict[str, object]]:
     """Return the cost of verification over tokens, and the best gain over acceptance."""
     require("matplotlib")
+    from matplotlib.ticker import MaxNLocator
+
     with figure("verification", "Cost of verification over tokens") as (axes, verification):
         axes.plot(range(1, len(plan.verification) + 1), plan.verification, color=SERIES[0], marker="o", markersize=3)
         axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     plots = [plot_of("Cost of verification", verification.svg)]
     if isinstance(plan, MeasuredAdvice):
         return plots

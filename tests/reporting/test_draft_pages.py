@@ -108,6 +108,10 @@ def test_the_benchmarks_page() -> None:
     assert page.count("<svg") == 2 and "http" not in page.replace("http://www.w3.org", "")
     assert "1.50 tokens per target step, 0.50 without the one that the target adds" in page
     assert re.search(r"math <span class=\"value\">0.55</span>.*?width: 55.00%", page, re.DOTALL)
+    published = [row for row in page.split("<tr>") if "arXiv 2411.10666" in row]
+    cells = [re.findall(r"<td>([^<]*)</td>", row) for row in published]
+    assert [row[1:4] for row in cells] == [["4.36", "draft", "1.50"], ["4.62", "suffix+draft", "-"]]
+    assert "other people&#39;s machines" in page
     assert '<del class="rejected">&lt;b&gt;</del>' in page and "<b>" not in page
     assert bench_page(result(), [], [], EXAMPLE) == bench_page(result(), [], [], EXAMPLE), "the same bytes"
     assert "var(--series-1)" in page and "#1f77b4" not in page, "the colours of the page, not matplotlib's"
