@@ -126,13 +126,20 @@ output (`--chat`: `answers`), and verbs that only write say where as `out`.
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.analysis.results.PoolResult
    :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.statistics.AcceptanceStatistics
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.trace.DraftedText
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.trace.Piece
+   :exclude-members: __init__
 .. autofunction:: peftlab.decoding.analysis.planning.plan
    :no-index:
 ```
 
 Before these keys come the settings: `target`, `draft`, `dtype`, `draft_dtype`, `warnings`, and for `bench` `gamma`,
-`width`, `policy` and `weights`: of `target` and, where it is a model of its own, `draft` the `dtype` and how they are
-`packed` for the products (in 16 bits, by oneDNN, as codes of blocks; an empty list: as the model has them). In Python,
+`width`, `policy`, `weights` and `example`. `weights` has, of `target` and, where it is a model of its own, `draft`, the
+`dtype` and how they are `packed` for the products (in 16 bits, by oneDNN, as codes of blocks; an empty list: as the
+model has them). `example` is an output with its drafted tokens. In Python,
 `peftlab.benchmark` and `peftlab.plan_draft` return them as
 
 ```{eval-rst}
