@@ -21,6 +21,7 @@ from pathlib import Path
 
 from peftlab.hardware import describe_cpu
 from peftlab.recipe.loading import load_recipe
+from peftlab.reporting.facts import threads
 from peftlab.reporting.tables.published_drafts import published_speeds
 from peftlab.tasks.prompts import read_prompts
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
@@ -135,7 +136,7 @@ def main() -> None:
         result = json.loads(out.read_text())
         cpu = describe_cpu()
         plain = f"plain decoding {result['baseline_tokens_per_second']:.1f} tokens/s"
-        where = f"Last measured {datetime.date.today()} on {cpu.name}, {cpu.threads} threads, {plain}."
+        where = f"Last measured {datetime.date.today()} on {cpu.name}, {threads(cpu.threads)}, {plain}."
         PAGE.write_text(filled(PAGE.read_text(), {system.name: figures(system, result)}, where))
 
 

@@ -69,7 +69,7 @@ SYSTEMS = (
     System("SmartSpec: goodput (2406.14066)", "draft bench --draft {model} --gamma 4 --policy goodput", "decoding/test_draft_lengths.py::test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large"),
     System("SmartSpec, 3 prompts at a time", "draft bench --draft {model} --gamma 4 --policy goodput --batch-size 3", "decoding/test_draft_lengths.py::test_generate_and_bench_follow_every_policy"),
     System("A static batch", "draft bench --drafter suffix --batch-size 3", _GATE),
-    System("A pool that refills", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_pool.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
+    System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_pool.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
     System("Typical acceptance, lossy (2401.10774)", "draft bench --draft {model} --gamma 2 --lossy typical", "decoding/test_lossy.py::test_the_law_of_the_emitted_token_is_that_of_the_code"),
     System("The target's K best, lossy", "draft bench --draft {model} --gamma 2 --lossy accept_k:3", "decoding/test_lossy.py::test_bench_never_calls_it_lossless"),
     System("Encoder-decoder targets", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_encoder_decoder.py::test_the_command_line_decodes_and_measures"),

@@ -109,7 +109,7 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
     runs = {int(n): steps for n, steps in result["accepted_runs"].items()}
     assert result["tau_without_bonus"] == pytest.approx(sum(n * steps for n, steps in runs.items()) / result["steps"])
-    assert 0 < result["tau"] - result["tau_without_bonus"] <= 1 and set(runs) <= set(range(4))
+    assert 0 < result["tau"] - result["tau_without_bonus"] < 1.001 and set(runs) <= set(range(4))
     shown_kinds = [piece["kind"] for piece in result["example"]["pieces"]]
     assert len(shown_kinds) - shown_kinds.count("rejected") == 24 and result["example"]["prompt"] == "Once upon a time"
     assert len(result["acceptance_by_position"]) == 3 and 0 < result["acceptance"] < 1
