@@ -1,9 +1,10 @@
 """Fill the measured columns of ``docs/reference/decoding.md``: every system on SmolLM2-135M, by its own command.
 
-    python -m tests.benchmarks.bench_systems [--only TEXT ...] [--dir runs/systems]
+    python -m tests.benchmarks.bench_systems [--only [TEXT ...]] [--dir runs/systems]
 
 Run alone on the machine. The drafts of ``systems.DRAFTS`` are trained into ``--dir`` where they are not there yet (minutes
-each). Each command is a process of its own; a row that is not measured this time keeps its figures.
+each). Each command is a process of its own; a row that is not measured this time keeps its figures. ``--only`` alone measures
+nothing and writes the rows of ``systems.py`` into the page.
 """
 
 from __future__ import annotations
@@ -120,11 +121,14 @@ def peftlab(*arguments: str) -> None:
 def main() -> None:
     """Measure and write the page after every row, so that a run that is stopped keeps its figures."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these texts")
+    parser.add_argument("--only", nargs="*", help="rows whose name contains one of these; none: the table alone")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "systems")
     options = parser.parse_args()
-    write_questions(options.dir / "questions.jsonl")
-    chosen = [of for of in SYSTEMS if of.measured and any(text in of.name for text in options.only or [""])]
+    PAGE.write_text(filled(PAGE.read_text(), {}))
+    wanted = [""] if options.only is None else options.only
+    chosen = [of for of in SYSTEMS if of.measured and any(text in of.name for text in wanted)]
+    if chosen:
+        write_questions(options.dir / "questions.jsonl")
     for name, command in DRAFTS.items():
         needed = any(f"{{{name}}}" in of.command for of in chosen)
         if needed and not (options.dir / name / "results.json").exists():

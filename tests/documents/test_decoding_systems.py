@@ -65,7 +65,7 @@ def _recipe(command: str) -> tuple[str, list[str]]:
 
 def test_the_page_has_the_rows_and_keeps_what_was_measured() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert filled(page, {}) == page, "run python -m tests.benchmarks.bench_systems, with --only for new rows"
+    assert filled(page, {}) == page, "run python -m tests.benchmarks.bench_systems --only"
     first, last = SYSTEMS[0].name, SYSTEMS[-1].name
     once = filled(page, {first: ("1.50", "1.20 (1.10 to 1.30)")}, "Measured here.")
     twice = filled(once, {last: ("2.00", "0.50")})
