@@ -93,7 +93,7 @@ def plan(
     tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
     if html is not None:
-        write_text(html, pages.page("Draft plan", tables, facts, pages.plan_drawings(plan)))
+        write_text(html, pages.page("Draft plan", tables, facts, pages.plan_plots(plan)))
     return found
 
 
@@ -176,7 +176,7 @@ def bench(
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
     pages.show(tables, facts)
     if html is not None:
-        write_text(html, pages.page("Draft benchmark", tables, facts, pages.bench_drawings(found)))
+        write_text(html, pages.bench_page(found, result.warnings, result.lines(), result.example))
     return result
 
 

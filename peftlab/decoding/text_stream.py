@@ -10,7 +10,7 @@ from peftlab.errors import PeftlabError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not complete
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a character whose bytes are not complete
 
 
 def stop_at(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
@@ -65,7 +65,7 @@ class TextStream:
         return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def _unsure(self, text: str) -> int:
-        broken = len(text) - len(text.rstrip(_BROKEN))
+        broken = len(text) - len(text.rstrip(BROKEN))
         prefixes = (
             n for stop in self._stops for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])
         )

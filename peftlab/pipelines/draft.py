@@ -107,7 +107,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
         head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
-        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head)
+        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, job.tokenizer)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         conclude(run_dir, results.as_json())
         print(results.repetition.line())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -23,13 +21,17 @@ from peftlab.decoding.analysis.planning import (
 )
 from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
 from peftlab.decoding.analysis.statistics import Interval
-from peftlab.errors import PeftlabError
-from peftlab.reporting.html import render
+from peftlab.files import to_json
+from peftlab.reporting.draft_views import acceptance_plots, example_view, plot_of
+from peftlab.reporting.html import render, require
+from peftlab.reporting.plots import INK, SERIES, figure
+from peftlab.reporting.tables.published_drafts import published_speeds
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from peftlab.decoding.trace import DraftedText
 
 Rows = Sequence[Sequence[str]]
+_POSITIONS = "acceptance by position"
 
 
 def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[tuple[str, list[str], Rows]]:
@@ -138,7 +140,7 @@ def bench_tables(result: BenchmarkResult) -> list[tuple[str, list[str], Rows]]:
     positions = [(str(i), finite(alpha)) for i, alpha in enumerate(first.statistics.acceptance_by_position, start=1)]
     tables: list[tuple[str, list[str], Rows]] = [
         ("decoding", header, drafters),
-        ("acceptance by position", ["position", "alpha"], positions),
+        (_POSITIONS, ["position", "alpha"], positions),
     ]
     if len(result.categories) > 1:
         rows = [
@@ -167,6 +169,11 @@ def bench_facts(result: BenchmarkResult, warnings: Sequence[str]) -> list[str]:
         for name, of in result.drafters.items()
         if of.alpha is not None
     ]
+    if found.statistics.tau is not None:
+        facts.append(
+            f"{result.drafter}: {found.statistics.tau:.2f} tokens per target step, "
+            f"{found.statistics.tau_without_bonus:.2f} without the one that the target adds"
+        )
     facts += [f"{result.drafter}: {part.line()}" for part in (found.time, result.gain) if part is not None]
     facts += [] if result.pool is None else [result.pool.line()]
     if result.overhead is not None:
@@ -197,60 +204,114 @@ def show(tables: list[tuple[str, list[str], Rows]], facts: list[str]) -> None:
         console.print(fact, highlight=False, soft_wrap=True)
 
 
-def page(title: str, tables: list[tuple[str, list[str], Rows]], facts: list[str], drawings: Sequence[str]) -> str:
-    """Return one HTML page that needs nothing from outside."""
-    return render("draft.html.j2", {"title": title, "tables": tables, "facts": facts, "drawings": drawings})
+def page(
+    title: str,
+    tables: list[tuple[str, list[str], Rows]],
+    facts: list[str],
+    plots: Sequence[Mapping[str, object]],
+) -> str:
+    """Return one HTML page that needs nothing from outside; the last of ``facts`` is the verdict."""
+    return _page(title, facts[-1:], facts[:-1], tables, plots)
 
 
-def plan_drawings(plan: DraftPlan | MeasuredAdvice) -> list[str]:
-    """Draw the cost of verification over tokens, and the best gain over acceptance."""
-
-    def verification(axes: Axes) -> None:
-        axes.plot(range(1, len(plan.verification) + 1), plan.verification, marker="o", markersize=3)
-        axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
-
-    def gains(axes: Axes) -> None:
-        assert not isinstance(plan, MeasuredAdvice)
-        axes.plot([row.alpha for row in plan.alphas], [row.gain for row in plan.alphas])
-        axes.axhline(1, linestyle="--", linewidth=1, color="gray")
-        axes.set(xlabel="acceptance", ylabel="gain at the best gamma")
-
-    if isinstance(plan, MeasuredAdvice):
-        return [drawing(verification, "cost of verification")]
-    return [drawing(verification, "cost of verification"), drawing(gains, "best gain over acceptance")]
+def _page(
+    title: str,
+    about: Sequence[str],
+    notes: Sequence[str],
+    tables: list[tuple[str, list[str], Rows]],
+    plots: Sequence[Mapping[str, object]],
+    **parts: object,
+) -> str:
+    """Return a page with the ``parts`` that only the benchmark's has."""
+    whole = {"title": title, "about": about, "notes": notes, "tables": tables, "plots": plots}
+    return render("draft.html.j2", whole | {"speed": None, "categories": [], "example": None, "last": []} | parts)
 
 
-def bench_drawings(result: BenchmarkResult) -> list[str]:
-    """Draw acceptance by position and the histogram of tokens per step."""
-    found = result.drafters[result.drafter].statistics
+def bench_page(
+    result: BenchmarkResult, warnings: Sequence[str], about: Sequence[str], example: DraftedText | None
+) -> str:
+    """Return the page of a benchmark.
 
-    def positions(axes: Axes) -> None:
-        alphas = found.acceptance_by_position
-        axes.bar(range(1, len(alphas) + 1), [alpha or 0 for alpha in alphas])
-        axes.set(xlabel="position", ylabel="acceptance", ylim=(0, 1))
-
-    def histogram(axes: Axes) -> None:
-        axes.bar(list(found.histogram), list(found.histogram.values()))
-        axes.set(xlabel="tokens per target step", ylabel="steps")
-
-    return [drawing(positions, "acceptance by position"), drawing(histogram, "tokens per target step")]
-
-
-def drawing(draw: Callable[[Axes], None], summary: str) -> str:
-    """Return what ``draw`` draws on matplotlib axes as one ``<svg>`` element; the same input, the same bytes.
-
-    Raises:
-        PeftlabError: matplotlib is not installed (the ``report`` extra).
+    Args:
+        about: what was measured, in lines below the title. example: an output with its drafted tokens.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PeftlabError("the HTML page needs matplotlib: pip install peftlab[report]") from None
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"peftlab-{summary}"}):
-        figure = Figure(figsize=(5, 3), layout="constrained")
-        draw(figure.add_subplot())
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(summary)}"', 1)
+    require("matplotlib")
+    facts = bench_facts(result, warnings)
+    found = result.drafters[result.drafter].statistics
+    runs = {int(length): steps for length, steps in found.accepted_runs.items()}
+    return _page(
+        "Draft benchmark",
+        about,
+        facts[:-1],
+        [table for table in bench_tables(result) if table[0] != _POSITIONS],
+        acceptance_plots(found.acceptance_by_position, runs),
+        speed=_speed(result),
+        categories=_categories(result),
+        example=None if example is None else example_view(to_json(example)),
+        last=[_published(result)],
+    )
+
+
+def _speed(result: BenchmarkResult) -> dict[str, object]:
+    """The headline: how much faster than plain decoding, above bars of tokens per second."""
+    first = result.drafters[result.drafter]
+    rates = {"plain": first.baseline_tokens_per_second}
+    rates |= {name: of.tokens_per_second for name, of in result.drafters.items()}
+    bars = [
+        {
+            "name": name,
+            "value": f"{rate:.1f} tokens/s",
+            "width": f"{100 * rate / max(rates.values()):.2f}",
+            "kind": "score" if name == result.drafter else "baseline",
+        }
+        for name, rate in rates.items()
+    ]
+    return {"value": f"{first.speedup:.2f}\N{MULTIPLICATION SIGN}", "verdict": first.verdict, "bars": bars}
+
+
+def _published(result: BenchmarkResult) -> tuple[str, list[str], Rows]:
+    """The published figures, and tau of the drafter of the same kind."""
+    mine = {name: of.statistics.tau for name, of in result.drafters.items()}
+    rows = [
+        (
+            of.system,
+            of.benchmark,
+            f"{of.tau:.2f}",
+            of.like,
+            finite(mine.get(of.like)),
+            of.source,
+        )
+        for of in published_speeds()
+    ]
+    header = ["system", "prompts", "tau there", "drafter", "tau here", "source"]
+    return ("published, of other targets on other people's machines", header, rows)
+
+
+def _categories(result: BenchmarkResult) -> list[dict[str, str]]:
+    """The acceptance of each category as a bar; none where all prompts are of one."""
+    if len(result.categories) < 2:
+        return []
+    return [
+        {"name": name, "value": f"{of.acceptance:.2f}", "width": f"{100 * of.acceptance:.2f}"}
+        for name, of in result.categories.items()
+        if of.acceptance is not None
+    ]
+
+
+def plan_plots(plan: DraftPlan | MeasuredAdvice) -> list[dict[str, object]]:
+    """Return the cost of verification over tokens, and the best gain over acceptance."""
+    require("matplotlib")
+    from matplotlib.ticker import MaxNLocator
+
+    with figure("verification", "Cost of verification over tokens") as (axes, verification):
+        axes.plot(range(1, len(plan.verification) + 1), plan.verification, color=SERIES[0], marker="o", markersize=3)
+        axes.set(xlabel="tokens in a target step", ylabel="cost, one token = 1", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    plots = [plot_of("Cost of verification", verification.svg)]
+    if isinstance(plan, MeasuredAdvice):
+        return plots
+    with figure("gains", "Gain of the best draft length over acceptance") as (axes, gains):
+        axes.plot([row.alpha for row in plan.alphas], [row.gain for row in plan.alphas], color=SERIES[0])
+        axes.axhline(1, linestyle="--", linewidth=1, color=INK)
+        axes.set(xlabel="acceptance", ylabel="gain at the best gamma")
+    return [*plots, plot_of("Best gain", gains.svg)]

@@ -100,6 +100,42 @@ def costs(cost: Mapping[str, object]) -> dict[str, str]:
     }
 
 
+def threads(count: object) -> str:
+    """Return a number of threads: ``1 thread``, ``2 threads``."""
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _decoding(decoding: Mapping[str, object]) -> dict[str, str]:
+    """Return label and text of how fast a draft run's result decodes; its plots and its example are shown elsewhere."""
+    after, before = decoding.get("after"), decoding.get("before")
+    if not isinstance(after, Mapping):
+        return {}
+    rates = {"with the draft": after.get("tokens_per_second"), "plain": after.get("plain_tokens_per_second")}
+    tau = {
+        "": after.get("block_efficiency"),
+        "drafted ones": after.get("tau_without_bonus"),
+        "before training": before.get("block_efficiency") if isinstance(before, Mapping) else None,
+    }
+    rows = {"decoding with the draft": str(after.get("verdict")), "drafted per target step": number(decoding["gamma"])}
+    rows["decoding, tokens/s"] = ", ".join(f"{speed(value)} {name}" for name, value in _reals(rates).items())
+    rows["tokens per target step"] = ", ".join(f"{value:.2f} {name}".strip() for name, value in _reals(tau).items())
+    if (accepted := real(after.get("accepted"))) is not None:
+        rows["accepted of the drafted tokens tried"] = percent(accepted)
+    rows["outputs are plain decoding's"] = number(after.get("lossless"))
+    if isinstance(beside := after.get("beside"), Mapping):
+        rows["speed beside it"] = ", ".join(f"{name} {value:.2f}x" for name, value in _reals(beside).items())
+    if isinstance(gain := after.get("gain"), Mapping) and (best := real(gain.get("best_gain"))) is not None:
+        rows["best draft length"] = f"{gain.get('best_gamma')}, {best:.2f}x" if gain.get("best_gamma") else "none pays"
+    if isinstance(time := after.get("time"), Mapping):
+        rows["time of decoding"] = ", ".join(f"{name} {percent(value)}" for name, value in _reals(time).items())
+    return rows
+
+
+def _reals(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the values that are numbers."""
+    return {name: known for name, value in values.items() if (known := real(value)) is not None}
+
+
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield ``(dotted key, leaf)`` of nested mappings; a list of plain values is one comma-joined leaf."""
     if isinstance(value, Mapping):
@@ -250,12 +286,13 @@ def facts(results: Results) -> dict[str, str]:
     if (rate := taken("lr")) is not None:
         rows["learning rate"] = f"{rate:g}"
     if isinstance(cpu := rest.pop("cpu", None), Mapping):
-        threads = "1 thread" if cpu.get("threads") == 1 else f"{cpu.get('threads')} threads"
-        rows["CPU"] = f"{cpu.get('name')}, {threads} ({', '.join(cpu.get('features') or ())})"
+        rows["CPU"] = f"{cpu.get('name')}, {threads(cpu.get('threads'))} ({', '.join(cpu.get('features') or ())})"
     if "seed" in rest:
         rows["seed"] = str(rest.pop("seed"))
     if isinstance(cost := rest.pop("cost", None), Mapping):
         rows |= costs(cost)
+    if isinstance(decoding := rest.pop("decoding", None), Mapping):
+        rows |= _decoding(decoding)
     left_out = rest.pop("left_out", None)
     if isinstance(left_out, Mapping):
         rows |= {f"left out ({reason})": f"{number(count)} rows" for reason, count in left_out.items() if count}

@@ -19,6 +19,7 @@ from peftlab.reporting.classes import (
     score_rows,
 )
 from peftlab.reporting.curves import History, read_history
+from peftlab.reporting.draft_views import run_example, run_plots
 from peftlab.reporting.plots import Line, curve_svg, scatter_svg
 from peftlab.reporting.runs.usage import usage
 
@@ -43,7 +44,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def run_page(run_dir: Path) -> str:
     """Return the page that ``write_report`` writes; errors as there."""
-    _require("matplotlib")
+    require("matplotlib")
     return render("report.html.j2", page_context(run_dir))
 
 
@@ -53,7 +54,7 @@ def render(template: str, context: Mapping[str, object]) -> str:
     Raises:
         PeftlabError: jinja2 is not installed.
     """
-    _require("jinja2")
+    require("jinja2")
     import jinja2
 
     environment = jinja2.Environment(
@@ -66,7 +67,8 @@ def render(template: str, context: Mapping[str, object]) -> str:
     return environment.get_template(template).render(context)
 
 
-def _require(module: str) -> None:
+def require(module: str) -> None:
+    """Raise ``PeftlabError`` where a module of the ``report`` extra is not installed."""
     try:
         importlib.import_module(module)
     except ImportError:
@@ -98,7 +100,11 @@ def page_context(run_dir: Path) -> dict[str, object]:
         "gain": facts.gain(results),
         "baseline_name": facts.baseline_name(metric),
         "bars": _bars(results),
-        "plots": [*_plots(history, metric, facts.real(results.get("baseline_score"))), *_scatter(results)],
+        "plots": [
+            *_plots(history, metric, facts.real(results.get("baseline_score"))),
+            *_scatter(results),
+            *run_plots(results),
+        ],
         "notes": [*_remarks(results), *_notes(history)],
         "classes": class_rows(counts, _CLASSES) if (counts := class_counts(results)) else [],
         "facts": facts.facts(results),
@@ -108,6 +114,7 @@ def page_context(run_dir: Path) -> dict[str, object]:
         ],
         "by_class": score_rows(results, _CLASSES),
         "confusion": confusion(results, _CONFUSED),
+        "example": run_example(results),
         "hardest": _hardest(results),
         "answers": facts.answer_scores(results),
         "merge": _rows(results.get("merge")),

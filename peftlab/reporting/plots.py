@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ _STYLE: dict[RcKeyType, str | float | bool] = {
 # One after the other, so that a curve on top of another one lets it be seen; the templates' legends repeat them.
 _DASHES: tuple[str | tuple[int, tuple[float, float]], ...] = ("solid", (0, (5, 2.5)), (0, (1.2, 1.6)))
 _FEW = 25  # points that are marked one by one
+_FEWEST_BARS, _LABELLED_BARS = 5, 12
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     steps = {step for line in lines for step in line.curve.x}
-    with _figure(salt, summary) as (axes, drawn):
+    with figure(salt, summary) as (axes, drawn):
         for i, line in enumerate(lines):
             _draw(axes, line.curve, SERIES[i % len(SERIES)], _DASHES[i % len(_DASHES)])
         if baseline is not None:
@@ -80,7 +81,7 @@ def curve_svg(lines: list[Line], *, salt: str, summary: str, baseline: float | N
 
 def scatter_svg(points: Sequence[Sequence[float]], *, salt: str, summary: str) -> str:
     """Draw (label, prediction) and the diagonal as one ``<svg>`` element; arguments as for ``curve_svg``."""
-    with _figure(salt, summary) as (axes, drawn):
+    with figure(salt, summary) as (axes, drawn):
         labels, predictions = zip(*points, strict=True)
         ends = [min(labels), max(labels)]
         axes.plot(ends, ends, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -90,19 +91,60 @@ def scatter_svg(points: Sequence[Sequence[float]], *, salt: str, summary: str) -
     return drawn.svg
 
 
+def bar_svg(
+    heights: Mapping[int, float],
+    *,
+    salt: str,
+    summary: str,
+    labels: tuple[str, str],
+    text: str,
+    top: float | None = None,
+) -> str:
+    """Draw a bar over each whole number and return one ``<svg>`` element.
+
+    Args:
+        heights: of the bars, by whole number; a number between them has none.
+        salt, summary: as for ``curve_svg``.
+        labels: of the two axes.
+        text: format of the number over each bar, as in ``"{:.2f}"``; left out where there are more than twelve.
+        top: of the vertical axis; None: a little above the highest bar.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    first, last = min(heights), max(heights)
+    with figure(salt, summary) as (axes, drawn):
+        bars = axes.bar(list(heights), list(heights.values()), width=0.7, color=SERIES[0])
+        # A bar of few is no wider than one of many.
+        room = max(0, _FEWEST_BARS - (last - first + 1)) / 2
+        axes.set_xlim(first - 0.6 - room, last + 0.6 + room)
+        whole = range(first, last + 1)
+        axes.set_xticks(
+            whole if len(whole) <= _LABELLED_BARS else MaxNLocator(8, integer=True).tick_values(first, last)
+        )
+        axes.set(xlabel=labels[0], ylabel=labels[1])
+        if len(whole) <= _LABELLED_BARS:
+            axes.bar_label(bars, [text.format(height) for height in heights.values()], padding=2, fontsize=9)
+        axes.margins(y=0.12)
+        if top is not None:
+            axes.set_ylim(0, top)
+    return drawn.svg
+
+
 @dataclass
-class _Drawing:
+class Drawing:
+    """A drawing that is finished once the block that draws it ends."""
+
     svg: str = ""
 
 
 @contextmanager
-def _figure(salt: str, summary: str) -> Iterator[tuple[Axes, _Drawing]]:
+def figure(salt: str, summary: str) -> Iterator[tuple[Axes, Drawing]]:
     """Yield the axes of a figure in the page's style; the drawing has its ``svg`` once the block ends."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    drawn = _Drawing()
+    drawn = Drawing()
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"peftlab-{salt}"}):
         figure = Figure(figsize=(4.4, 2.7), layout="constrained")
         axes = figure.add_subplot()

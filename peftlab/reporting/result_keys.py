@@ -76,11 +76,14 @@ DRAFT = {
     "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
     "repetition": "of the held-out answers: share of the 8-grams `seen` in the training text, share of the 4-grams "
     "`repeated` within an answer",
-    "decoding": "`before` and `after` training: `block_efficiency`, `accepted`, `tokens_per_second`, "
+    "decoding": "`before` and `after` training: `block_efficiency` (tokens per target step), `tau_without_bonus` "
+    "(drafted ones alone), "
+    "`accepted`, `acceptance_by_position`, `accepted_runs` (drafted tokens accepted in a step -> steps), "
+    "`tokens_per_second`, "
     "`plain_tokens_per_second`, `speed_up`, `speed_up_interval`, `lossless`, `verdict`, `beside` (speed-up of "
     "copying alone, `suffix`, and with the draft, `suffix+draft`), `kernel`, `conditions`, "
-    "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length); "
-    "and `gamma`, tokens drafted per target step",
+    "`time` (shares of target, draft and outside), `gain` (tau, verification C(n), drafting D, the best draft length), "
+    "`example` (an output with its drafted tokens, after training); and `gamma`, tokens drafted per target step",
 }
 
 _INTRODUCTION = """\
@@ -137,13 +140,20 @@ Each of `validate`'s `examples` has a `title` and `parts`: `text`, and whether i
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.analysis.results.PoolResult
    :exclude-members: __init__
+.. autoclass:: peftlab.decoding.analysis.statistics.AcceptanceStatistics
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.trace.DraftedText
+   :exclude-members: __init__
+.. autoclass:: peftlab.decoding.trace.Piece
+   :exclude-members: __init__
 .. autofunction:: peftlab.decoding.analysis.planning.plan
    :no-index:
 ```
 
 Before these keys come the settings: `target`, `draft`, `dtype`, `draft_dtype`, `warnings`, and for `bench` `gamma`,
-`width`, `policy` and `weights`: of `target` and, where it is a model of its own, `draft` the `dtype` and how they are
-`packed` for the products (in 16 bits, by oneDNN, as codes of blocks; an empty list: as the model has them). In Python,
+`width`, `policy`, `weights` and `example`. `weights` has, of `target` and, where it is a model of its own, `draft`, the
+`dtype` and how they are `packed` for the products (in 16 bits, by oneDNN, as codes of blocks; an empty list: as the
+model has them). `example` is an output with its drafted tokens. In Python,
 `peftlab.benchmark` and `peftlab.plan_draft` return them as
 
 ```{eval-rst}

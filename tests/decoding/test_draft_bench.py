@@ -56,6 +56,7 @@ def test_statistics_by_hand():
     assert result.acceptance == 6 / 8
     assert (result.drafted, result.accepted, result.steps) == (11, 6, 5)
     assert result.histogram == {"1": 2, "2": 2, "4": 1}
+    assert result.accepted_runs == {"0": 2, "1": 1, "2": 1, "3": 1} and result.tau_without_bonus == 6 / 5
     assert acceptance_statistics([Generation()]).tau is None
 
 
@@ -106,6 +107,11 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
     }
     assert result["lossless_by"] == ("construction" if temperature else "comparison")
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
+    runs = {int(n): steps for n, steps in result["accepted_runs"].items()}
+    assert result["tau_without_bonus"] == pytest.approx(sum(n * steps for n, steps in runs.items()) / result["steps"])
+    assert 0 < result["tau"] - result["tau_without_bonus"] < 1.001 and set(runs) <= set(range(4))
+    shown_kinds = [piece["kind"] for piece in result["example"]["pieces"]]
+    assert len(shown_kinds) - shown_kinds.count("rejected") == 24 and result["example"]["prompt"] == "Once upon a time"
     assert len(result["acceptance_by_position"]) == 3 and 0 < result["acceptance"] < 1
     assert result["tau"] == pytest.approx(
         sum(int(n) * steps for n, steps in result["histogram"].items()) / sum(result["histogram"].values())
@@ -128,7 +134,8 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
         assert all(p["ids"] == p["baseline_ids"] for p in result["prompts"])
     assert result["categories"]["writing"]["prompts"] == 2
     assert (result["categories"]["writing"]["speedup"] is None) == (batch == 2)  # a batch of two categories
-    assert page.read_text().count("<svg") == 2
+    assert page.read_text().count("<svg") == 2 and "Acceptance by category" in page.read_text()
+    assert page.read_text().count("<ins") == shown_kinds.count("accepted")
 
 
 def test_bench_without_a_draft_and_prompts_that_do_not_fit(stories, tmp_path):
@@ -317,6 +324,22 @@ def test_prompt_files_that_are_wrong(tmp_path, line, reason):
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(PeftlabError, match=reason):
         read_prompts(path)
+
+
+def test_a_table_in_the_layout_of_speed_bench(tmp_path):
+    """Its columns and categories; of a conversation the first turn is asked."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {"question_id": "a1", "category": category, "sub_category": "x", "turns": turns, "source": "s", "src_id": "7",
+         "difficulty": "", "multiturn": len(turns) > 1}
+        for category, turns in [("coding", ["Sort a list.", "Faster."]), ("rag", ["Who wrote it?"])]
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    first, second = read_prompts(tmp_path / "test.parquet")
+    assert (first.category, first.text, first.id) == ("coding", "Sort a list.", "a1")
+    assert second.category == "rag" and second.messages == [{"role": "user", "content": "Who wrote it?"}]
 
 
 @pytest.mark.parametrize("field", ["question", "instruction"])

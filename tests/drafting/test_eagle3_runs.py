@@ -61,6 +61,10 @@ def test_a_run_raises_acceptance_and_decodes_the_target(run: Path) -> None:
     assert results["vocabulary"]["tokens"] == 256 and scores["acceptance_1"] <= results["vocabulary"]["ceiling"] < 1
     after = results["decoding"]["after"]
     assert after["lossless"] is True and after["block_efficiency"] > 1.2
+    assert 0 < after["tau_without_bonus"] < after["block_efficiency"]
+    assert {piece["kind"] for piece in after["example"]["pieces"]} == {"accepted", "rejected", "target"}
+    page = (run / "report.html").read_text()
+    assert "Acceptance by position" in page and "<del" in page
     rates = json.loads((run / "eagle3" / "target.json").read_text())["rank_acceptance"]
     assert len(rates) == 6 and {len(each) for each in rates} == {8} and rates[0][0] > 0.1
     assert after["gain"]["best_width"] in ((1, 4) if after["gain"]["best_gamma"] else (None,))

@@ -243,7 +243,7 @@ def bench(
         conditions=run.conditions,
         categories=_categories(run, first),
         prompts=[_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
-        skipped=[q.id for q in questions if not _fits(target, q)],
+        skipped=[q.id for q in questions if not fits(target, q)],
     )
 
 
@@ -272,7 +272,7 @@ def compare(
     """
     if not drafters:
         raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
-    fitting = [q for q in questions if _fits(target, q)]
+    fitting = [q for q in questions if fits(target, q)]
     if not fitting:
         raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
     size = settings.batch_size
@@ -295,7 +295,8 @@ def _timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
     return TimedDrafter(make(), clock)
 
 
-def _fits(target: Engine, question: Question) -> bool:
+def fits(target: Engine, question: Question) -> bool:
+    """Return whether a prompt leaves room for an output in the target's context."""
     return target.limit is None or len(question.ids) < target.limit
 
 

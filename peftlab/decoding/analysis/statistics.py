@@ -29,21 +29,25 @@ class AcceptanceStatistics:
 
     Attributes:
         tau: tokens per target step; None without a step.
+        tau_without_bonus: the drafted ones among them, without the one that the target itself adds.
         acceptance: accepted share of the drafted tokens that were tried, which are those after which all earlier ones
             were accepted; None where none was tried.
         acceptance_by_position: the same for the first, second, ... of a step.
         drafted, accepted: tokens.
         steps: target steps, one per sequence and forward pass.
         histogram: tokens per step -> steps.
+        accepted_runs: drafted tokens accepted one after the other -> steps.
     """
 
     tau: float | None
+    tau_without_bonus: float | None
     acceptance: float | None
     acceptance_by_position: list[float | None]
     drafted: int
     accepted: int
     steps: int
     histogram: dict[str, int]
+    accepted_runs: dict[str, int]
 
 
 def acceptance_statistics(generations: Iterable[Generation]) -> AcceptanceStatistics:
@@ -55,13 +59,19 @@ def acceptance_statistics(generations: Iterable[Generation]) -> AcceptanceStatis
     passed = [sum(s.accepted > i for s in steps) for i in range(longest)]
     return AcceptanceStatistics(
         tau=emitted / len(steps) if steps else None,
+        tau_without_bonus=accepted / len(steps) if steps else None,
         acceptance=accepted / sum(tried) if sum(tried) else None,
         acceptance_by_position=[a / t if t else None for a, t in zip(passed, tried, strict=True)],
         drafted=sum(s.drafted for s in steps),
         accepted=accepted,
         steps=len(steps),
-        histogram={str(n): count for n, count in sorted(Counter(s.emitted for s in steps).items())},
+        histogram=_counts(s.emitted for s in steps),
+        accepted_runs=_counts(s.accepted for s in steps),
     )
+
+
+def _counts(lengths: Iterable[int]) -> dict[str, int]:
+    return {str(n): count for n, count in sorted(Counter(lengths).items())}
 
 
 @dataclass(frozen=True)

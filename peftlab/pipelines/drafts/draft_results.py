@@ -9,6 +9,7 @@ from peftlab.decoding.analysis.conditions import Conditions
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.results import TimeShares
 from peftlab.decoding.analysis.statistics import Interval
+from peftlab.decoding.trace import DraftedText
 from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
@@ -21,7 +22,10 @@ class DecodingSpeed:
     """Greedy decoding of a few held-out prompts, plain and with the draft.
 
     Attributes:
-        block_efficiency: tokens per target step. accepted: accepted share of the drafted tokens that were tried.
+        block_efficiency: tokens per target step. tau_without_bonus: the drafted ones among them, without the one that
+            the target itself adds.
+        accepted: accepted share of the drafted tokens that were tried. acceptance_by_position: the same for the first,
+            second, ... of a step. accepted_runs: drafted tokens accepted one after the other -> steps.
         plain_tokens_per_second, tokens_per_second: plain, and with the draft.
         speed_up: their ratio. speed_up_interval: of 95 %.
         lossless: every output is plain decoding's, with every drafter. verdict: in words.
@@ -29,10 +33,14 @@ class DecodingSpeed:
             (``suffix``), and both in one tree (``suffix+draft``).
         time: where it went. gain: by its parts, and the best draft length; None where not measured.
         kernel: how the target's step is computed. conditions: of the machine.
+        example: one output with what was drafted for it; None before training.
     """
 
     block_efficiency: float | None
+    tau_without_bonus: float | None
     accepted: float | None
+    acceptance_by_position: list[float | None]
+    accepted_runs: dict[str, int]
     plain_tokens_per_second: float
     tokens_per_second: float
     speed_up: float
@@ -44,6 +52,7 @@ class DecodingSpeed:
     gain: MeasuredGain | None
     kernel: str
     conditions: Conditions
+    example: DraftedText | None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,11 +12,15 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.table import HEAD, policy
+from peftlab.decoding.trace import drafted_text
 from peftlab.drafting.kinds.base import Served
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT
 from peftlab.pipelines.drafts.draft_lengths import draft_lengths
 from peftlab.pipelines.drafts.draft_results import DecodingSpeed
 from peftlab.recipe.schema import DraftRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def decoding_speed(
@@ -24,6 +29,7 @@ def decoding_speed(
     prompts: Sequence[list[int]],
     eos: frozenset[int],
     head: Callable[[Tensor], float] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DecodingSpeed:
     """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
 
@@ -34,6 +40,7 @@ def decoding_speed(
         served: what decodes.
         prompts: token ids. eos: ids that end an output.
         head: for the policy ``head``; None: not trained yet, and drafts have ``gamma`` tokens.
+        tokenizer: for the text of ``example``; None: without one.
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
     engine = build_engine(served.model, features=served.features)
@@ -49,9 +56,16 @@ def decoding_speed(
     settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)
     run = compare(engine, drafters, questions, settings)
     found = run.result("draft")
+    example = None
+    if tokenizer is not None:
+        how = (prompts[0], settings, settings.policy_of("draft"), tokenizer)
+        example = drafted_text(engine, served.drafter(), *how)
     return DecodingSpeed(
         block_efficiency=found.statistics.tau,
+        tau_without_bonus=found.statistics.tau_without_bonus,
         accepted=found.statistics.acceptance,
+        acceptance_by_position=found.statistics.acceptance_by_position,
+        accepted_runs=found.statistics.accepted_runs,
         plain_tokens_per_second=round(found.baseline_tokens_per_second, 2),
         tokens_per_second=round(found.tokens_per_second, 2),
         speed_up=round(found.speedup, 3),
@@ -63,4 +77,5 @@ def decoding_speed(
         gain=run.gain("draft", served.drafter()),
         kernel=run.target.kind,
         conditions=run.conditions,
+        example=example,
     )

@@ -8,18 +8,20 @@ from functools import partial
 from pathlib import Path
 
 from peftlab.decoding.analysis import planning
-from peftlab.decoding.analysis.benchmark import Question, Settings, bench
+from peftlab.decoding.analysis.benchmark import Question, Settings, bench, fits
 from peftlab.decoding.analysis.pool import check_pool, measure_pool
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
+from peftlab.decoding.trace import DraftedText, drafted_text
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
+from peftlab.reporting.facts import threads
 from peftlab.tasks.prompts import encode, read_prompts, spread
 
 
@@ -63,6 +65,7 @@ class DraftBenchmark(Measured):
     Attributes:
         gamma, width, policy: how tokens were drafted.
         weights: of the ``target`` and of the ``draft``, if that is a model of its own.
+        example: the first prompt's output, with the tokens that the first drafter drafted for it.
         result: plain decoding and drafters on the same prompts.
     """
 
@@ -70,11 +73,27 @@ class DraftBenchmark(Measured):
     width: int | None
     policy: str
     weights: dict[str, StoredWeights]
+    example: DraftedText
     result: BenchmarkResult
 
     def as_json(self) -> dict[str, object]:
         """Return the settings, and the keys of the result beside them."""
         return self.settings() | self.result.as_json()
+
+    def lines(self) -> list[str]:
+        """Return what was measured, in a line about the models and one about the settings."""
+        of = self.result
+        models = f"{self.result.drafter} for {self.target} in {self.dtype}"
+        if self.draft is not None:
+            models += f", draft {self.draft} in {self.draft_dtype}"
+        shape = "" if self.width is None else f", width {self.width}"
+        greedy = "greedy" if not of.temperature else f"temperature {of.temperature:g}"
+        where = f"{of.cpu.name}, {threads(of.threads)}" if of.device == "cpu" else of.device
+        return [
+            models,
+            f"{len(of.prompts)} prompts, {of.batch_size} at a time, up to {of.max_new_tokens} new tokens, {greedy}; "
+            f"gamma {self.gamma}{shape}, policy {self.policy}; {where}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -149,8 +168,16 @@ def benchmark(
         width=options.width,
         policy=options.policy,
         weights=_stored(watches, options),
+        example=_example(pair, *next(iter(made.items())), questions, settings),
         result=result,
     )
+
+
+def _example(
+    pair: Pair, name: str, make: Callable[[], Drafter], questions: Sequence[Question], settings: Settings
+) -> DraftedText:
+    asked = next(question.ids for question in questions if fits(pair.target, question))
+    return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
 
 
 def _drafters(pair: Pair, names: Sequence[str], width: int | None) -> dict[str, Callable[[], Drafter]]:

@@ -1,0 +1,80 @@
+"""The systems of ``docs/reference/decoding.md``: what each is called, the command that runs it, and its test.
+
+A row is one line. In a command ``{NAME}`` is a draft of ``DRAFTS``. A measured row is a ``draft bench``; the options that all
+of them share are added by ``bench_systems``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class System:
+    """One row.
+
+    Attributes:
+        name: with its paper. command: after ``peftlab``. test: ``FILE::NAME`` below ``tests``.
+        drafter: of the result whose figures count; empty: the first one.
+    """
+
+    name: str
+    command: str
+    test: str
+    drafter: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is a benchmark that can be run here."""
+        return self.command.startswith("draft bench") and "TARGET" not in self.command
+
+
+_GATE = "decoding/test_lossless_gate.py::test_every_drafter"
+_POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
+_LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
+
+DRAFTS: dict[str, str] = {
+    "model": "run draft/quickstart 'draft={kind: model, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' "
+    "method=full acceptance_head=true",
+    "medusa": "run draft/quickstart 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192}'",
+    "markov": "run draft/quickstart 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192, markov: 64}'",
+    "eagle1": "run draft/quickstart 'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
+    "eagle3": "run draft/quickstart",
+}
+"""Name -> the command that trains it; ``output_dir`` is added."""
+
+SYSTEMS = (
+    System("Prompt lookup", "draft bench --drafter lookup", _GATE),
+    System("SAM-Decoding: suffix automaton (2411.10666)", "draft bench --drafter suffix", _GATE),
+    System("Token Recycling", "draft bench --drafter recycling --gamma 8", _GATE),
+    System("n-grams: uniform (2211.17192)", "draft bench --drafter ngram:0 --temperature 1", _LAWS),
+    System("n-grams: unigram", "draft bench --drafter ngram:1 --temperature 1", _LAWS),
+    System("n-grams: bigram", "draft bench --drafter ngram:2 --temperature 1", _LAWS),
+    System("Draft model, greedy (2211.17192)", "draft bench --draft {model} --gamma 2", _GATE),
+    System("Block verification (2403.10444)", "draft bench --draft {model} --gamma 2 --temperature 1", "decoding/test_verify_chains.py::test_a_block_follows_the_target_exactly_and_accepts_no_less"),
+    System("RSD-C: fixed branching (2402.14160)", "draft bench --draft {model} --width 2 --gamma 4 --temperature 1", "decoding/test_drawn_trees.py::test_bench_with_branches"),
+    System("SAM-Decoding with a draft, as RASD (2503.03434)", "draft bench --draft {model} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
+    System("Early exit, not trained (LayerSkip, 2404.16710)", "draft bench --draft exit:6 --gamma 2", _GATE),
+    System("Medusa, chain (2401.10774)", "draft bench --draft {medusa} --width 1 --gamma 3", _GATE),
+    System("Medusa, tree of measured rates", "draft bench --draft {medusa} --gamma 6", "decoding/test_trees_and_free_drafters.py::test_a_tree_of_measured_rates"),
+    System("Medusa with a Markov bias (DSpark)", "draft bench --draft {markov} --gamma 6", "drafting/test_markov_heads.py::test_heads_that_see_the_token_before_are_accepted_more_often"),
+    System("EAGLE-1, chain (2401.15077)", "draft bench --draft {eagle1} --gamma 2", "drafting/test_eagle3.py::test_regression_brings_the_state_nearer"),
+    System("EAGLE-3, chain (2503.01840)", "draft bench --draft {eagle3} --gamma 2", "drafting/test_eagle3.py::test_a_step_of_training_is_a_drafted_token"),
+    System("EAGLE-3, tree of EAGLE-2 (2406.16858)", "draft bench --draft {eagle3} --width 4 --gamma 8", "decoding/test_feature_trees.py::test_the_most_probable_nodes_are_drafted"),
+    System("EAGLE-3 and copies in one tree", "draft bench --draft {eagle3} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
+    System("A draft in bf16", "draft bench --draft {model} --gamma 2 --draft-dtype bf16", "decoding/test_lossless_gate.py::test_a_rounded_draft_leaves_the_output_alone"),
+    System("Length by confidence", "draft bench --draft {model} --gamma 4 --policy confidence:0.4", _POLICIES),
+    System("Length by the last step, as transformers", "draft bench --draft {model} --gamma 4 --policy heuristic", _POLICIES),
+    System("SpecDec++: a trained head (2405.19715)", "draft bench --draft {model} --gamma 4 --policy head:0.7", "decoding/test_draft_lengths.py::test_generate_and_bench_follow_every_policy"),
+    System("SmartSpec: goodput (2406.14066)", "draft bench --draft {model} --gamma 4 --policy goodput", "decoding/test_draft_lengths.py::test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large"),
+    System("SmartSpec, 3 prompts at a time", "draft bench --draft {model} --gamma 4 --policy goodput --batch-size 3", "decoding/test_draft_lengths.py::test_generate_and_bench_follow_every_policy"),
+    System("A static batch", "draft bench --drafter suffix --batch-size 3", _GATE),
+    System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_pool.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
+    System("Typical acceptance, lossy (2401.10774)", "draft bench --draft {model} --gamma 2 --lossy typical", "decoding/test_lossy.py::test_the_law_of_the_emitted_token_is_that_of_the_code"),
+    System("The target's K best, lossy", "draft bench --draft {model} --gamma 2 --lossy accept_k:3", "decoding/test_lossy.py::test_bench_never_calls_it_lossless"),
+    System("Encoder-decoder targets", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_encoder_decoder.py::test_the_command_line_decodes_and_measures"),
+    System("Costs of drafting, by kind", "draft plan --target TARGET", "decoding/test_draft_advice.py::test_plan_without_a_draft_compares_the_kinds_in_eighty_columns"),
+    System("PEARL: draft and target at once, as a column (2408.11850)", "draft plan --target TARGET --draft DRAFT", "decoding/test_pearl.py::test_the_closed_form_is_the_mean_of_the_schedule"),
+    System("The best length of each batch size", "draft plan --target TARGET --draft DRAFT --batch 1,4,16", "decoding/test_draft_plan.py::test_each_batch_size_has_its_own_best_length"),
+    System("Leviathan's tables", "draft plan --theory", "decoding/test_draft_plan.py::test_theory_is_the_papers_table"),
+)  # fmt: skip

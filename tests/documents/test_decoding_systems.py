@@ -1,0 +1,83 @@
+"""The page of decoding systems: a row for everything that can be named, commands that exist, tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from peftlab.cli.app import app
+from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, lossy, model_free, policy
+from peftlab.drafting.kinds.table import DRAFTS as KINDS
+from peftlab.recipe.loading import load_recipe
+from tests.benchmarks.bench_systems import PAGE, cells, figures, filled, words
+from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
+
+TESTS = Path(__file__).resolve().parents[1]
+BY_NAME = pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+
+
+@cache
+def functions(file: str) -> set[str]:
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def parsed(arguments: list[str]) -> dict[str, object]:
+    """Return the parameters of a command as its own parser reads them."""
+    command, rest = typer.main.get_command(app), list(arguments)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    return command.make_context("peftlab", rest).params
+
+
+@BY_NAME
+def test_a_rows_command_parses_and_its_test_exists(system: System, tmp_path: Path) -> None:
+    file, _, name = system.test.partition("::")
+    assert name in functions(file), system.test
+    found = parsed(words(system, tmp_path) if system.measured else shlex.split(system.command))
+    for each in found.get("drafter") or ():
+        model_free(each)
+    policy(found.get("policy") or "fixed")
+    if found.get("lossy"):
+        lossy(found["lossy"])
+    assert "{" not in str(found.get("draft")), "a draft that no command trains"
+
+
+def test_every_drafter_rule_and_kind_has_a_row() -> None:
+    every = " ".join(system.command for system in SYSTEMS)
+    trained = {load_recipe(*_recipe(command)).draft.kind for command in DRAFTS.values()}
+    missing = {f"--drafter {name}" for name in MODEL_FREE} | {f"--lossy {name}" for name in LOSSY}
+    missing |= {f"--policy {name}" for name in POLICIES if name != "fixed"}  # the default
+    assert not {option for option in missing if option not in every}
+    assert set(KINDS.built_in) - trained == {"early_exit"}, "give the others a draft and a row; this one is exit:K"
+
+
+def _recipe(command: str) -> tuple[str, list[str]]:
+    verb, recipe, *overrides = shlex.split(command)
+    assert verb == "run"
+    return recipe, [*overrides, "output_dir=runs/x"]
+
+
+def test_the_page_has_the_rows_and_keeps_what_was_measured() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page, {}) == page, "run python -m tests.benchmarks.bench_systems --only"
+    first, last = SYSTEMS[0].name, SYSTEMS[-1].name
+    once = filled(page, {first: ("1.50", "1.20 (1.10 to 1.30)")}, "Measured here.")
+    twice = filled(once, {last: ("2.00", "0.50")})
+    assert cells(twice)[first] == ("1.50", "1.20 (1.10 to 1.30)") and cells(twice)[last] == ("2.00", "0.50")
+    assert "Measured here." in twice and list(cells(twice)) == [system.name for system in SYSTEMS]
+
+
+def test_figures_are_read_from_the_commands_result() -> None:
+    drafter = {"tau": 1.5, "speedup": 1.2, "speedup_interval": [1.1, 1.3]}
+    other = {"tau": 2.0, "speedup": 0.9, "speedup_interval": None}
+    pool = {"pooled": {"draft": 90.0}, "static": {"plain": 60.0, "draft": 80.0}}
+    result = {"drafter": "draft", "tau": 1.5, "drafters": {"draft": drafter, "suffix+draft": other}, "pool": pool}
+    assert figures(System("a", "", ""), result) == ("1.50", "1.20 (1.10 to 1.30)")
+    assert figures(System("a", "", "", "suffix+draft"), result) == ("2.00", "0.90")
+    assert figures(System("a", "", "", "pool"), result) == ("1.50", "1.50")

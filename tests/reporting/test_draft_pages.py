@@ -1,0 +1,117 @@
+"""Pages about drafting: whole numbers on their axes, drafted tokens in their colours, nothing unescaped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_directory import write_run
+
+from peftlab.decoding.analysis.conditions import Conditions
+from peftlab.decoding.analysis.results import BenchmarkResult, CategoryResult, DrafterResult, TimeShares
+from peftlab.decoding.analysis.statistics import AcceptanceStatistics
+from peftlab.decoding.trace import DraftedText, Piece
+from peftlab.hardware import Cpu
+from peftlab.reporting.draft_pages import bench_page
+from peftlab.reporting.draft_views import acceptance_plots
+from peftlab.reporting.facts import facts
+from peftlab.reporting.html import write_report
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+PIECES = [Piece(" a", "accepted"), Piece("<b>", "rejected"), Piece(" cat\n", "target")]
+EXAMPLE = DraftedText("It was", PIECES)
+DECODING = {
+    "before": {},
+    "after": {
+        "block_efficiency": 1.5,
+        "tau_without_bonus": 0.5,
+        "accepted": 0.4,
+        "acceptance_by_position": [0.5, 0.25],
+        "accepted_runs": {"0": 6, "1": 3, "2": 1},
+        "plain_tokens_per_second": 50.0,
+        "tokens_per_second": 60.0,
+        "lossless": True,
+        "verdict": "faster than plain decoding (1.20x, 95 % interval 1.10 to 1.30)",
+        "beside": {"suffix": 1.1},
+        "time": {"target": 0.5, "draft": 0.4, "outside": 0.1},
+        "gain": {"best_gamma": 1, "best_gain": 1.3},
+        "conditions": {"load": 0.5},
+        "example": {"prompt": "It was", "pieces": [vars(piece) for piece in PIECES]},
+    },
+    "gamma": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("rates", "runs"), [([0.5], {0: 3, 1: 1}), ([0.5] * 4, {0: 9, 4: 2}), ([0.5] * 20, {0: 9, 19: 2})]
+)
+def test_positions_and_runs_have_ticks_at_whole_numbers(rates: list[float | None], runs: dict[int, int]) -> None:
+    for plot in acceptance_plots(rates, runs):
+        texts = re.findall(r">([^<>]+)</text>", str(plot["svg"]))  # the horizontal axis comes first
+        label = next(i for i, text in enumerate(texts) if text.startswith(("position", "drafted")))
+        assert label and all(text.isdigit() for text in texts[:label]), texts
+
+
+def test_without_drafted_tokens_there_is_no_plot() -> None:
+    assert acceptance_plots([], {0: 5}) == [] and acceptance_plots([None], {0: 5}) == []
+
+
+def test_a_draft_run_shows_its_decoding(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", metric="acceptance", decoding=DECODING)
+    page = write_report(run).read_text()
+    assert "<h2>Acceptance by position</h2>" in page and "<h2>Accepted runs</h2>" in page
+    assert (
+        '<ins class="accepted"> a</ins><del class="rejected">&lt;b&gt;</del><span class="target"> cat↵\n</span>' in page
+    )
+    assert "+0.2034 against the model before training" in page
+    rows = facts({"decoding": DECODING})
+    assert rows["tokens per target step"] == "1.50, 0.50 drafted ones"
+    assert rows["best draft length"] == "1, 1.30x" and not any("/ after" in name or "load" in name for name in rows)
+    assert "<ins" not in write_report(write_run(tmp_path / "other")).read_text()
+
+
+def statistics(**changes: Any) -> AcceptanceStatistics:
+    values = {
+        "tau": 1.5,
+        "tau_without_bonus": 0.5,
+        "acceptance": 0.4,
+        "acceptance_by_position": [0.5, 0.25],
+        "drafted": 20,
+        "accepted": 5,
+        "steps": 10,
+        "histogram": {"1": 6, "2": 3, "3": 1},
+        "accepted_runs": {"0": 6, "1": 3, "2": 1},
+    }
+    return AcceptanceStatistics(**(values | changes))
+
+
+def result() -> BenchmarkResult:
+    drafter = DrafterResult(
+        60.0, (58.0, 62.0), 50.0, (48.0, 52.0), 1.2, (1.1, 1.3), "faster than plain decoding", statistics(), True,
+        "comparison", [], TimeShares(0.5, 0.4, 0.1),
+    )  # fmt: skip
+    categories = {"math": CategoryResult(2, 1.7, 0.55, 61.0, 1.2), "qa": CategoryResult(1, 1.2, 0.2, 50.0, 1.0)}
+    conditions = Conditions(0.1, 2, 0.0, 0.01)
+    return BenchmarkResult(
+        "draft", {"draft": drafter}, 0.1, None, 1, 0.0, 64, 3, "flat", 1, "cpu", Cpu("a processor", [], 1), conditions,
+        categories, [],
+    )  # fmt: skip
+
+
+def test_the_benchmarks_page() -> None:
+    page = bench_page(result(), ["a & b"], ["draft for TARGET"], EXAMPLE)
+    assert ">1.20×</p>" in page and "50.0 tokens/s" in page and "warning: a &amp; b" in page
+    assert page.count("<svg") == 2 and "http" not in page.replace("http://www.w3.org", "")
+    assert "1.50 tokens per target step, 0.50 without the one that the target adds" in page
+    assert re.search(r"math <span class=\"value\">0.55</span>.*?width: 55.00%", page, re.DOTALL)
+    published = [row for row in page.split("<tr>") if "arXiv 2411.10666" in row]
+    cells = [re.findall(r"<td>([^<]*)</td>", row) for row in published]
+    assert [row[1:4] for row in cells] == [["4.36", "draft", "1.50"], ["4.62", "suffix+draft", "-"]]
+    assert "other people&#39;s machines" in page
+    assert '<del class="rejected">&lt;b&gt;</del>' in page and "<b>" not in page
+    assert bench_page(result(), [], [], EXAMPLE) == bench_page(result(), [], [], EXAMPLE), "the same bytes"
+    assert "var(--series-1)" in page and "#1f77b4" not in page, "the colours of the page, not matplotlib's"
