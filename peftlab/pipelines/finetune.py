@@ -32,6 +32,7 @@ from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
+from peftlab.pipelines.example_scores import score_examples
 from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.merge_losses import merge_losses
 from peftlab.pipelines.provenance import peak_memory, provenance
@@ -53,7 +54,7 @@ from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
-from peftlab.training.state import Progress
+from peftlab.training.state import Progress, SelectionResult
 from peftlab.training.trackers import check_trackers
 
 VERIFY_EXAMPLES = 16  # examples on which merged and unmerged model are compared
@@ -85,7 +86,8 @@ class FinetuneResults:
         seen_examples, seen_tokens: of all training batches, tokens without padding.
         trained_tokens: of an epoch, those that the loss counts; None for tasks without them.
         generate, generate_before: scores of generated answers after training and before; None: none were asked for.
-        cost: of all training steps; None with many processes or ``train.compile``.
+        cost: of all training steps, scoring included; None with many processes or ``train.compile``.
+        selection: what ``train.sample`` chose by a score; None where none chooses.
     """
 
     task: str
@@ -128,11 +130,12 @@ class FinetuneResults:
     generate: dict[str, float] | None = None
     generate_before: dict[str, float] | None = None
     cost: Cost | None = None
+    selection: SelectionResult | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
-        optional |= {"generate", "generate_before", "cost", "trained_tokens"}
+        optional |= {"generate", "generate_before", "cost", "selection", "trained_tokens"}
         values = to_json(vars(self))
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -162,7 +165,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         )
     set_seed(settings.seed)
     task = load_task(recipe)
-    spec = make_spec(recipe, task)
+    spec = score_examples(make_spec(recipe, task), task, recipe, load_task, accelerator)
     for line in _remarks(task):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
@@ -336,6 +339,7 @@ def _results(
         seen_examples=progress.examples,
         seen_tokens=progress.tokens,
         cost=progress.cost(task.model),
+        selection=progress.selection(),
     )
 
 

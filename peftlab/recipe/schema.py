@@ -68,6 +68,20 @@ def _layer_problems(method: MethodConfig | None, train: TrainConfig) -> list[Pro
     return []
 
 
+def _sample_problems(train: TrainConfig, task: Task | None) -> list[Problem]:
+    """Return what ``train.sample`` asks for that a task, or a draft (None), has no score for."""
+    by = train.sample.by if train.sample is not None else None
+    where = ("train", "sample", "by")
+    if by == "lowest_acceptance" and task is not None:
+        return [(where, "train.sample.by: lowest_acceptance is for drafts, whose tokens a target accepts or rejects")]
+    if by == "least_confidence" and task is None:
+        return [(where, "train.sample.by: least_confidence is for classes; for a draft set lowest_acceptance")]
+    if by == "least_confidence" and task is not None and (task.regression or not task.labelled):
+        reason = f"needs the probabilities of an example's answers, which task {task.name} does not have"
+        return [(where, f"train.sample.by: least_confidence {reason}; set random or batches")]
+    return []
+
+
 def _usual_objective(recipe: dict[str, object]) -> PreferenceObjective | None:
     task = recipe.get("task")  # absent if it was refused
     return PreferenceObjective() if isinstance(task, str) and find_task(task).objectives else None
@@ -146,6 +160,7 @@ class FinetuneRecipe(Section):
         unused = _unused_settings(self.train, f"task {task.name}", tokens=task.token_loss, classes=task.classed)
         problems = [*problems, *unused]
         problems = [*problems, *_layer_problems(self.method, self.train)]
+        problems = [*problems, *_sample_problems(self.train, task)]
         if self.train.weights is not None and (self.method.name, self.base.dtype) != ("full", "bf16"):
             reason = "rounds the weights of a base in bf16 that train themselves; set method=full and base.dtype=bf16"
             problems = [*problems, (("train", "weights"), f"train.weights: {self.train.weights} {reason}")]
@@ -251,7 +266,7 @@ class DraftRecipe(Section):
         if self.train.weights is not None:
             found.append(("train.weights", "is for method full on a base in bf16, which drafts do not have; remove it"))
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
-        unused += _layer_problems(self.method, self.train)
+        unused += _layer_problems(self.method, self.train) + _sample_problems(self.train, None)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
         try:
             length = policy(self.policy)

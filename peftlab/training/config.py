@@ -29,15 +29,64 @@ class TrainedLayers(Section):
         description="Of the layers that train, so many at a time, drawn anew after each period (LISA); what belongs to "
         "no layer trains in every step. null: all.",
     )
-    every: int = Field(default=20, ge=1, description="Steps of a period.")
+    every: int | None = Field(default=None, ge=1, description="With active: steps of a period; null: 20.")
 
     @model_validator(mode="after")
     def _says_something(self) -> TrainedLayers:
         if self.from_ is None and self.active is None:
             raise ValueError("give from, active, or both")
-        if self.active is None and "every" in self.model_fields_set:
+        if self.active is None and self.every is not None:
             raise ValueError("every is the length of a period between draws; give active, the layers to draw, too")
         return self
+
+    @property
+    def period(self) -> int:
+        """Steps between draws."""
+        return self.every or 20
+
+
+class SampledExamples(Section):
+    """Which of the training examples are trained on."""
+
+    keep: float = Field(gt=0, lt=1, description="Share of the examples, or of the mini-batches, that is trained on.")
+    by: Literal["random", "batches", "least_confidence", "lowest_acceptance"] = Field(
+        default="random",
+        description="random: in every epoch another share of the examples, drawn at random, the control of the others; "
+        "batches: in every epoch another share of its mini-batches (SMD); least_confidence: in rounds, each adds the "
+        "examples whose most probable answer has the lowest probability; lowest_acceptance, in draft recipes: those "
+        "whose tokens the target would accept least.",
+    )
+    rounds: int | None = Field(
+        default=None,
+        ge=2,
+        description="least_confidence, lowest_acceptance: times that an equal part of the examples is chosen, the "
+        "first at random; null: 4, and 1 with a scorer.",
+    )
+    scorer: str | None = Field(
+        default=None,
+        description="least_confidence: a trained model, run or adapter for the same task that scores all examples "
+        "once, before training; null: the model in training scores those that are not chosen yet, before each round.",
+    )
+
+    @model_validator(mode="after")
+    def _in_rounds(self) -> SampledExamples:
+        if not self.chosen and self.rounds is not None:
+            raise ValueError(f"rounds: {self.by} draws in every epoch and has no rounds; remove it")
+        if self.by != "least_confidence" and self.scorer is not None:
+            raise ValueError(f"scorer: {self.by} scores no example by a trained model; set by: least_confidence")
+        if self.scorer is not None and self.rounds is not None:
+            raise ValueError("rounds: a scorer does not change in training and chooses once; remove rounds or scorer")
+        return self
+
+    @property
+    def chosen(self) -> bool:
+        """Whether examples are chosen by a score, in rounds."""
+        return self.by in ("least_confidence", "lowest_acceptance")
+
+    @property
+    def times(self) -> int:
+        """Times that examples are chosen."""
+        return 1 if self.scorer is not None else self.rounds or 4
 
 
 class TrainConfig(Section):
@@ -99,6 +148,11 @@ class TrainConfig(Section):
         default=None,
         description="{from: K}: only the layers from K on train; {active: N, every: 20}: N layers at a time, drawn "
         "anew every 20 steps. null: all that the method trains.",
+    )
+    sample: SampledExamples | None = Field(
+        default=None,
+        description="{keep: 0.5, by: random|batches|least_confidence}: the share of the examples that is trained "
+        "on, and how it is chosen. null: all examples in every epoch.",
     )
     weights: Literal["bf16_stochastic"] | None = Field(
         default=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.modes import eval_mode
 from peftlab.methods.targets import layer_index
 from peftlab.models.costs import Meter
 from peftlab.training.compile import try_compile
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
+from peftlab.training.efficient.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
+from peftlab.training.efficient.selection import Selection, make_selection
 from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.first_steps import FirstStepsCheck
-from peftlab.training.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
 from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
@@ -62,7 +64,9 @@ def train(
             no space on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    order = make_order(spec.train["length"], settings, min(spec.row_tokens, settings.max_length))
+    row_tokens = min(spec.row_tokens, settings.max_length)
+    order = make_order(spec.train["length"], settings, row_tokens)
+    selection = make_selection(spec.train["length"], settings, row_tokens, order.total)
     checkpoints = run_dir / "checkpoints"
     final = adapter_template(spec.model) if accelerator.is_fsdp2 else spec.model
     trainer = _prepare(spec, settings, accelerator, checkpoints, resume)
@@ -73,7 +77,7 @@ def train(
         StopSignals(accelerator) as signals,
     ):
         clock = time.perf_counter()
-        for batch in load_batches(spec, order.batches(progress.step), trainer.parts, accelerator):
+        for batch in trainer.batches(order, selection):
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
@@ -129,6 +133,28 @@ class _Trainer:
     def parts(self) -> int:
         """Parts each global batch is split into, over processes and accumulation steps."""
         return self.settings.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def batches(self, order: Order, selection: Selection | None) -> Iterator[GlobalBatch]:
+        """Yield the batches that are left; where a score chooses examples, it does so when a round begins."""
+        progress = self.progress
+        while progress.step < order.total:
+            if selection is not None and selection.begins(progress.step, progress.chosen):
+                progress.chosen.append(selection.choose(progress.chosen, self._confidence))
+            batches = order.batches(progress.step)
+            if selection is not None:
+                batches = selection.batches(progress.step, progress.chosen)
+            yield from load_batches(self.spec, batches, self.parts, self.accelerator)
+
+    def _confidence(self, indices: list[int]) -> Sequence[float]:
+        """Return the confidence of the model as it is for each example, and count what this costs."""
+        assert self.spec.confidence is not None
+        half = max(1, self.settings.eval_batch_size // 2)
+        advice = memory_advice("while scoring examples", [f"train.eval_batch_size={half}"])
+        with advice, eval_mode(self.model), self.meter.scoring() as counter:
+            found = self.spec.confidence(self.model, indices)
+        self.progress.scored_examples += len(indices)
+        self.progress.scoring_flops += counter.flops
+        return found
 
     def step(self, batch: GlobalBatch, factor: float) -> tuple[Tensor, Tensor]:
         """Take one optimiser step at ``factor`` times the peak rates; return the mean loss and the gradient's norm."""
