@@ -50,6 +50,7 @@ from peftlab.tasks.reading.bad_rows import listed
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import model_inputs
+from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
@@ -166,7 +167,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     set_seed(settings.seed)
     task = load_task(recipe)
     spec = score_examples(make_spec(recipe, task), task, recipe, load_task, accelerator)
-    for line in _remarks(task):
+    for line in _remarks(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
@@ -219,9 +220,11 @@ def _trained_tokens(spec: TrainingSpec) -> int | None:
     return sum(spec.train["trained_tokens"]) if "trained_tokens" in spec.train.column_names else None
 
 
-def _remarks(task: Prepared) -> list[str]:
+def _remarks(task: Prepared, settings: TrainConfig) -> list[str]:
     """Return what is said of data and model before training."""
     fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
+    if settings.emulate is not None:
+        fresh += ["train.emulate: slower than training without; scores in training are those of such hardware"]
     return [*data_lines(task.classes, task.left_out, task.repeated), *fresh]
 
 

@@ -164,6 +164,9 @@ class FinetuneRecipe(Section):
         if self.train.weights is not None and (self.method.name, self.base.dtype) != ("full", "bf16"):
             reason = "rounds the weights of a base in bf16 that train themselves; set method=full and base.dtype=bf16"
             problems = [*problems, (("train", "weights"), f"train.weights: {self.train.weights} {reason}")]
+        if self.train.emulate is not None and self.base.dtype not in (None, "fp32"):
+            reason = f"computes few bits from weights in fp32, and the base is in {self.base.dtype}"
+            problems = [*problems, (("train", "emulate"), f"train.emulate: {reason}; set base.dtype=fp32")]
         if self.generate is not None and not task.prompted:
             problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
@@ -265,6 +268,8 @@ class DraftRecipe(Section):
             found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
         if self.train.weights is not None:
             found.append(("train.weights", "is for method full on a base in bf16, which drafts do not have; remove it"))
+        if self.train.emulate is not None:
+            found.append(("train.emulate", "is for tasks that are finetuned; a draft decodes on the target's hardware"))
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
         unused += _layer_problems(self.method, self.train) + _sample_problems(self.train, None)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
@@ -286,6 +291,13 @@ class DraftRecipe(Section):
 
 Changes = dict[str, dict[str, object]]
 """By task or row, the keys of a finetune recipe that differ there."""
+
+
+class TableCosts(Section):
+    """The rows of a table beside others of equal cost."""
+
+    of: str = Field(description="The row whose FLOPs are 1.")
+    controls: dict[str, str] = Field(default={}, description="Row to the row of equal cost that it is compared with.")
 
 
 class TableRecipe(Section):
@@ -314,6 +326,11 @@ class TableRecipe(Section):
     init: dict[str, str] = Field(
         default={},
         description="Task to the task of this table whose result, same row and seed, it starts from.",
+    )
+    costs: TableCosts | None = Field(
+        default=None,
+        description="{of: full, controls: {upper: shorter}}: also show FLOPs as a share of a row's, bytes and "
+        "time, and beside each row its control.",
     )
     merge: bool | MergeConfig = Field(
         default=False, description="Write merged/ in every cell whose method has a linear fold; a section says how."

@@ -89,6 +89,55 @@ class SampledExamples(Section):
         return 1 if self.scorer is not None else self.rounds or 4
 
 
+Bits = Annotated[int, Field(ge=1, le=16)]
+
+
+class EmulatedHardware(Section):
+    """Number formats of the hardware that training pretends to run on; null: fp32."""
+
+    format: Literal["dorefa", "bfp"] = Field(
+        default="dorefa",
+        description="dorefa: evenly spaced levels up to the largest value of a tensor, or of an example; bfp: "
+        "blocks of neighbours that share an exponent (block floating point).",
+    )
+    weights: Bits | None = Field(
+        default=None, description="Bits of the copy of the linear layers' weights that computes."
+    )
+    stored: Bits | None = Field(
+        default=None, description="Bits of the copy that the optimiser updates; as many as weights: one copy."
+    )
+    activations: Bits | None = Field(default=None, description="Bits of the linear layers' inputs.")
+    gradients: Bits | None = Field(default=None, description="Bits of the gradients of the linear layers' outputs.")
+    rounding: Literal["stochastic", "nearest"] = Field(
+        default="stochastic", description="How gradients are rounded: at random, exact in the mean, or to the nearest."
+    )
+    prune: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the gradients' values that become zero, at random and exact in the mean, as if they were "
+        "log-normal.",
+    )
+    tile: int | None = Field(default=None, ge=1, description="bfp: neighbours that share an exponent; null: 24.")
+
+    @model_validator(mode="after")
+    def _computable(self) -> EmulatedHardware:
+        widths = {name: getattr(self, name) for name in ("weights", "stored", "activations", "gradients")}
+        if self.prune is None and not any(widths.values()):
+            raise ValueError("give bits of weights, stored, activations or gradients, or prune")
+        if self.format == "dorefa" and self.tile is not None:
+            raise ValueError("tile: dorefa has no blocks; remove it or set format: bfp")
+        few = [name for name, bits in widths.items() if bits == 1 and (self.format == "bfp" or name == "stored")]
+        if few:
+            raise ValueError(f"{few[0]}: 1 bit leaves no mantissa beside the sign; at least 2")
+        return self
+
+    @property
+    def neighbours(self) -> int:
+        """Values that share an exponent."""
+        return self.tile or 24
+
+
 class TrainConfig(Section):
     """Settings of the training loop."""
 
@@ -159,6 +208,11 @@ class TrainConfig(Section):
         description="method full on a base in bf16: each step's result is rounded to bf16 at random, so that its mean "
         "is exact, without an fp32 copy of the weights; null: to the nearest.",
     )
+    emulate: EmulatedHardware | None = Field(
+        default=None,
+        description="{weights: 8, activations: 8, gradients: 8, format: dorefa|bfp}: linear layers compute as hardware "
+        "of few bits would, slower than without, and are scored so; null: no emulation.",
+    )
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
     early_stopping: int | None = Field(
         default=None, ge=1, description="Stop after this many evaluations without a better score."
@@ -182,6 +236,13 @@ class TrainConfig(Section):
     def _one_graph(self) -> TrainConfig:
         if self.compile and self.layers is not None and self.layers.active is not None:
             raise ValueError("compile makes one graph, and with layers.active every draw is another; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_in_fp32(self) -> TrainConfig:
+        if self.emulate is not None and (self.compile or self.precision != "fp32"):
+            key = "compile" if self.compile else f"precision {self.precision}"
+            raise ValueError(f"emulate computes few bits in fp32, step by step; remove {key}")
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from peftlab.models.costs import Meter
 from peftlab.training.compile import try_compile
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
+from peftlab.training.efficient.emulation import Emulation
 from peftlab.training.efficient.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
 from peftlab.training.efficient.selection import Selection, make_selection
 from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
@@ -117,6 +119,7 @@ class _Trainer:
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
         meter: what each kind of step costs.
+        emulation: of other hardware's number formats; None where there is none.
     """
 
     spec: TrainingSpec
@@ -128,6 +131,7 @@ class _Trainer:
     first_steps: FirstStepsCheck | None
     sampling: LayerSampling | None
     meter: Meter
+    emulation: Emulation | None
 
     @property
     def parts(self) -> int:
@@ -150,7 +154,7 @@ class _Trainer:
         assert self.spec.confidence is not None
         half = max(1, self.settings.eval_batch_size // 2)
         advice = memory_advice("while scoring examples", [f"train.eval_batch_size={half}"])
-        with advice, eval_mode(self.model), self.meter.scoring() as counter:
+        with advice, eval_mode(self.model), self.computing(), self.meter.scoring() as counter:
             found = self.spec.confidence(self.model, indices)
         self.progress.scored_examples += len(indices)
         self.progress.scoring_flops += counter.flops
@@ -176,7 +180,7 @@ class _Trainer:
                 memory_advice(where, training_changes(self.settings, rows, longest)),
                 accelerator.accumulate(self.model),
             ):
-                with frozen(resting):
+                with frozen(resting), self.computing():
                     with self.meter.forward(kind):
                         loss = self.spec.loss(self.model, inputs) * weight
                     # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
@@ -198,11 +202,17 @@ class _Trainer:
             parameters = trainable_parameters(self.spec.model).values()
             norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)
         self.optimiser.step()
+        if self.emulation is not None:
+            self.emulation.store()
         stepped = self.accelerator.sync_gradients and not self.optimiser.step_was_skipped
         if self.first_steps is not None and stepped:
             self.first_steps.record_step(lr, resting)
         self.optimiser.zero_grad()
         return norm
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the block within which the model computes as the emulated hardware, where there is one."""
+        return nullcontext() if self.emulation is None else self.emulation.computing()
 
     def check_first_steps(self) -> None:
         """Raise ``PeftlabError`` for a parameter that does not learn, after the steps that show it."""
@@ -212,7 +222,7 @@ class _Trainer:
     def evaluate(self) -> Scores:
         """Score the model and record the scores in the progress."""
         half = max(1, self.settings.eval_batch_size // 2)
-        with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]):
+        with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]), self.computing():
             scores = self.spec.evaluate(self.model)
         score = next(iter(scores.values()))[self.spec.deciding]
         progress = self.progress
@@ -245,18 +255,22 @@ def _prepare(
     divided = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if settings.weights is not None and divided:
         raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
+    if settings.emulate is not None and divided:
+        raise PeftlabError(f"train.emulate: {kind} divides parameters or averages; train in plain processes (DDP)")
+    emulation = None if settings.emulate is None else Emulation(spec.model, settings.emulate)
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
     compiled = settings.compile and try_compile(spec, accelerator)
     check = None
     if progress.step == 0:
-        zero, rounded = accelerator.distributed_type == DistributedType.DEEPSPEED, settings.weights is not None
+        zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+        rounded = settings.weights is not None or settings.emulate is not None
         check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
     counted = accelerator.distributed_type == DistributedType.NO and not compiled
     wide = settings.weights is not None
     meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
-    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter)
+    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
 
 
 def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:

@@ -1,1 +1,1 @@
-"""What makes a step, or a run, cheaper: layers that rest, examples that are chosen."""
+"""What makes a run cheaper, or shows whether it could be: resting layers, chosen examples, emulated number formats."""
