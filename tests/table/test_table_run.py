@@ -280,7 +280,7 @@ def test_the_table_of_efficiency(glue: Path, tmp_path: Path, capsys: pytest.Capt
     ]
     recipe = load_recipe(
         "efficiency/table",
-        [f"model={model}", f"data.path={glue}", "train.max_length=16", "train.batch_size=4", *options, *others],
+        [f"model={model}", f"data.path={glue}", "train.max_length=16", "train.batch_size=2", *options, *others],
     )
     run_recipe(recipe, shard="0/2")
     assert "0/1" in capsys.readouterr().out
@@ -290,7 +290,7 @@ def test_the_table_of_efficiency(glue: Path, tmp_path: Path, capsys: pytest.Capt
     lines = {line["row"]: line for line in csv.DictReader((tmp_path / "t" / "table.csv").read_text().splitlines())}
     assert lines["full"]["flops_share"] == "1.00" and lines["confident"]["control"] == "random-longer"
     chosen, control = (float(lines[row]["flops"]) for row in ("confident", "random-longer"))
-    assert control == pytest.approx(chosen, rel=0.15) and chosen < float(lines["full"]["flops"])
+    assert control == pytest.approx(chosen, rel=0.1) and chosen < float(lines["full"]["flops"])
     cost = read_json(tmp_path / "t" / "cells" / "mrpc-full-seed0" / "results.json")["cost"]  # type: ignore[index,call-overload]
     assert float(lines["full"]["flops"]) == cost["forward_flops"] + cost["backward_flops"]  # type: ignore[index,call-overload,operator]
     assert "its score" in (tmp_path / "t" / "table.html").read_text()
