@@ -111,7 +111,7 @@ class TestRun:
 
     def test_examples_of_the_lowest_acceptance_are_chosen(self, stories: Path, place: Path) -> None:
         """Interrupted after the second round's examples were chosen, it ends as it would have."""
-        options = ["train.sample={keep: 0.5, by: lowest_acceptance, rounds: 2}", "train.save_every=1"]
+        options = ["train.sample={keep: 0.5, by: lowest_acceptance, rounds: 2}", "train.save_every=1", "train.epochs=1"]
         results = go(stories, place / "chosen", *options)
         examples, found = results.train_examples, results_of(place / "chosen")["selection"]
         assert (found["rounds"], found["examples"]) == (2, round(examples / 2))

@@ -131,10 +131,12 @@ def test_one_copy_stays_where_steps_are_smaller_than_its_levels():
 HARDWARE = {"weights": 8, "activations": 8, "gradients": 8, "prune": 0.5, "format": "bfp"}
 
 
-@pytest.mark.parametrize("method", ["lora", "houlsby", "full"])
+@pytest.mark.parametrize(
+    "method", [m if m == "lora" else pytest.param(m, marks=pytest.mark.slow) for m in tiny.METHODS]
+)
 def test_a_resumed_run_is_the_same_bit_for_bit(method, model, rows, tmp_path):
     def values(run):
-        return tiny.recipe(model, rows, run, method, epochs=1, save_every=1, emulate=HARDWARE)
+        return tiny.recipe(model, rows, run, method, epochs=1, save_every=2, emulate=HARDWARE)
 
     with tiny.stopped_after(2):
         tiny.run(values(tmp_path / "run"))

@@ -111,12 +111,14 @@ def test_too_many_rounds():
 
 def recipe(model, rows, run, method="lora", by="least_confidence", **train):
     """Return a recipe of 12 steps in rounds that end after 2, 6 and 12."""
-    values = tiny.recipe(model, rows, run, method, epochs=6, save_every=1, **train)
+    values = tiny.recipe(model, rows, run, method, epochs=6, eval_every=12, save_every=4, **train)
     values["train"]["sample"] = {"keep": 0.5, "by": by, **({"rounds": 3} if by == "least_confidence" else {})}
     return values
 
 
-@pytest.mark.parametrize("method", tiny.METHODS)
+@pytest.mark.parametrize(
+    "method", [m if m in ("lora", "full") else pytest.param(m, marks=pytest.mark.slow) for m in tiny.METHODS]
+)
 def test_resumed_inside_a_round(method, model, rows, tmp_path):
     """Stopped in round 2, after step 4; with LoRA also as round 3 begins, after step 6: the same run, bit for bit."""
     with tiny.stopped_after(4):
