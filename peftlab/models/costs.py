@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -164,6 +164,12 @@ class Meter:
         sizes = ((g.numel(), g.element_size(), 4 if self._fp32_averages else g.element_size()) for g in gradients)
         trained = sum(count * (own + 2 * average) for count, own, average in sizes)
         self.known[kind] = (flops, counter.flops, kept, trained)
+
+    @contextmanager
+    def scoring(self) -> Iterator[CountFlops]:
+        """Around forward passes that no backward follows; afterwards ``flops`` of what it gives are theirs."""
+        with CountFlops() if self._active else nullcontext(CountFlops()) as counter:
+            yield counter
 
 
 def kv_bytes_per_token(model: nn.Module, width: int | None = None) -> int | None:

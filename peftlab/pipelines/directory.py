@@ -56,4 +56,10 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
             "the data sets": recipe.data.cache,
         }
     start = None if isinstance(recipe, TableRecipe) else recipe.init_from
-    return {"the model": recipe.model, "the data": recipe.data.path, "the run to start from": start}
+    sample = recipe.train.sample
+    return {
+        "the model": recipe.model,
+        "the data": recipe.data.path,
+        "the run to start from": start,
+        "the scorer": sample.scorer if sample is not None else None,
+    }

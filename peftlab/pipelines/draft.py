@@ -184,6 +184,10 @@ def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draf
         bare, size = getattr(model, "module", model), recipe.train.eval_batch_size
         return {name: score_split(draft, bare, data, size) for name, data in sets.held_out.items()}
 
+    def acceptance(model: torch.nn.Module, indices: list[int]) -> list[float]:
+        bare = getattr(model, "module", model)
+        return [score_split(draft, bare, sets.train.select([i]), 1)["acceptance"] for i in indices]
+
     return TrainingSpec(
         model=draft.model,
         train=sets.train,
@@ -193,6 +197,7 @@ def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draf
         score=score,
         deciding="acceptance",
         lr_ratio=lr_ratio(recipe.method) if recipe.method is not None else {},
+        confidence=acceptance,
     )
 
 
@@ -238,6 +243,7 @@ def _results(
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
         cost=progress.cost(draft.model),
+        selection=progress.selection(),
     )
 
 

@@ -32,6 +32,7 @@ from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
+from peftlab.pipelines.example_scores import score_examples
 from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.merge_losses import merge_losses
 from peftlab.pipelines.provenance import peak_memory, provenance
@@ -49,11 +50,12 @@ from peftlab.tasks.reading.bad_rows import listed
 from peftlab.tasks.table import find_task
 from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import model_inputs
+from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.spec import Scores, TrainingSpec
-from peftlab.training.state import Progress
+from peftlab.training.state import Progress, SelectionResult
 from peftlab.training.trackers import check_trackers
 
 
@@ -83,7 +85,8 @@ class FinetuneResults:
         seen_examples, seen_tokens: of all training batches, tokens without padding.
         trained_tokens: of an epoch, those that the loss counts; None for tasks without them.
         generate, generate_before: scores of generated answers after training and before; None: none were asked for.
-        cost: of all training steps; None with many processes or ``train.compile``.
+        cost: of all training steps, scoring included; None with many processes or ``train.compile``.
+        selection: what ``train.sample`` chose by a score; None where none chooses.
     """
 
     task: str
@@ -126,11 +129,12 @@ class FinetuneResults:
     generate: dict[str, float] | None = None
     generate_before: dict[str, float] | None = None
     cost: Cost | None = None
+    selection: SelectionResult | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
-        optional |= {"generate", "generate_before", "cost", "trained_tokens"}
+        optional |= {"generate", "generate_before", "cost", "selection", "trained_tokens"}
         values = to_json(vars(self))
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [], {})}
 
@@ -160,8 +164,8 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         )
     set_seed(settings.seed)
     task = load_task(recipe)
-    spec = make_spec(recipe, task)
-    for line in _remarks(task):
+    spec = score_examples(make_spec(recipe, task), task, recipe, load_task, accelerator)
+    for line in _remarks(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
@@ -214,9 +218,11 @@ def _trained_tokens(spec: TrainingSpec) -> int | None:
     return sum(spec.train["trained_tokens"]) if "trained_tokens" in spec.train.column_names else None
 
 
-def _remarks(task: Prepared) -> list[str]:
+def _remarks(task: Prepared, settings: TrainConfig) -> list[str]:
     """Return what is said of data and model before training."""
     fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
+    if settings.emulate is not None:
+        fresh += ["train.emulate: slower than training without; scores in training are those of such hardware"]
     return [*data_lines(task.classes, task.left_out, task.repeated), *fresh]
 
 
@@ -334,6 +340,7 @@ def _results(
         seen_examples=progress.examples,
         seen_tokens=progress.tokens,
         cost=progress.cost(task.model),
+        selection=progress.selection(),
     )
 
 

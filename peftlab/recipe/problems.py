@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from peftlab.errors import did_you_mean
 from peftlab.files import Json
 from peftlab.recipe.former import former_spellings
+from peftlab.recipe.refused import refusal
 from peftlab.recipe.source import Keys, Source, dotted
 from peftlab.recipe.suggestions import meant, suggest
 from peftlab.recipe.wording import alternatives, describe, fields, literals, sections
@@ -110,6 +111,8 @@ def _value_hint(field: FieldInfo, value: Json) -> str:
 
 
 def _unknown_key(recipe: type[BaseModel], source: Source, keys: Keys) -> str:
+    if (reason := refusal(tuple(map(str, keys)), _value_at(source.data, keys))) is not None:
+        return f"refused: {reason}"
     *above, key = map(str, keys)
     valid = dict(all_sections(recipe, source.data))
     here = valid.get(".".join(above), {})

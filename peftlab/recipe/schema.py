@@ -68,6 +68,20 @@ def _layer_problems(method: MethodConfig | None, train: TrainConfig) -> list[Pro
     return []
 
 
+def _sample_problems(train: TrainConfig, task: Task | None) -> list[Problem]:
+    """Return what ``train.sample`` asks for that a task, or a draft (None), has no score for."""
+    by = train.sample.by if train.sample is not None else None
+    where = ("train", "sample", "by")
+    if by == "lowest_acceptance" and task is not None:
+        return [(where, "train.sample.by: lowest_acceptance is for drafts, whose tokens a target accepts or rejects")]
+    if by == "least_confidence" and task is None:
+        return [(where, "train.sample.by: least_confidence is for classes; for a draft set lowest_acceptance")]
+    if by == "least_confidence" and task is not None and (task.regression or not task.labelled):
+        reason = f"needs the probabilities of an example's answers, which task {task.name} does not have"
+        return [(where, f"train.sample.by: least_confidence {reason}; set random or batches")]
+    return []
+
+
 def _usual_objective(recipe: dict[str, object]) -> PreferenceObjective | None:
     task = recipe.get("task")  # absent if it was refused
     return PreferenceObjective() if isinstance(task, str) and find_task(task).objectives else None
@@ -146,9 +160,13 @@ class FinetuneRecipe(Section):
         unused = _unused_settings(self.train, f"task {task.name}", tokens=task.token_loss, classes=task.classed)
         problems = [*problems, *unused]
         problems = [*problems, *_layer_problems(self.method, self.train)]
+        problems = [*problems, *_sample_problems(self.train, task)]
         if self.train.weights is not None and (self.method.name, self.base.dtype) != ("full", "bf16"):
             reason = "rounds the weights of a base in bf16 that train themselves; set method=full and base.dtype=bf16"
             problems = [*problems, (("train", "weights"), f"train.weights: {self.train.weights} {reason}")]
+        if self.train.emulate is not None and self.base.dtype not in (None, "fp32"):
+            reason = f"computes few bits from weights in fp32, and the base is in {self.base.dtype}"
+            problems = [*problems, (("train", "emulate"), f"train.emulate: {reason}; set base.dtype=fp32")]
         if self.generate is not None and not task.prompted:
             problems = [*problems, (("generate",), f"generate: task {task.name} has no prompts to answer")]
         if problems:
@@ -250,8 +268,10 @@ class DraftRecipe(Section):
             found.append(("train.layers.active", "a draft trains all its layers in every step; remove it"))
         if self.train.weights is not None:
             found.append(("train.weights", "is for method full on a base in bf16, which drafts do not have; remove it"))
+        if self.train.emulate is not None:
+            found.append(("train.emulate", "is for tasks that are finetuned; a draft decodes on the target's hardware"))
         unused = _unused_settings(self.train, "a draft", tokens=False, classes=False)
-        unused += _layer_problems(self.method, self.train)
+        unused += _layer_problems(self.method, self.train) + _sample_problems(self.train, None)
         found += [(".".join(keys), text.partition(": ")[2]) for keys, text in unused]
         try:
             length = policy(self.policy)
@@ -271,6 +291,13 @@ class DraftRecipe(Section):
 
 Changes = dict[str, dict[str, object]]
 """By task or row, the keys of a finetune recipe that differ there."""
+
+
+class TableCosts(Section):
+    """The rows of a table beside others of equal cost."""
+
+    of: str = Field(description="The row whose FLOPs are 1.")
+    controls: dict[str, str] = Field(default={}, description="Row to the row of equal cost that it is compared with.")
 
 
 class TableRecipe(Section):
@@ -299,6 +326,11 @@ class TableRecipe(Section):
     init: dict[str, str] = Field(
         default={},
         description="Task to the task of this table whose result, same row and seed, it starts from.",
+    )
+    costs: TableCosts | None = Field(
+        default=None,
+        description="{of: full, controls: {upper: shorter}}: also show FLOPs as a share of a row's, bytes and "
+        "time, and beside each row its control.",
     )
     merge: bool | MergeConfig = Field(
         default=False, description="Write merged/ in every cell whose method has a linear fold; a section says how."

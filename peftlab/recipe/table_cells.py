@@ -138,6 +138,14 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
             source.complain(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
     if recipe.train.seed:
         source.complain(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
+    if recipe.costs is not None:
+        named: dict[Keys, str] = {("costs", "of"): recipe.costs.of}
+        for row, control in recipe.costs.controls.items():
+            named |= {("costs", "controls", row): row, ("costs", "controls", row, control): control}
+        for at, row in named.items():
+            if row not in recipe.rows:
+                where = ".".join(map(str, at[:3]))
+                source.complain(at[:3], f"{where}: no row {row!r}{did_you_mean(row, list(recipe.rows))}")
     changes = _changes(recipe, source)
     for at, keys in changes.items():
         where = ".".join(map(str, at))

@@ -28,10 +28,12 @@ COMMON = {
     "examples_per_second": "training examples per second",
     "tokens_per_second": "training tokens per second, without padding",
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
-    "cost": "of all training steps: `forward_flops`, `backward_flops` (products and attention; a multiplication and an "
-    "addition are 2); of the largest step `kept_bytes` (for backward, parameters apart) and `optimizer_bytes` "
-    "(gradients and AdamW's averages); `kv_bytes_per_token` of a model that generates; absent with many processes or "
-    "`train.compile`",
+    "cost": "of all training steps, scoring of examples included: `forward_flops`, `backward_flops` (products and "
+    "attention; a multiplication and an addition are 2); of the largest step `kept_bytes` (for backward, parameters "
+    "apart) and `optimizer_bytes` (gradients and AdamW's averages); `kv_bytes_per_token` of a model that generates; "
+    "absent with many processes or `train.compile`",
+    "selection": "what `train.sample` chose by a score: `rounds`, `examples`, `scored_examples` (forward passes "
+    "that this took) and their `scoring_flops`; absent where no score chooses",
     "lr": "the peak learning rate: `train.lr`, or the method's own",
     "cpu": "the processor: `name`, `features` (instruction sets), `threads`",
     "seed": "`train.seed`",

@@ -101,6 +101,8 @@ class Prepared:
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
         analyse: model to what it gets right and wrong in the deciding split; every process calls it. None where
             answers are not single labels.
+        confidence: model and tokenised rows to how probable the model's answer to each is; every process calls it. None
+            where answers have no probabilities.
         contexts: (at most so many, or None for all) to the held-out prompts that can be answered; None where a row
             has no prompt.
     """
@@ -131,6 +133,7 @@ class Prepared:
     sample: Callable[[nn.Module], str] | None = None
     analyse: Callable[[nn.Module], Analysis] | None = None
     contexts: Callable[[int | None], Contexts] | None = None
+    confidence: Callable[[nn.Module, Dataset], Sequence[float]] | None = None
 
     def compare_with(self, model: nn.Module) -> None:
         """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""

@@ -29,15 +29,113 @@ class TrainedLayers(Section):
         description="Of the layers that train, so many at a time, drawn anew after each period (LISA); what belongs to "
         "no layer trains in every step. null: all.",
     )
-    every: int = Field(default=20, ge=1, description="Steps of a period.")
+    every: int | None = Field(default=None, ge=1, description="With active: steps of a period; null: 20.")
 
     @model_validator(mode="after")
     def _says_something(self) -> TrainedLayers:
         if self.from_ is None and self.active is None:
             raise ValueError("give from, active, or both")
-        if self.active is None and "every" in self.model_fields_set:
+        if self.active is None and self.every is not None:
             raise ValueError("every is the length of a period between draws; give active, the layers to draw, too")
         return self
+
+    @property
+    def period(self) -> int:
+        """Steps between draws."""
+        return self.every or 20
+
+
+class SampledExamples(Section):
+    """Which of the training examples are trained on."""
+
+    keep: float = Field(gt=0, lt=1, description="Share of the examples, or of the mini-batches, that is trained on.")
+    by: Literal["random", "batches", "least_confidence", "lowest_acceptance"] = Field(
+        default="random",
+        description="random: in every epoch another share of the examples, drawn at random, the control of the others; "
+        "batches: in every epoch another share of its mini-batches (SMD); least_confidence: in rounds, each adds the "
+        "examples whose most probable answer has the lowest probability; lowest_acceptance, in draft recipes: those "
+        "whose tokens the target would accept least.",
+    )
+    rounds: int | None = Field(
+        default=None,
+        ge=2,
+        description="least_confidence, lowest_acceptance: times that an equal part of the examples is chosen, the "
+        "first at random; null: 4, and 1 with a scorer.",
+    )
+    scorer: str | None = Field(
+        default=None,
+        description="least_confidence: a trained model, run or adapter for the same task that scores all examples "
+        "once, before training; null: the model in training scores those that are not chosen yet, before each round.",
+    )
+
+    @model_validator(mode="after")
+    def _in_rounds(self) -> SampledExamples:
+        if not self.chosen and self.rounds is not None:
+            raise ValueError(f"rounds: {self.by} draws in every epoch and has no rounds; remove it")
+        if self.by != "least_confidence" and self.scorer is not None:
+            raise ValueError(f"scorer: {self.by} scores no example by a trained model; set by: least_confidence")
+        if self.scorer is not None and self.rounds is not None:
+            raise ValueError("rounds: a scorer does not change in training and chooses once; remove rounds or scorer")
+        return self
+
+    @property
+    def chosen(self) -> bool:
+        """Whether examples are chosen by a score, in rounds."""
+        return self.by in ("least_confidence", "lowest_acceptance")
+
+    @property
+    def times(self) -> int:
+        """Times that examples are chosen."""
+        return 1 if self.scorer is not None else self.rounds or 4
+
+
+Bits = Annotated[int, Field(ge=1, le=16)]
+
+
+class EmulatedHardware(Section):
+    """Number formats of the hardware that training pretends to run on; null: fp32."""
+
+    format: Literal["dorefa", "bfp"] = Field(
+        default="dorefa",
+        description="dorefa: evenly spaced levels up to the largest value of a tensor, or of an example; bfp: "
+        "blocks of neighbours that share an exponent (block floating point).",
+    )
+    weights: Bits | None = Field(
+        default=None, description="Bits of the copy of the linear layers' weights that computes."
+    )
+    stored: Bits | None = Field(
+        default=None, description="Bits of the copy that the optimiser updates; as many as weights: one copy."
+    )
+    activations: Bits | None = Field(default=None, description="Bits of the linear layers' inputs.")
+    gradients: Bits | None = Field(default=None, description="Bits of the gradients of the linear layers' outputs.")
+    rounding: Literal["stochastic", "nearest"] = Field(
+        default="stochastic", description="How gradients are rounded: at random, exact in the mean, or to the nearest."
+    )
+    prune: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the gradients' values that become zero, at random and exact in the mean, as if they were "
+        "log-normal.",
+    )
+    tile: int | None = Field(default=None, ge=1, description="bfp: neighbours that share an exponent; null: 24.")
+
+    @model_validator(mode="after")
+    def _computable(self) -> EmulatedHardware:
+        widths = {name: getattr(self, name) for name in ("weights", "stored", "activations", "gradients")}
+        if self.prune is None and not any(widths.values()):
+            raise ValueError("give bits of weights, stored, activations or gradients, or prune")
+        if self.format == "dorefa" and self.tile is not None:
+            raise ValueError("tile: dorefa has no blocks; remove it or set format: bfp")
+        few = [name for name, bits in widths.items() if bits == 1 and (self.format == "bfp" or name == "stored")]
+        if few:
+            raise ValueError(f"{few[0]}: 1 bit leaves no mantissa beside the sign; at least 2")
+        return self
+
+    @property
+    def neighbours(self) -> int:
+        """Values that share an exponent."""
+        return self.tile or 24
 
 
 class TrainConfig(Section):
@@ -100,10 +198,20 @@ class TrainConfig(Section):
         description="{from: K}: only the layers from K on train; {active: N, every: 20}: N layers at a time, drawn "
         "anew every 20 steps. null: all that the method trains.",
     )
+    sample: SampledExamples | None = Field(
+        default=None,
+        description="{keep: 0.5, by: random|batches|least_confidence}: the share of the examples that is trained "
+        "on, and how it is chosen. null: all examples in every epoch.",
+    )
     weights: Literal["bf16_stochastic"] | None = Field(
         default=None,
         description="method full on a base in bf16: each step's result is rounded to bf16 at random, so that its mean "
         "is exact, without an fp32 copy of the weights; null: to the nearest.",
+    )
+    emulate: EmulatedHardware | None = Field(
+        default=None,
+        description="{weights: 8, activations: 8, gradients: 8, format: dorefa|bfp}: linear layers compute as hardware "
+        "of few bits would, slower than without, and are scored so; null: no emulation.",
     )
     eval_every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: every epoch.")
     early_stopping: int | None = Field(
@@ -128,6 +236,13 @@ class TrainConfig(Section):
     def _one_graph(self) -> TrainConfig:
         if self.compile and self.layers is not None and self.layers.active is not None:
             raise ValueError("compile makes one graph, and with layers.active every draw is another; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_in_fp32(self) -> TrainConfig:
+        if self.emulate is not None and (self.compile or self.precision != "fp32"):
+            key = "compile" if self.compile else f"precision {self.precision}"
+            raise ValueError(f"emulate computes few bits in fp32, step by step; remove {key}")
         return self
 
     @property

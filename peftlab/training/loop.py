@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.modes import eval_mode
 from peftlab.methods.targets import layer_index
 from peftlab.models.costs import Meter
 from peftlab.training.compile import try_compile
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
+from peftlab.training.efficient.emulation import Emulation
+from peftlab.training.efficient.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
+from peftlab.training.efficient.selection import Selection, make_selection
 from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.first_steps import FirstStepsCheck
-from peftlab.training.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
 from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
@@ -62,7 +66,9 @@ def train(
             no space on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    order = make_order(spec.train["length"], settings, min(spec.row_tokens, settings.max_length))
+    row_tokens = min(spec.row_tokens, settings.max_length)
+    order = make_order(spec.train["length"], settings, row_tokens)
+    selection = make_selection(spec.train["length"], settings, row_tokens, order.total)
     checkpoints = run_dir / "checkpoints"
     final = adapter_template(spec.model) if accelerator.is_fsdp2 else spec.model
     trainer = _prepare(spec, settings, accelerator, checkpoints, resume)
@@ -73,7 +79,7 @@ def train(
         StopSignals(accelerator) as signals,
     ):
         clock = time.perf_counter()
-        for batch in load_batches(spec, order.batches(progress.step), trainer.parts, accelerator):
+        for batch in trainer.batches(order, selection):
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
@@ -113,6 +119,7 @@ class _Trainer:
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
         meter: what each kind of step costs.
+        emulation: of other hardware's number formats; None where there is none.
     """
 
     spec: TrainingSpec
@@ -124,11 +131,34 @@ class _Trainer:
     first_steps: FirstStepsCheck | None
     sampling: LayerSampling | None
     meter: Meter
+    emulation: Emulation | None
 
     @property
     def parts(self) -> int:
         """Parts each global batch is split into, over processes and accumulation steps."""
         return self.settings.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def batches(self, order: Order, selection: Selection | None) -> Iterator[GlobalBatch]:
+        """Yield the batches that are left; where a score chooses examples, it does so when a round begins."""
+        progress = self.progress
+        while progress.step < order.total:
+            if selection is not None and selection.begins(progress.step, progress.chosen):
+                progress.chosen.append(selection.choose(progress.chosen, self._confidence))
+            batches = order.batches(progress.step)
+            if selection is not None:
+                batches = selection.batches(progress.step, progress.chosen)
+            yield from load_batches(self.spec, batches, self.parts, self.accelerator)
+
+    def _confidence(self, indices: list[int]) -> Sequence[float]:
+        """Return the confidence of the model as it is for each example, and count what this costs."""
+        assert self.spec.confidence is not None
+        half = max(1, self.settings.eval_batch_size // 2)
+        advice = memory_advice("while scoring examples", [f"train.eval_batch_size={half}"])
+        with advice, eval_mode(self.model), self.computing(), self.meter.scoring() as counter:
+            found = self.spec.confidence(self.model, indices)
+        self.progress.scored_examples += len(indices)
+        self.progress.scoring_flops += counter.flops
+        return found
 
     def step(self, batch: GlobalBatch, factor: float) -> tuple[Tensor, Tensor]:
         """Take one optimiser step at ``factor`` times the peak rates; return the mean loss and the gradient's norm."""
@@ -150,7 +180,7 @@ class _Trainer:
                 memory_advice(where, training_changes(self.settings, rows, longest)),
                 accelerator.accumulate(self.model),
             ):
-                with frozen(resting):
+                with frozen(resting), self.computing():
                     with self.meter.forward(kind):
                         loss = self.spec.loss(self.model, inputs) * weight
                     # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
@@ -172,11 +202,17 @@ class _Trainer:
             parameters = trainable_parameters(self.spec.model).values()
             norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)
         self.optimiser.step()
+        if self.emulation is not None:
+            self.emulation.store()
         stepped = self.accelerator.sync_gradients and not self.optimiser.step_was_skipped
         if self.first_steps is not None and stepped:
             self.first_steps.record_step(lr, resting)
         self.optimiser.zero_grad()
         return norm
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the block within which the model computes as the emulated hardware, where there is one."""
+        return nullcontext() if self.emulation is None else self.emulation.computing()
 
     def check_first_steps(self) -> None:
         """Raise ``PeftlabError`` for a parameter that does not learn, after the steps that show it."""
@@ -186,7 +222,7 @@ class _Trainer:
     def evaluate(self) -> Scores:
         """Score the model and record the scores in the progress."""
         half = max(1, self.settings.eval_batch_size // 2)
-        with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]):
+        with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]), self.computing():
             scores = self.spec.evaluate(self.model)
         score = next(iter(scores.values()))[self.spec.deciding]
         progress = self.progress
@@ -219,18 +255,22 @@ def _prepare(
     divided = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if settings.weights is not None and divided:
         raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
+    if settings.emulate is not None and divided:
+        raise PeftlabError(f"train.emulate: {kind} divides parameters or averages; train in plain processes (DDP)")
+    emulation = None if settings.emulate is None else Emulation(spec.model, settings.emulate)
     optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
     model, optimiser = accelerator.prepare(spec.model, optimiser)
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
     compiled = settings.compile and try_compile(spec, accelerator)
     check = None
     if progress.step == 0:
-        zero, rounded = accelerator.distributed_type == DistributedType.DEEPSPEED, settings.weights is not None
+        zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+        rounded = settings.weights is not None or settings.emulate is not None
         check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
     counted = accelerator.distributed_type == DistributedType.NO and not compiled
     wide = settings.weights is not None
     meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
-    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter)
+    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
 
 
 def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:

@@ -28,6 +28,8 @@ class TrainingSpec:
         deciding: the metric on the first split by which the best checkpoint is chosen. higher_is_better: how.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
         row_tokens: tokens up to which ``collate`` puts neighbouring examples into one row; 0: each has its own.
+        confidence: model and indices of ``train`` to how confident the model's answer to each is; the least confident
+            are chosen (``train.sample``). Called in eval mode, in every process. None: nothing says so.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class TrainingSpec:
     lr_ratio: Mapping[str, float]
     higher_is_better: bool = True
     row_tokens: int = 0
+    confidence: Callable[[nn.Module, list[int]], Sequence[float]] | None = None
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

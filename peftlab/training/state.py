@@ -41,6 +41,8 @@ class Progress:
         metrics_bytes: length of metrics.jsonl at this point.
         step_costs: what each kind of step costs, counted in the first of them (``Meter.known``); empty where steps
             are not counted (many processes, ``train.compile``). step_kinds: how many there were of each.
+        chosen: the examples that each round added, where a score chooses them (``train.sample``).
+        scored_examples, scoring_flops: of the forward passes that chose them.
     """
 
     step: int = 0
@@ -56,14 +58,39 @@ class Progress:
     metrics_bytes: int = 0
     step_costs: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     step_kinds: dict[str, int] = field(default_factory=dict)
+    chosen: list[list[int]] = field(default_factory=list)
+    scored_examples: int = 0
+    scoring_flops: int = 0
 
     def cost(self, model: nn.Module) -> Cost | None:
-        """Return what the run has cost so far; None where steps are not counted."""
+        """Return what the run has cost so far, scoring included; None where steps are not counted."""
         if not self.step_costs:
             return None
         forward, backward = (sum(self.step_costs[kind][i] * n for kind, n in self.step_kinds.items()) for i in (0, 1))
         kept, optimiser = (max(costs[i] for costs in self.step_costs.values()) for i in (2, 3))
-        return Cost(forward, backward, kept, optimiser, kv_bytes_per_token(model))
+        return Cost(forward + self.scoring_flops, backward, kept, optimiser, kv_bytes_per_token(model))
+
+    def selection(self) -> SelectionResult | None:
+        """Return what was chosen so far; None where no score chooses examples."""
+        if not self.chosen:
+            return None
+        examples = sum(map(len, self.chosen))
+        return SelectionResult(len(self.chosen), examples, self.scored_examples, self.scoring_flops)
+
+
+@dataclass(frozen=True)
+class SelectionResult:
+    """What ``train.sample`` chose by a score.
+
+    Attributes:
+        rounds: times that examples were chosen. examples: how many. scored_examples: forward passes that this took.
+        scoring_flops: their FLOPs, which the run's cost includes; 0 where steps are not counted.
+    """
+
+    rounds: int
+    examples: int
+    scored_examples: int
+    scoring_flops: int
 
 
 class RandomState(TypedDict):

@@ -110,6 +110,19 @@ class TestRun:
         run_recipe(load_recipe(run / "recipe.yaml", overrides))
         assert stamps == [path.stat().st_mtime_ns for path in before]
 
+    def test_examples_of_the_lowest_acceptance_are_chosen(self, stories: Path, place: Path) -> None:
+        """Interrupted after the second round's examples were chosen, it ends as it would have."""
+        options = ["train.sample={keep: 0.5, by: lowest_acceptance, rounds: 2}", "train.save_every=1", "train.epochs=1"]
+        results = go(stories, place / "chosen", *options)
+        examples, found = results.train_examples, results_of(place / "chosen")["selection"]
+        assert (found["rounds"], found["examples"]) == (2, round(examples / 2))
+        assert found["scored_examples"] == examples - round(examples / 2) // 2 and found["scoring_flops"] > 0
+        whole = (place / "chosen" / "metrics.jsonl").read_bytes()
+        last = max((place / "chosen" / "checkpoints").glob("step-*.pt"))
+        last.unlink()
+        go(stories, place / "chosen", *options, resume=True)
+        assert (place / "chosen" / "metrics.jsonl").read_bytes() == whole
+
     def test_resumed_equals_uninterrupted(self, stories: Path, place: Path) -> None:
         options = ["data.on_policy=0.5", "objective.name=jsd"]
         go(stories, place / "whole", *options)

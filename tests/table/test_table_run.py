@@ -27,7 +27,7 @@ from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import table_cells
-from tests.training.tiny import command
+from tests.training.tiny import command, save_model
 
 
 def table(values: dict[str, Any], **changes: Any) -> TableRecipe:
@@ -265,3 +265,41 @@ def test_the_same_part_runs_once(values: dict[str, Any]) -> None:
         pytest.raises(PeftlabError, match="shard 0/2: another process is writing it"),
     ):
         run_recipe(table(values), shard="0/2")
+
+
+def test_the_table_of_efficiency(glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three of its rows on a tiny model: the control costs what choosing examples costs; parts and a rest of it run."""
+    model = save_model(tmp_path / "bert", layers=2)
+    rows = ("full", "confident", "random-longer")
+    others = [f"~rows.{row}" for row in load_recipe("efficiency/table").rows if row not in rows]  # type: ignore[union-attr]
+    options = [
+        "tasks=[glue/mrpc]",
+        "seeds=[0]",
+        "costs.controls={confident: random-longer}",
+        f"output_dir={tmp_path / 't'}",
+    ]
+    recipe = load_recipe(
+        "efficiency/table",
+        [f"model={model}", f"data.path={glue}", "train.max_length=16", "train.batch_size=2", *options, *others],
+    )
+    run_recipe(recipe, shard="0/2")
+    assert "0/1" in capsys.readouterr().out
+    run_recipe(recipe)
+    printed = capsys.readouterr().out
+    assert "3 cells, 2 with results" in printed and "costs, FLOPs of full" in printed
+    lines = {line["row"]: line for line in csv.DictReader((tmp_path / "t" / "table.csv").read_text().splitlines())}
+    assert lines["full"]["flops_share"] == "1.00" and lines["confident"]["control"] == "random-longer"
+    chosen, control = (float(lines[row]["flops"]) for row in ("confident", "random-longer"))
+    assert control == pytest.approx(chosen, rel=0.1) and chosen < float(lines["full"]["flops"])
+    cost = read_json(tmp_path / "t" / "cells" / "mrpc-full-seed0" / "results.json")["cost"]  # type: ignore[index,call-overload]
+    assert float(lines["full"]["flops"]) == cost["forward_flops"] + cost["backward_flops"]  # type: ignore[index,call-overload,operator]
+    assert "its score" in (tmp_path / "t" / "table.html").read_text()
+
+
+def test_costs_name_rows(values: dict[str, Any]) -> None:
+    for costs, said in (
+        ({"of": "ful"}, r"costs\.of: no row 'ful'"),
+        ({"of": "lora", "controls": {"head": "lor"}}, r"costs\.controls\.head: no row 'lor' \(did you mean 'lora'"),
+    ):
+        with pytest.raises(PeftlabError, match=said):
+            table_cells(table(values, costs=costs))

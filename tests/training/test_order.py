@@ -17,7 +17,8 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=200)
 
 
 def order(lengths, **options):
-    given = {"batch_size": 4, "max_tokens": None, "seed": 0, "epochs": 2.0, "max_steps": None, **options}
+    given = {"batch_size": 4, "max_tokens": None, "seed": 0, "epochs": 2.0, "max_steps": None, "sample": None}
+    given |= options
     return make_order(lengths, SimpleNamespace(**given))
 
 

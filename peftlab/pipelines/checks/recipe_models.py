@@ -17,7 +17,9 @@ def check_models(recipe: Recipe) -> None:
     Raises:
         PeftlabError: no such path, package or file of it; a directory that contains no model.
     """
-    for reference in dict.fromkeys(each.model for each in runs_of(recipe)):
+    runs = runs_of(recipe)
+    scorers = [each.train.sample.scorer for each in runs if each.train.sample and each.train.sample.scorer]
+    for reference in dict.fromkeys([*(each.model for each in runs), *scorers]):
         place = locate(find_model(reference).base)
         if isinstance(place, Path) and place.is_dir() and not (place / "config.json").exists():
             raise PeftlabError(f"model {reference!r}: {place} has no config.json")

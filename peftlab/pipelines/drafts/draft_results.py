@@ -15,6 +15,7 @@ from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
 from peftlab.models.costs import Cost
 from peftlab.training.spec import Scores
+from peftlab.training.state import SelectionResult
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class DraftResults:
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         repetition: of the held-out answers.
         decoding: speed before and after training.
-        cost: of all training steps; None with many processes or ``train.compile``.
+        cost: of all training steps, scoring included; None with many processes or ``train.compile``.
+        selection: what ``train.sample`` chose by a score; None where none chooses.
     """
 
     task: str
@@ -131,6 +133,7 @@ class DraftResults:
     acceptance_head: dict[str, float] | None = None
     decoding: Decoding | None = None
     cost: Cost | None = None
+    selection: SelectionResult | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""

@@ -21,6 +21,7 @@ from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.reporting.facts import duration, required
+from peftlab.reporting.tables.cost_lines import Controls
 from peftlab.reporting.tables.score_scale import shown
 from peftlab.reporting.tables.score_summary import Table, summarise
 from peftlab.reporting.tables.table_page import table_page
@@ -96,12 +97,16 @@ def run_table(
         lines = [f"{cell.directory.name}: {reason}" for cell, reason in failed.items()]
         with again():
             table = _write(recipe, cells, lines)
-    print_table(table)
+    print_table(table, controls=_controls(recipe))
     print(f"table: {directory / 'table.html'}, table.csv, table.tex")
     if lines:
         counts = f"{len(lines)} of {len(own)} cells failed; running the table again tries them again"
         raise CellsFailed("\n".join([counts, *lines]))
     return TableResults(len(own), table)
+
+
+def _controls(recipe: TableRecipe) -> Controls | None:
+    return None if recipe.costs is None else Controls(recipe.costs.of, recipe.costs.controls)
 
 
 def _begin(recipe: TableRecipe, claim: Claim, cells: Sequence[Cell], overwrite: bool) -> list[Cell]:
@@ -143,11 +148,11 @@ def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Tab
     ]
     titles = {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
     models = {row: str(keys.get("model", recipe.model)) for row, keys in recipe.rows.items()}
-    table = summarise(models, len(recipe.seeds), titles, results)
-    write_text(directory / "table.csv", table_csv(table))
+    table, controls = summarise(models, len(recipe.seeds), titles, results), _controls(recipe)
+    write_text(directory / "table.csv", table_csv(table, controls))
     write_text(directory / "table.tex", table_latex(table))
     try:
-        write_text(directory / "table.html", table_page(table, failed))
+        write_text(directory / "table.html", table_page(table, failed, controls))
     except PeftlabError as error:
         print(f"no table.html: {error}")
     return table

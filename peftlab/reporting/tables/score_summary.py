@@ -47,6 +47,20 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class RunCost:
+    """What the runs of a row cost.
+
+    Attributes:
+        flops: mean over seeds, forward, backward and scoring of examples.
+        kept_bytes, optimizer_bytes: of a run's largest step, the largest over seeds.
+    """
+
+    flops: float
+    kept_bytes: float
+    optimizer_bytes: float
+
+
+@dataclass(frozen=True)
 class Entry:
     """One task in one row, over its finished seeds.
 
@@ -58,6 +72,7 @@ class Entry:
         trainable: trainable parameters. seconds: mean training time.
         memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
         lr: peak learning rate; None in results that do not say.
+        cost: None where a run's steps were not counted.
     """
 
     metric: str
@@ -70,6 +85,7 @@ class Entry:
     memory: float
     gpu: float | None
     lr: float | None
+    cost: RunCost | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,21 @@ def _entry(runs: list[facts.Results]) -> Entry:
         max(numbers("peak_rss_mb")),
         max(gpus, default=None),
         facts.real(runs[0].get("lr")),
+        _cost([run["cost"] for run in runs if "cost" in run]),
     )
+
+
+def _cost(found: list[object]) -> RunCost | None:
+    """Return the cost of the runs that were counted; None if none was."""
+    costs = [each for each in found if isinstance(each, dict)]
+    if not costs:
+        return None
+
+    def numbers(key: str) -> list[float]:
+        return [facts.required(cost, key) for cost in costs]
+
+    flops = map(sum, zip(numbers("forward_flops"), numbers("backward_flops"), strict=True))
+    return RunCost(statistics.fmean(flops), max(numbers("kept_bytes")), max(numbers("optimizer_bytes")))
 
 
 def short_count(n: int) -> str:

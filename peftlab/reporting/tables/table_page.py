@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from peftlab.reporting import facts
 from peftlab.reporting.html import render
+from peftlab.reporting.tables.cost_lines import HEADINGS, Controls, cost_lines
 from peftlab.reporting.tables.published import PublishedRow
 from peftlab.reporting.tables.score_scale import decimals
 from peftlab.reporting.tables.score_summary import Entry, Table, row_parameters
 
 
-def table_page(table: Table, failed: Sequence[str] = ()) -> str:
+def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | None = None) -> str:
     """Return the page; it needs no script, no image and no request.
 
     Args:
-        failed: a line for each cell that failed.
+        failed: a line for each cell that failed. controls: what the rows' costs are compared with; None: not shown.
 
     Raises:
         PeftlabError: jinja2 is not installed (the ``report`` extra).
@@ -43,7 +44,9 @@ def table_page(table: Table, failed: Sequence[str] = ()) -> str:
         "several": several,
         "overview": overview,
         "published": [_published(table, row, row.title) for row in table.published.others],
-        "figures": [figure for task in table.titles if (figure := _figure(table, task))],
+        "figures": [figure for task in table.titles if (figure := _figure(table, task, controls))],
+        "cost_headings": HEADINGS,
+        "reference": controls.reference if controls is not None else None,
         "notes": table.published.notes,
         "failed": list(failed),
     }
@@ -59,7 +62,7 @@ def _published(table: Table, row: PublishedRow, name: str) -> dict[str, object]:
     }
 
 
-def _figure(table: Table, task: str) -> dict[str, object] | None:
+def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, object] | None:
     """One task's plot and numbers; None while no run of it has finished."""
     entries = {row: table.entries[task, row] for row in table.rows if (task, row) in table.entries}
     if not entries:
@@ -100,6 +103,7 @@ def _figure(table: Table, task: str) -> dict[str, object] | None:
         "ticks": [{"left": place(tick), "text": f"{tick:g}"} for tick in ticks],
         "others": [facts.label(name.partition(".")[2] if name.count(".") == 1 else name) for name in others],
         "numbers": numbers,
+        "costs": cost_lines(table, task, controls) if controls is not None else [],
     }
 
 

@@ -12,6 +12,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from peftlab.reporting import facts
+from peftlab.reporting.tables.cost_lines import HEADINGS, Controls, cost_lines, share
 from peftlab.reporting.tables.published import PublishedRow
 from peftlab.reporting.tables.score_summary import Entry, Table, row_parameters, short_count
 
@@ -24,11 +25,24 @@ SPREAD = "± is the standard deviation over seeds; * is the best mean on the val
 # Console
 
 
-def print_table(table: Table, console: Console | None = None) -> None:
-    """Print the overview and each task's details, in 80 columns."""
+def print_table(table: Table, console: Console | None = None, controls: Controls | None = None) -> None:
+    """Print the overview and each task's details, in 80 columns; with ``controls``, the rows by their costs, too."""
     parts: list[ConsoleRenderable] = [_overview(table), *(_details(table, task) for task in table.titles)]
+    parts += [] if controls is None else [_costs(table, task, controls) for task in table.titles]
     parts += [Text(note, style="dim") for note in [SPREAD, *table.published.notes]]
     (console or Console()).print(Group(*parts))
+
+
+def _costs(table: Table, task: str, controls: Controls) -> Grid:
+    """Return a task's rows by their costs, each beside its control."""
+    grid = _grid(f"{table.titles[task]}: costs, FLOPs of {controls.reference}, MB")
+    grid.add_column("")
+    for heading in HEADINGS:
+        named = heading == "control"  # names may wrap, numbers not
+        grid.add_column(heading, justify="left" if named else "right", no_wrap=not named)
+    for row, cells in cost_lines(table, task, controls):
+        grid.add_row(_name(row), *(Text(cell, overflow="fold") for cell in cells))
+    return grid
 
 
 def _overview(table: Table) -> Grid:
@@ -120,16 +134,19 @@ def _grid(title: str) -> Grid:
 _OURS = ["metric", "seeds", "n", "best_mean", "best_std", "best_median", "last_mean", "last_std", "last_median"]
 _PUBLISHED = ["published", "published_std", "published_parameters"]
 _COSTS = ["lr", "trainable_parameters", "train_seconds", "peak_rss_mb", "peak_gpu_mb"]
+_COUNTED = ["flops", "kept_bytes", "optimizer_bytes"]
 
 
-def table_csv(table: Table) -> str:
+def table_csv(table: Table, controls: Controls | None = None) -> str:
     """Return CSV with one line for each task and row, and what was published of it beside; other published rows last.
 
     ``against_best`` is ``best``, or whether the distance to the best row is ``within`` the seeds' spread or
-    ``beyond`` it; empty where that cannot be told.
+    ``beyond`` it; empty where that cannot be told. With ``controls``, ``flops_share`` is the FLOPs as a share of the
+    reference row's, and ``control`` names a row of equal cost.
     """
     others = list(dict.fromkeys(name for entry in table.entries.values() for name in entry.others))
-    head = ["source", "task", "row", *_OURS, "against_best", *_PUBLISHED, *others, *_COSTS]
+    head = ["source", "task", "row", *_OURS, "against_best", *_PUBLISHED, *others, *_COSTS, *_COUNTED]
+    head += ["flops_share", "control"] if controls is not None else []
     out = io.StringIO()
     writer = csv.DictWriter(out, head, restval="", lineterminator="\n")
     writer.writeheader()
@@ -156,12 +173,21 @@ def table_csv(table: Table) -> str:
                 "train_seconds": round(entry.seconds, 1),
                 "peak_rss_mb": entry.memory,
                 "peak_gpu_mb": entry.gpu,
+                **(vars(entry.cost) if entry.cost is not None else {}),
+                **_beside(table, task, row, controls),
             }
         )
     for theirs in table.published.others:
         for task in [task for task in table.titles if task in theirs.scores]:
             writer.writerow({"source": "published", "task": task, "row": theirs.title, **_theirs(theirs, task)})
     return out.getvalue()
+
+
+def _beside(table: Table, task: str, row: str, controls: Controls | None) -> dict[str, str]:
+    if controls is None:
+        return {}
+    part = share(table.entries[task, row], table.entries.get((task, controls.reference)))
+    return {"flops_share": part.replace("-", ""), "control": controls.of.get(row, "")}
 
 
 def _against_best(table: Table, task: str, row: str) -> str:

@@ -56,6 +56,9 @@ def prepare(
     def taken_apart(model: nn.Module) -> Analysis:
         return answers.analyse(evaluation.outputs(model, held_out[evaluated[0]]), splits[evaluated[0]])
 
+    def confidence(model: nn.Module, rows: Dataset) -> list[float]:
+        return answers.confidence(evaluation.outputs(model, rows))
+
     return Prepared(
         task=task,
         tokenizer=tokenizer,
@@ -75,6 +78,7 @@ def prepare(
         repeated=repeated_rows(task, splits),
         fingerprint=loaded.fingerprint,
         analyse=taken_apart,
+        confidence=None if task.regression else confidence,
         auto_class=answers.auto_class,
         pipeline=answers.pipeline,
     )

@@ -121,6 +121,14 @@ class Answers(ABC):
     def analyse(self, outputs: Sequence[Array], examples: Dataset) -> Analysis:
         """Return what the model gets right and wrong."""
 
+    def confidence(self, outputs: Sequence[Array]) -> list[float]:
+        """Return how probable each row's answer is, from 0 to 1; an answer without probabilities has none.
+
+        Raises:
+            NotImplementedError: the answers have no probabilities (``Task.regression``).
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
         """Return the answers."""

@@ -75,6 +75,10 @@ class ManyClasses(Answers):
         ]
         return Analysis(by_class=scores, hardest=hardest)
 
+    def confidence(self, outputs: Sequence[Array]) -> list[float]:
+        """Return the mean over the classes of the probability of what is said of them: that they are there, or not."""
+        return np.exp(-np.logaddexp(0, -np.abs(np.stack(outputs).astype(np.float64)))).mean(-1).tolist()
+
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
         """Return lists of class names, and each class's own probability."""
         logits = np.stack(outputs).astype(np.float64)

@@ -124,6 +124,10 @@ class OneChoice(Answers):
         names = [str(place) for place in range(len(confusion))]
         return Analysis(scores_by_class(names, confusion), confusion.tolist(), hardest=hardest)
 
+    def confidence(self, outputs: Sequence[Array]) -> list[float]:
+        """Return the probability of the chosen."""
+        return [float(softmax(each).max()) for each in outputs]
+
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
         """Return the places of the chosen, from 0, and each place's probability: 0 where a row has no such choice."""
         most = max(map(len, outputs))

@@ -48,6 +48,10 @@ class OneClass(Answers):
         """Return scores by class, the confusion matrix and the hardest examples."""
         return analyse(self.task.labels, np.stack(outputs), examples)
 
+    def confidence(self, outputs: Sequence[Array]) -> list[float]:
+        """Return the probability of the most probable class."""
+        return softmax(np.stack(outputs)).max(-1).tolist()
+
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
         """Return class names, and the probability of every class."""
         logits = np.stack(outputs)

@@ -155,6 +155,11 @@ class WordTags(Answers):
         confusion = confusion_of(len(self.task.labels), *(list(chain.from_iterable(each)) for each in (truth, answers)))
         return Analysis(scores_by_class(self.task.labels, confusion), confusion.tolist(), hardest=hardest)
 
+    def confidence(self, outputs: Sequence[Array]) -> list[float]:
+        """Return the mean over the words that have a token of the probability of the tag; 1 for a sentence without."""
+        known = [each[np.isfinite(each).all(-1)] for each in outputs]
+        return [float(softmax(each).max(-1).mean()) if len(each) else 1.0 for each in known]
+
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
         """Return the tags of each sentence's words."""
         return Predictions([[self.task.labels[tag] for tag in self._tags(each)] for each in outputs])

@@ -57,7 +57,7 @@ def make_layer_sampling(model: nn.Module, settings: TrainConfig) -> LayerSamplin
     layers = settings.layers
     if layers is None or layers.active is None:
         return None
-    return LayerSampling(model, layers.active, layers.every, settings.seed)
+    return LayerSampling(model, layers.active, layers.period, settings.seed)
 
 
 @contextmanager
