@@ -167,7 +167,7 @@ class Comparison:
         return measured_gain(
             self.target,
             drafter,
-            found.histogram,
+            found.acceptance_by_position,
             gamma=policy.gamma,
             tau=found.tau,
             drafting=self.drafting[name].seconds / len(record.seconds[0]) / found.steps,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Proposal, Row
+from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.verification.multidraft import draw_drafts
 from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, forked
@@ -28,6 +29,11 @@ class DrawnTrees(ModelDrafter):
     """
 
     width: int = 2
+    gives = frozenset[str]()
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return none: how often the nodes of its trees are accepted was not measured."""
+        return []
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]
