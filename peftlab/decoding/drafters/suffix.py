@@ -172,7 +172,9 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
 
 def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
     """Return the node at which a copy leaves a tree (-1: the root), and the rest of the copy."""
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    # Of siblings with the same token the eldest has the children.
+    places = reversed([*enumerate(zip(parents, tokens, strict=True))])
+    children = {(parent, token): node for node, (parent, token) in places}
     node = -1
     for k, token in enumerate(copied):
         below = children.get((node, token))
