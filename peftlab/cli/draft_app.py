@@ -9,7 +9,7 @@ import typer
 
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overwrite
-from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, spelled
+from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS, spelled
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -21,8 +21,8 @@ Width = Annotated[
     int | None,
     typer.Option(
         "--width",
-        help="A tree of gamma tokens with as many choices of each head, or branches from a draft model. Default: the "
-        "best tree as measured for heads, else a chain.",
+        help="A tree of gamma tokens with as many choices of each head, or children of an eagle3 layer's node. "
+        "Default: the best tree as measured for heads, else a chain.",
     ),
 ]
 Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]
@@ -45,6 +45,15 @@ Corpus = Annotated[
 Lossy = Annotated[
     str | None,
     typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
+]
+Tree = Annotated[
+    str | None,
+    typer.Option(
+        "--tree", help=f"A tree of gamma tokens drawn from a draft model: {spelled(TREES)}. Default: a chain."
+    ),
+]
+Verify = Annotated[
+    str | None, typer.Option("--verify", help=f"How sampled drafts are verified, all lossless: {spelled(VERIFIERS)}.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
@@ -155,6 +164,8 @@ def bench(
     pack: Pack = True,
     corpus: Corpus = None,
     lossy: Lossy = None,
+    tree: Tree = None,
+    verify: Verify = None,
     device: Device = "auto",
     html: Html = None,
 ) -> object:
@@ -166,7 +177,7 @@ def bench(
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy,
+        lossy, tree, verify,
     )  # fmt: skip
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
@@ -250,6 +261,8 @@ def generate(
     pack: Pack = True,
     corpus: Corpus = None,
     lossy: Lossy = None,
+    tree: Tree = None,
+    verify: Verify = None,
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
@@ -261,7 +274,7 @@ def generate(
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy,
+        lossy, tree, verify,
     )  # fmt: skip
     if prompt is not None:
         answer = generated(

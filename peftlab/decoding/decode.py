@@ -18,7 +18,7 @@ from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, 
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
-from peftlab.decoding.verification.accept import accept_chains, accept_trees
+from peftlab.decoding.verification.accept import TRAVERSAL, Verifier, accept
 from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import depths_of, shape_of
@@ -87,6 +87,7 @@ def decode(
     observe: Observe | None = None,
     group: bool = False,
     lossy: LossyRule | None = None,
+    verifier: Verifier = TRAVERSAL,
     pool: int | None = None,
 ) -> list[Generation]:
     """Decode a batch of prompts of any lengths.
@@ -99,13 +100,13 @@ def decode(
         prompts: token ids; at least one each. An encoder-decoder target reads them with its encoder.
         stopping: what ends an output. The target's context limit ends it too.
         drafter: proposes tokens; None is plain decoding.
-        policy: makes each sequence its draft length policy.
-        sampling: default greedy.
+        policy: makes each sequence its draft length policy. sampling: default greedy.
         on_tokens: called with a prompt's number and its new tokens after every step.
         observe: called with the rows of a step and its verification, before the new tokens are appended to the rows.
         group: take in each step only the largest set of rows of equal length, which need no scatter and no mask of
             their own (EXSPEC, arXiv 2510.22876); the others wait for a later step.
         lossy: accepts drafted tokens in place of exact verification; the output is then not the target's own.
+        verifier: of sampled drafts; the output's law is the same by any.
         pool: sequences decoded together; the next prompt begins as soon as one of them ends. None: all.
 
     Returns:
@@ -116,8 +117,7 @@ def decode(
             would have to wait for an encoder-decoder target.
     """
     sampling = sampling or Sampling()
-    _check(target, prompts, stopping)
-    _check_pool(target, pool, len(prompts))
+    _check(target, prompts, stopping, pool)
     results = [Generation() for _ in prompts]
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
@@ -131,13 +131,13 @@ def decode(
     if rows:
         size = len(rows) if pool is None else pool
         how = (target, drafter, stopping, sampling)
-        batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy)
+        batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy, verifier)
         while batch.rows:
             batch.step(_equal_lengths(batch.rows) if group else batch.rows)
     return results
 
 
-def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingCriteria) -> None:
+def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingCriteria, pool: int | None) -> None:
     if not prompts:
         raise PeftlabError("prompts: none given")
     if stopping.max_new_tokens < 0:
@@ -151,13 +151,10 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
         if not (min(prompt) >= 0 and max(prompt) < target.vocab_size):
             wrong = next(t for t in prompt if not 0 <= t < target.vocab_size)
             raise PeftlabError(f"prompt {i}: token {wrong} is outside the vocabulary of {target.vocab_size}")
-
-
-def _check_pool(target: Engine, pool: int | None, prompts: int) -> None:
     if pool is not None and pool < 1:
         raise PeftlabError(f"pool: {pool} sequences; give 1 or more")
-    if pool is not None and pool < prompts and target.encoder is not None:
-        raise PeftlabError(f"pool: {pool} of {prompts} prompts; an encoder-decoder model reads all at once")
+    if pool is not None and pool < len(prompts) and target.encoder is not None:
+        raise PeftlabError(f"pool: {pool} of {len(prompts)} prompts; an encoder-decoder model reads all at once")
 
 
 def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
@@ -194,6 +191,7 @@ class _Batch:
     on_tokens: OnTokens | None
     observe: Observe | None
     lossy: LossyRule | None
+    verifier: Verifier
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -246,10 +244,9 @@ class _Batch:
         if self.lossy is not None:
             parents = [draft.parents_of(i) for i in range(len(rows))]
             accepted = accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)
-        elif draft.parents is None:
-            accepted = accept_chains(output.logits, draft.tokens, draft.probs, self.sampling, generators)
         else:
-            accepted = accept_trees(output.logits, draft.tokens, draft.probs, draft.parents, self.sampling, generators)
+            drafted = draft.tokens, draft.probs, draft.parents
+            accepted = accept(output.logits, *drafted, self.sampling, generators, self.verifier)
         return Verified(inputs, draft, output, *accepted)
 
     def _emit(

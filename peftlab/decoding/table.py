@@ -1,4 +1,4 @@
-"""What a user names as NAME or NAME:X: rules of draft length, lossy rules, and drafters without a model."""
+"""What a user names as NAME or NAME:X: rules of draft length, drawn trees, verifiers, drafters without a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
         make: ``"module:attribute"`` of its constructor.
         about: what it does, for the command line.
         argument: its X; None: it takes none.
-        needs: what it takes of the drafter, see ``POLICIES``; "" for nothing.
+        needs: what it takes, see ``POLICIES`` and ``VERIFIERS``; "" for nothing.
     """
 
     make: str
@@ -177,6 +177,35 @@ LOSSY: dict[str, Row] = {
 def lossy(text: str) -> Chosen:
     """Return the lossy rule that ``text`` names; errors as for ``choose``."""
     return choose("lossy", LOSSY, text)
+
+
+_VERIFICATION = "peftlab.decoding.verification"
+_WIDTH = Argument("W", "a whole number from 2", _several, required=True)
+
+TREES: dict[str, Row] = {
+    "rsd_c": Row(f"{_VERIFICATION}.drawing:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
+    "rsd_s": Row(f"{_VERIFICATION}.drawing:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
+    "specinfer": Row(f"{_VERIFICATION}.drawing:specinfer", "W independent chains with shared beginnings", _WIDTH),
+}
+"""Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``verification.drawing``."""
+
+
+def tree(text: str) -> Chosen:
+    """Return the drawn tree that ``text`` names; errors as for ``choose``."""
+    return choose("tree", TREES, text)
+
+
+VERIFIERS: dict[str, Row] = {
+    "traversal": Row(f"{_VERIFICATION}.accept:TRAVERSAL", "chains as a block, trees path by path (default)"),
+    "tokens": Row(f"{_VERIFICATION}.accept:TOKENS", "token by token"),
+    "kseq": Row(f"{_VERIFICATION}.accept:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
+}
+"""Name -> verifier of sampled drafts, an ``accept.Verifier``. ``needs``: the tree that it verifies."""
+
+
+def verifier(text: str) -> Chosen:
+    """Return the verifier that ``text`` names; errors as for ``choose``."""
+    return choose("verify", VERIFIERS, text)
 
 
 _DRAFTERS = "peftlab.decoding.drafters"

@@ -18,6 +18,7 @@ from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.table import MODEL_FREE, model_free
+from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening
@@ -128,25 +129,27 @@ def draft_costs(target: TargetWeights) -> list[DraftCost]:
     return [cost for row in rows if row.costs is not None for cost in resolve(row.costs)(target)]
 
 
-def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
+def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree | None = None) -> Drafter:
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
     elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head, children of an eagle3 layer's node, or branches from a draft model, that a
-            tree may use; 1 is a chain, None the default.
+        width: choices of each Medusa head, or children of an eagle3 layer's node, that a tree may use; 1 is a chain,
+            None the default.
+        grow: makes what trees drawn from a draft model grow by; None: it drafts chains.
 
     Raises:
-        PeftlabError: no such drafter, no draft in the pair, or a tree without a draft.
+        PeftlabError: no such drafter, no draft in the pair, or a tree that the draft does not make.
     """
-    check_width(width, drafted=any(part is not None for part in (pair.heads, pair.network, pair.draft)))
+    drafted = any(part is not None for part in (pair.heads, pair.network, pair.draft))
+    check_tree(width, grow is not None, drafted=drafted, heads=drafted and pair.draft is None)
     if name.partition(":")[0] in MODEL_FREE:
         free = model_free(name)
         return resolve(free.row.make)(pair.corpus, free.value)
     if name == SUFFIX_AND_DRAFT:
-        return with_copies(make_drafter("draft", pair, width), pair.corpus)
+        return with_copies(make_drafter("draft", pair, width, grow), pair.corpus)
     if name != "draft":
         names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
@@ -156,7 +159,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
-    return ModelDrafter(pair.draft) if width in (None, 1) else DrawnTrees(pair.draft, width=width)
+    return ModelDrafter(pair.draft) if grow is None else DrawnTrees(pair.draft, grow=grow)
 
 
 def drafts_with_heads(draft: str | None) -> bool:
@@ -164,10 +167,23 @@ def drafts_with_heads(draft: str | None) -> bool:
     return draft is not None and find_draft(draft)[0].heads
 
 
-def check_width(width: int | None, *, drafted: bool) -> None:
-    """Raise ``PeftlabError`` for a tree of no width, or for one without a draft to fill it."""
+def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> None:
+    """Raise ``PeftlabError`` for a tree of no width, without a draft to fill it, or of another kind of draft.
+
+    Args:
+        tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is heads or
+            eagle3.
+    """
     if width is not None and (width < 1 or (width > 1 and not drafted)):
         raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
+    if width is not None and width > 1 and not heads:
+        raise PeftlabError(
+            f"width {width}: of heads and eagle3; a draft model's trees have names, as tree rsd_c:{width}"
+        )
+    if tree and not drafted:
+        raise PeftlabError("tree: is drawn from a draft model; give one as draft")
+    if tree and heads:
+        raise PeftlabError("tree: is drawn from a draft model; heads and eagle3 have trees of their own, see width")
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peftlab.decoding.analysis.theory import vocabulary_cap
 from peftlab.drafting.acceptance import target_states
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.errors import PeftlabError
@@ -41,12 +42,12 @@ def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tenso
 def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
     """Return the mean p(V_d) over the predictions of ``data``: no draft restricted to ``tokens`` is accepted more.
 
-    α = Σ min(p, q) over V_d is at most p(V_d), and p is never renormalised over V_d.
+    See ``theory.vocabulary_cap``.
     """
     mass, count = 0.0, 0
     for hidden in target_states(target, data):
         p = F.linear(hidden, head_weight(target)).float().softmax(-1)
-        mass += float(p[:, tokens.to(p.device)].cpu().double().sum())
+        mass += float(vocabulary_cap(p, tokens.to(p.device)).cpu().double().sum())
         count += len(p)
     return mass / max(1, count)
 

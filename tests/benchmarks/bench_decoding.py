@@ -27,6 +27,7 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.drawing import rsd_c
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
@@ -100,9 +101,10 @@ def contest(target: str, dtype: torch.dtype) -> None:
     lookup = partial(library, model, prompt_lookup_num_tokens=GAMMA)
     others = {GENERATE: partial(library, model), "transformers, prompt lookup": lookup}
     if reference is not None:
+        width, grow = (WIDTH, None) if pair.draft is None else (None, rsd_c(WIDTH))
         for name in ("draft", SUFFIX_AND_DRAFT):
             drafters[f"{name}, chain"] = partial(make_drafter, name, pair, 1)
-            drafters[f"{name}, tree of {WIDTH} choices"] = partial(make_drafter, name, pair, WIDTH)
+            drafters[f"{name}, tree of {WIDTH} choices"] = partial(make_drafter, name, pair, width, grow)
     if pair.draft is not None:
         small, _ = load_base(str(reference), "AutoModelForCausalLM", dtype=dtype)
         others["transformers, assisted by the draft"] = partial(library, model, assistant_model=small)

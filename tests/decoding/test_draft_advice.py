@@ -18,7 +18,7 @@ from peftlab.decoding.analysis.advice import (
     rank_rates,
     recommendation,
 )
-from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain, possible_drafts
+from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain
 from peftlab.decoding.analysis.planning import plan_from_times
 from peftlab.decoding.analysis.theory import block_efficiency
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
@@ -98,25 +98,25 @@ def test_costs_are_shares_of_the_weights(stories_model):
 def test_after_training_the_parts_make_the_gain(stories_model):
     target = build_engine(stories_model, pack=False)
     drafter = ModelDrafter(build_engine(truncate(stories_model, [0]), pack=False))
-    histogram = {"1": 50, "2": 30, "5": 20}
-    drafts = possible_drafts(drafter, histogram, 4, STEEP)
+    acceptance = [0.5, 0.4, 1.0, 1.0]
+    drafts = drafter.possible(acceptance, STEEP)
     assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 2.1])
     assert [draft.effort for draft in drafts] == [1, 2, 3, 4]
-    found = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e-9)
+    found = measured_gain(target, drafter, acceptance, gamma=4, tau=2.1, drafting=1e-9)
     assert found.gain == pytest.approx(2.1 / (found.verification[4] + found.drafting))
     expected = [1.0, *(t / found.verification[n] for n, t in enumerate((1.5, 1.7, 1.9, 2.1), start=1))]
     assert found.best_gain == pytest.approx(max(expected), rel=1e-3) and found.best_gamma == expected.index(
         max(expected)
     )
-    slow = measured_gain(target, drafter, histogram, gamma=4, tau=2.1, drafting=1e3)
+    slow = measured_gain(target, drafter, acceptance, gamma=4, tau=2.1, drafting=1e3)
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
-    assert [draft.tokens for draft in possible_drafts(PromptLookup(), {"1": 4}, 2, STEEP)] == [1.0, 1.0]
+    assert [draft.tokens for draft in PromptLookup().possible([0.0, 0.0], STEEP)] == [1.0, 1.0]
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
     heads = MedusaHeads(stories_model.lm_head.weight, 2)
     heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
-    drafts = possible_drafts(HeadsDrafter(heads), {"1": 9}, 2, STEEP)
+    drafts = HeadsDrafter(heads).possible([0.0, 0.0], STEEP)
     assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 1.98, 2.03])
     assert {(draft.width, draft.effort) for draft in drafts} == {(None, 1.0)}
 
@@ -125,7 +125,7 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     """A level of a tree reads four nodes where a chain reads one, and costs what verification says of four."""
     network = EagleStep(eagle(stories_model))
     network.ranks = RankRates(((0.5, 0.3), (0.4, 0.1)))
-    drafts = possible_drafts(FeatureDrafter(network), {"1": 9}, 2, STEEP)
+    drafts = FeatureDrafter(network).possible([0.0, 0.0], STEEP)
     chains, trees = ([d for d in drafts if d.width == width] for width in (1, 4))
     assert [d.tokens for d in chains] == pytest.approx([1.5, 1.7, 1.78, 1.812, 1.8248])
     assert [d.effort for d in chains] == pytest.approx([1, 1 + 1, 3, 4, 5])
@@ -133,8 +133,8 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     assert [d.effort for d in trees] == pytest.approx([1, 1, 1 + STEEP[3], 1 + STEEP[3], 1 + 2 * STEEP[3]])
     target = build_engine(stories_model, pack=False)
     drafter = FeatureDrafter(network)
-    found = measured_gain(target, drafter, {"1": 9}, gamma=2, tau=1.6, drafting=1e-9)
-    drafts = possible_drafts(drafter, {"1": 9}, 2, found.verification)
+    found = measured_gain(target, drafter, [0.0, None], gamma=2, tau=1.6, drafting=1e-9)
+    drafts = drafter.possible([0.0, 0.0], found.verification)
     best = max([1.0, *(draft.tokens / found.verification[draft.gamma] for draft in drafts)])
     assert found.best_gain == pytest.approx(best, rel=1e-3)
     assert "--gamma 7 --width 4, 1.50x" in replace(found, best_gamma=7, best_width=4, best_gain=1.5).line()

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
-from peftlab.decoding.draft_length import Fixed, Goodput
+from peftlab.decoding.draft_length import Confidence, Fixed, Goodput
+from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.table import POLICIES, policy
+from peftlab.decoding.table import DRAWN, POLICIES, policy
 from peftlab.drafting.acceptance_head import AcceptancePredictor, save_acceptance_head
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
@@ -99,6 +100,17 @@ def test_drafters_that_cannot_follow_draft_gamma_tokens(stories_model, name):
     assert type(found.policies["draft"]()) is type(found.policies["suffix+draft"]()) is not Fixed
     with pytest.raises(PeftlabError, match=f"policy {name}: .*recycling"):
         draft_lengths(policy(name), 3, target, {"recycling": Recycling})
+
+
+def test_a_drafter_says_which_policies_it_follows(stories_model):
+    class Mine(Drafter):
+        name, gives = "mine", frozenset({DRAWN})
+
+    target = build_engine(stories_model, pack=False)
+    found = draft_lengths(policy("confidence"), 3, target, {"mine": Mine})
+    assert isinstance(found.policies["mine"](), Confidence)
+    with pytest.raises(PeftlabError, match="policy goodput: needs a chain from a draft model or from copies, and mine"):
+        draft_lengths(policy("goodput"), 3, target, {"mine": Mine})
 
 
 def test_goodput_of_copies_takes_them_to_cost_nothing(stories_model):

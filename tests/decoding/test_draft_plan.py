@@ -82,6 +82,9 @@ def test_theory_is_the_papers_table(tmp_path):
         assert shown.stdout.count(f"{operations:.2f}x") >= 2 and shown.stdout.count(f"{speed:.2f}x") >= 2
     assert "as published: Leviathan et al. 2023" in shown.stdout
     assert found["costs"][3] == 0.1 and cells[0.8, 5]["speedup"][3] == pytest.approx(cells[0.8, 5]["tokens"] / 1.5)
+    bounds = {of["nats"]: of for of in found["bounds"]}
+    assert bounds[0.02]["floor"] == pytest.approx(0.9) and bounds[0.02]["low"] == pytest.approx(0.8)
+    assert bounds[0.5]["high"] == pytest.approx(1 - 0.5 / math.log(2)) and "0.971" in shown.stdout
 
 
 @pytest.mark.parametrize(

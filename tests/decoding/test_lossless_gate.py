@@ -21,6 +21,7 @@ from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.drawing import rsd_c, rsd_s
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
@@ -35,8 +36,8 @@ DRAFTERS = {
     "early exit": lambda m, way: ModelDrafter(
         build_engine(truncate(m, range(4), share=True), **way), shares_cache=True
     ),
-    "drawn trees": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), width=3),
-    "suffix+drawn trees": lambda m, way: fused(DRAFTERS["drawn trees"](m, way)),
+    "rsd_s": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_s(3)),
+    "suffix+rsd_c": lambda m, way: fused(DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_c(3))),
     "lookup": lambda m, way: PromptLookup(),
     "n-gram": lambda m, way: NGram(),
     "recycling": lambda m, way: Recycling(),

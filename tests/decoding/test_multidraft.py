@@ -9,7 +9,6 @@ from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.verification.chain import verify_chain
 from peftlab.decoding.verification.multidraft import (
     draw_drafts,
-    kseq_acceptance,
     kseq_rho,
     verify_drafts,
     verify_kseq,
@@ -32,11 +31,17 @@ def drafts_law(enumerate_law, p, q, k, replacement):
 
 def kseq_law(enumerate_law, p, q, k):
     def step(random):
-        tokens, _ = draw_drafts(q, k, random, replacement=True)
-        accepted, token = verify_kseq(p, q, tokens, random)
+        tokens, rows = draw_drafts(q, k, random, replacement=True)
+        accepted, token = verify_kseq(p, rows, tokens, random)
+        assert accepted is None or accepted == tokens.tolist().index(token), "of equal drafts the first"
         return accepted is not None, token
 
     return enumerate_law(step)
+
+
+def kseq_acceptance(p, q, k):
+    """1 - (1 - β)^k, β = Σ min(q, p/ρ*): that one of k drafts passes."""
+    return 1 - (1 - float(torch.minimum(q, p / kseq_rho(p, q, k)).sum())) ** k
 
 
 def marginal_error(law, p):
@@ -83,6 +88,19 @@ def test_one_draft_is_the_plain_rule(enumerate_law, model):
     for law in laws:
         assert law == pytest.approx(laws[0], abs=1e-12)
         assert accepted_mass(law) == pytest.approx(float(acceptance_rate(p, q)), abs=1e-12)
+
+
+def test_kseq_leaves_room_for_drafts_of_other_distributions(enumerate_law, model):
+    """Two independent drafts, then a certain one, then two of a third distribution."""
+    p, q, other = (model(3, seed)() for seed in (0, 1, 2))
+    certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+
+    def step(random):
+        rows = torch.stack([q, q, certain, other, other])
+        accepted, token = verify_kseq(p, rows, random.draw(rows), random)
+        return accepted is not None, token
+
+    assert marginal_error(enumerate_law(step), p) < 1e-12
 
 
 def test_a_draft_equal_to_the_target_is_accepted_at_once(enumerate_law, model):
@@ -140,8 +158,6 @@ def test_rho_at_its_ends():
     p = torch.tensor([0.25, 0.75, 0.0, 0.0], dtype=torch.float64)
     assert kseq_rho(p, p, 4) == 1.0
     assert kseq_rho(p, p.flip(0), 4) == 4.0  # nothing in common
-    assert kseq_acceptance(p, p.flip(0), 4) == 0.0
-    assert kseq_acceptance(p, p, 4) == 1.0
 
 
 def tree_step(target, draft, parents, replacement, random):

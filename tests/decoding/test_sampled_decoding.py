@@ -14,6 +14,7 @@ from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
+from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
@@ -22,6 +23,8 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.accept import KSEQ, TOKENS, TRAVERSAL
+from peftlab.decoding.verification.drawing import rsd_c, rsd_s, specinfer
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.truncation import truncate
@@ -95,10 +98,6 @@ DRAFTERS = {
     "plain": (None, Fixed),
     "first layers": (first_layers, Fixed),
     "confidence": (first_layers, partial(Confidence, threshold=0.5)),
-    "drawn trees": (
-        lambda m: DrawnTrees(build_engine(truncate(m, range(3)), pack=False), width=2),
-        lambda gamma: Fixed(gamma + 1),
-    ),
     "heuristic": (first_layers, Heuristic),
     "acceptance head": (
         first_layers,
@@ -145,6 +144,31 @@ def test_follows_the_target(stories_model, target, prompt, law, name):
     if drafter:
         statistics = acceptance_statistics(outputs)
         assert statistics.accepted > 50 and statistics.acceptance < 1
+    assert p_value(law, outputs) > 1e-3
+
+
+TREES = {"rsd_c": rsd_c, "rsd_s": rsd_s, "specinfer": specinfer}
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        *((name, verifier) for name in TREES for verifier in (TRAVERSAL, TOKENS)),
+        ("specinfer", KSEQ),
+        ("suffix+rsd_s", TRAVERSAL),
+        ("first layers", TOKENS),
+    ],
+)
+def test_every_tree_by_every_verifier_follows_the_target(stories_model, target, prompt, law, name, verifier):
+    """In one batch; that a row draws in any batch what it draws alone is tested in test_drawn_trees.py."""
+    drafter: Drafter = first_layers(stories_model)
+    if grow := TREES.get(name.removeprefix("suffix+")):
+        drafter = DrawnTrees(drafter.engine, grow=grow(2))
+    ending, policy = StoppingCriteria(12, stops=lambda tokens: len(tokens) == 3), partial(Fixed, 6)
+    how = {"policy": policy, "sampling": SAMPLING, "verifier": verifier}
+    outputs = decode(target, [prompt] * 150, ending, fused(drafter) if "+" in name else drafter, **how)
+    statistics = acceptance_statistics(outputs)
+    assert statistics.accepted > 40 and statistics.acceptance < 1
     assert p_value(law, outputs) > 1e-3
 
 

@@ -7,7 +7,7 @@ import torch
 
 from peftlab.decoding.analysis.theory import acceptance_rate, block_efficiency_by_position
 from peftlab.decoding.verification import chain as verify
-from peftlab.decoding.verification import lossy, multidraft
+from peftlab.decoding.verification import lossy, multidraft, traversal
 from peftlab.decoding.verification.chain import (
     acceptance_probability,
     residual,
@@ -214,5 +214,7 @@ def test_shapes_that_do_not_fit_are_told():
 
 
 def test_the_lossy_scheme_says_so():
-    schemes = {n: getattr(m, n) for m in (verify, multidraft, lossy) for n in dir(m) if n.startswith("verify_")}
+    schemes = {
+        n: getattr(m, n) for m in (verify, multidraft, traversal, lossy) for n in dir(m) if n.startswith("verify_")
+    }
     assert [name for name, scheme in schemes.items() if "LOSSY" in scheme.__doc__] == ["verify_lossy"]

@@ -37,6 +37,7 @@ from peftlab.decoding.draft_length import Fixed, MakePolicy
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
 from peftlab.decoding.verification.lossy import LossyRule
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
@@ -73,6 +74,7 @@ class Settings:
         policy: draft length of drafters without one of their own. policies: drafter -> its own.
         sampling: default greedy.
         batch_size: prompts decoded together. lossy: in place of exact verification, for every drafter.
+        verifier: of sampled drafts.
         repeats: timed passes over all prompts, contenders in turn; one batch of each warms up.
 
     Raises:
@@ -86,6 +88,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     batch_size: int = 1
     lossy: LossyRule | None = None
+    verifier: Verifier = TRAVERSAL
     repeats: int = 3
 
     def __post_init__(self) -> None:
@@ -167,7 +170,7 @@ class Comparison:
         return measured_gain(
             self.target,
             drafter,
-            found.histogram,
+            found.acceptance_by_position,
             gamma=policy.gamma,
             tau=found.tau,
             drafting=self.drafting[name].seconds / len(record.seconds[0]) / found.steps,
@@ -322,6 +325,7 @@ def _decode(
         sampling=settings.sampling,
         observe=observe,
         lossy=settings.lossy,
+        verifier=settings.verifier,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output, Wrapper
@@ -62,7 +62,7 @@ class Stopwatch(Wrapper, Clock):
 
 
 @dataclass(frozen=True)
-class TimedDrafter:
+class TimedDrafter(Drafter):
     """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
 
     drafter: Drafter
@@ -71,6 +71,17 @@ class TimedDrafter:
     @property
     def name(self) -> str:
         return self.drafter.name
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return self.drafter.gives
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return self.drafter.draft_model
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        return self.drafter.possible(acceptance, verification)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.clock.timed(self.drafter.start, rows, state)

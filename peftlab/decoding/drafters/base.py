@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from peftlab.decoding.analysis.theory import block_efficiency_by_position
 from peftlab.decoding.draft_length import Policy
-from peftlab.decoding.engines.base import Output
+from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.verification.sampling import Sampling
 
@@ -110,15 +111,51 @@ class TargetState:
     features: list[Tensor | None] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class PossibleDraft:
+    """A draft that the target could verify in a step.
+
+    Attributes:
+        gamma: its tokens. tokens: expected per step. effort: of drafting it, in a unit that depends on the drafter.
+        width: the ``--width`` that makes it; None: none does. own: whether the drafter makes it with its own width.
+    """
+
+    gamma: int
+    tokens: float
+    effort: float
+    width: int | None = None
+    own: bool = True
+
+
 class Drafter(Protocol):
-    """Anything that proposes the next tokens.
+    """Anything that proposes the next tokens; what a class that inherits from it leaves out is as here.
 
     Attributes:
         name: for reports.
+        gives: what ``decoding.table.POLICIES`` may need of a drafter.
+        draft_model: what drafts its chains, a step for each token; None where no model does.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return None
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return the drafts of 1, 2, ... tokens whose acceptance is known; by default chains, drafted token by token.
+
+        Args:
+            acceptance: of the first, second, ... token of a step, where those before it were accepted.
+            verification: C(1), C(2), ...: of as many tokens as a draft may have, and one more.
+        """
+        lengths = range(1, len(acceptance) + 1)
+        return [PossibleDraft(n, block_efficiency_by_position(acceptance[:n]), n) for n in lengths]
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         """Begin new sequences; earlier ones are finished."""
@@ -133,12 +170,12 @@ class Drafter(Protocol):
         ...
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
-        """Learn from the verification; ``rows`` contain their new tokens already.
+        """Learn from the verification, by default nothing; ``rows`` contain their new tokens already.
 
         What was verified may contain more than this drafter proposed, or nothing of it.
         """
-        ...
+        return
 
     def select(self, slots: list[int]) -> None:
-        """Keep only the sequences in these slots, in this order."""
-        ...
+        """Keep only the sequences in these slots, in this order; by default a drafter has nothing in slots."""
+        return

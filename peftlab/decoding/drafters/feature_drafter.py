@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.analysis.advice import FEATURE_TREE
+from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.drafters.growing_trees import GrowingTrees
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, seen_from
 from peftlab.decoding.engines.prefill import right_padded
+from peftlab.decoding.table import DRAWN
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.verification.tree import RankRates, best_tree, expected_tokens
 from peftlab.errors import PeftlabError
 
 
@@ -64,7 +68,7 @@ class FeatureNetwork(Protocol):
 
 
 @dataclass
-class FeatureDrafter:
+class FeatureDrafter(Drafter):
     """One layer that continues the target's states, with a cache of its own.
 
     γ counts drafted tokens. Width 1 is a chain, drawn from the draft's distribution. Otherwise, as in EAGLE-2
@@ -88,6 +92,10 @@ class FeatureDrafter:
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _new: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset({DRAWN} if self.width == 1 else ())
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         if self.network.vocab_size != state.vocab_size:
@@ -193,3 +201,20 @@ class FeatureDrafter:
 
     def select(self, slots: list[int]) -> None:
         self._cache.select(slots)
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """See ``Drafter.possible``: by the measured ranks the chains, and the trees of its own or the usual width.
+
+        Each level of a tree after the first reads several nodes, which takes as many times longer as a target step over
+        as many tokens.
+        """
+        ranks = self.network.ranks
+        if ranks is None:
+            return super().possible(acceptance, verification)
+        longest, found = len(verification) - 1, list[PossibleDraft]()
+        for width in sorted({1, self.width if self.width > 1 else FEATURE_TREE}):
+            tree = best_tree(longest, self.depth if width > 1 else longest, min(width, ranks.width), ranks)
+            levels, several = accumulate(map(len, tree), max), verification[min(width, longest) - 1]
+            for n, (tokens, level) in enumerate(zip(expected_tokens(tree, ranks), levels, strict=True), start=1):
+                found.append(PossibleDraft(n, tokens, 1 + (level - 1) * several, width, width == self.width))
+        return found

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
-from peftlab.decoding.verification.tree import Path, RankRates, best_tree, parents_of, rank_probability
+from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
+from peftlab.decoding.verification.tree import (
+    Path,
+    RankRates,
+    best_tree,
+    expected_tokens,
+    parents_of,
+    rank_probability,
+)
 from peftlab.errors import PeftlabError
 
 
@@ -81,7 +88,7 @@ def tree_tokens(
 
 
 @dataclass
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
 
     γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ nodes most likely to be reached.
@@ -138,5 +145,11 @@ class HeadsDrafter:
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
             self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 
-    def select(self, slots: list[int]) -> None:
-        pass
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """See ``Drafter.possible``: a tree by the measured ranks, else a chain, each drafted at the same effort."""
+        if self.heads.ranks is None:
+            return [replace(draft, effort=1.0) for draft in super().possible(acceptance, verification)]
+        return [
+            PossibleDraft(n, tokens, 1.0)
+            for n, tokens in enumerate(expected_tokens(self.tree(len(verification) - 1), self.heads.ranks), start=1)
+        ]

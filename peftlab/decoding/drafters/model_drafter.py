@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
+from peftlab.decoding.table import DRAWN, HEAD, TIMES
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 
 @dataclass
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A smaller model, or the target's own first layers.
 
     Attributes:
@@ -30,11 +31,16 @@ class ModelDrafter:
     engine: Engine
     name: str = "draft"
     shares_cache: bool = False
+    gives = frozenset({DRAWN, HEAD, TIMES})
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     # Of each row: how many of its tokens are in the cache, and the drafted ones in the slots after them.
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _ahead: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return self.engine
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         if self.engine.vocab_size != state.vocab_size:

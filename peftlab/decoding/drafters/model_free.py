@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
+from peftlab.decoding.table import TIMES
 from peftlab.decoding.verification.tree import best_tree, parents_of
 
 
@@ -17,7 +18,7 @@ def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], lis
 
 
 @dataclass
-class PromptLookup:
+class PromptLookup(Drafter):
     """What followed the last few tokens at their last occurrence in this sequence.
 
     Prompt lookup decoding (Saxena 2023): the longest suffix of at most ``longest`` tokens that occurred
@@ -27,6 +28,7 @@ class PromptLookup:
     longest: int = 3
     shortest: int = 1
     name: str = "lookup"
+    gives = frozenset({TIMES})
     _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
@@ -53,15 +55,9 @@ class PromptLookup:
                 return tokens[start : start + budget]
         return []
 
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        pass
-
-    def select(self, slots: list[int]) -> None:
-        pass
-
 
 @dataclass
-class Recycling:
+class Recycling(Drafter):
     """The target's most probable next tokens: a table token -> its followers when it was last read.
 
     Token Recycling (Luo et al. 2024, arXiv 2408.08696). Every token the target reads, accepted or not,
@@ -102,9 +98,6 @@ class Recycling:
             for token, mark, line in zip(inputs, [0, *alive], lines, strict=True):
                 if mark >= 0:
                     self._followers[token] = line
-
-    def select(self, slots: list[int]) -> None:
-        pass
 
 
 def lookup(corpus: SuffixAutomaton | None, _: None) -> PromptLookup:

@@ -10,10 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.base import Output
+from peftlab.decoding.table import DRAWN, TIMES
 from peftlab.decoding.verification.sampling import Sampling
 
 
@@ -45,7 +46,7 @@ def _of_corpus(corpus: SuffixAutomaton, order: int) -> Counts:
 
 
 @dataclass
-class NGram:
+class NGram(Drafter):
     """What followed the last ``order - 1`` tokens, as often as it did; a baseline.
 
     q(x) is the share of x after the longest context of at most ``order - 1`` tokens that is known: 1 is the unigram
@@ -59,6 +60,7 @@ class NGram:
     order: int = 3
     corpus: SuffixAutomaton | None = None
     name: str = "ngram"
+    gives = frozenset({DRAWN, TIMES})
     _counts: Counts = field(init=False, repr=False)
     _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _size: int = field(init=False, repr=False, default=0)
@@ -105,12 +107,6 @@ class NGram:
                     counts[list(followers)] += torch.tensor([*followers.values()], dtype=counts.dtype)
                 return counts.log()
         return torch.zeros(self._size)
-
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        pass
-
-    def select(self, slots: list[int]) -> None:
-        pass
 
 
 def ngram(corpus: SuffixAutomaton | None, order: float) -> NGram:

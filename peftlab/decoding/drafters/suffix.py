@@ -10,12 +10,14 @@ import torch.nn.functional as F
 
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.prefill import right_padded
+from peftlab.decoding.table import TIMES
 from peftlab.decoding.verification.sampling import certain
 
 
 @dataclass
-class SuffixLookup:
+class SuffixLookup(Drafter):
     """What followed the longest suffix of a sequence at its first occurrence, in the sequence or in a corpus.
 
     SAM-Decoding (Hu et al. 2024, arXiv 2411.10666). What is copied up to the end of the sequence is repeated from
@@ -32,6 +34,7 @@ class SuffixLookup:
     shortest: int = 1
     margin: int = 5
     name: str = "suffix"
+    gives = frozenset({TIMES})
     _texts: dict[int, SuffixAutomaton] = field(init=False, repr=False, default_factory=dict)
     _places: dict[int, tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
 
@@ -69,15 +72,9 @@ class SuffixLookup:
         copies = [self.find(row, budget)[1] for row, budget in zip(rows, budgets, strict=True)]
         return Proposal(right_padded(copies, max(map(len, copies)), filler=-1))
 
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        pass
-
-    def select(self, slots: list[int]) -> None:
-        pass
-
 
 @dataclass
-class SuffixAndDraft:
+class SuffixAndDraft(Drafter):
     """A long match is copied; elsewhere another drafter proposes, and a copy that differs from it is a branch.
 
     Where every row has a long match, the step costs no drafting. Elsewhere, RASD (Quan et al. 2025, arXiv 2503.03434):
@@ -97,6 +94,14 @@ class SuffixAndDraft:
     long: int = 4
     top: int = 10
     name: str = "suffix+draft"
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return self.drafter.gives
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return self.drafter.draft_model
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.suffix.start(rows, state)
@@ -167,7 +172,9 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
 
 def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
     """Return the node at which a copy leaves a tree (-1: the root), and the rest of the copy."""
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    # Of siblings with the same token the eldest has the children.
+    places = reversed([*enumerate(zip(parents, tokens, strict=True))])
+    children = {(parent, token): node for node, (parent, token) in places}
     node = -1
     for k, token in enumerate(copied):
         below = children.get((node, token))

@@ -93,7 +93,7 @@ def accept_lossy(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> tuple[list[list[int]], list[int]]:
-    """Accept one path of each row's draft; arguments as for ``accept.accept_trees``, but parents of each row."""
+    """Accept one path of each row's draft; arguments as for ``accept.accept``, but parents of each row."""
     p, allowed = rule.laws(logits, sampling)
     rows = zip(p, allowed, tokens, parents, map(RandomSource, generators), strict=True)
     walks = [verify_lossy(*row) for row in rows]

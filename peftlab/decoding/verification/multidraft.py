@@ -5,7 +5,7 @@ p is the target's distribution, q the draft's, k the number of drafts, V the voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ def draw_drafts(draft_probs: Tensor, k: int, random: RandomSource, replacement: 
     zeros, which verification reads as "nothing drafted".
 
     Args:
-        draft_probs: [V].
+        draft_probs: [..., V].
         k: how many.
         random: the draws.
         replacement: whether a token may be drawn again.
 
     Returns:
-        tokens [k] and rows [k, V], as ``verify_drafts`` and ``verify_tree`` take them.
+        tokens [..., k] and rows [..., k, V], as ``verify_drafts`` and ``verify_tree`` take them.
     """
     tokens, rows = [], []
     q = draft_probs
@@ -37,10 +37,10 @@ def draw_drafts(draft_probs: Tensor, k: int, random: RandomSource, replacement: 
         tokens.append(x)
         rows.append(q)
         if not replacement:
-            q = q.scatter(-1, x[None], 0)
-            mass = q.sum()
+            q = q.scatter(-1, x[..., None], 0)
+            mass = q.sum(-1, keepdim=True)
             q = torch.where(mass > 0, q / mass, q)
-    return torch.stack(tokens), torch.stack(rows)
+    return torch.stack(tokens, -1), torch.stack(rows, -2)
 
 
 def verify_drafts(
@@ -70,17 +70,22 @@ def verify_drafts(
     return None, int(random.draw(p))
 
 
+VerifyDrafts = Callable[[Tensor, Tensor, Tensor, RandomSource], tuple[int | None, int]]
+"""Verifies several drafts for one position, as ``verify_drafts`` does."""
+
+
 def verify_tree(
     target_probs: Tensor,
     draft_probs: Tensor,
     tokens: Tensor,
     parents: Sequence[int],
     random: RandomSource,
+    verify: VerifyDrafts = verify_drafts,
 ) -> tuple[list[int], int]:
-    """Walk down a token tree: ``verify_drafts`` over each node's children, in order, until none is accepted.
+    """Walk down a token tree: ``verify`` each node's children, in order, until none is accepted.
 
-    SpecInfer's multi-step verification (arXiv 2305.09781). Lossless if each node's token was drawn from its
-    row given its elder siblings. A chain is the tree in which each node has one child.
+    SpecInfer's multi-step verification (arXiv 2305.09781). With ``verify_drafts`` it is lossless if each node's token
+    was drawn from its row given its elder siblings. A chain is the tree in which each node has one child.
 
     Args:
         target_probs: [N+1, V]; row 0 follows the prefix (the root), row i+1 follows node i.
@@ -89,9 +94,28 @@ def verify_tree(
             far its tree is padded.
         parents: N parent nodes, -1 for the root; a parent comes before its children.
         random: what decides and what draws.
+        verify: of the drafts of one position.
 
     Returns:
         The accepted path as node indices from the root down, and the next token after it.
+
+    Raises:
+        PeftlabError: a parent that does not come before its child.
+    """
+    children = children_of(tokens, parents)
+    path: list[int] = []
+    node = -1
+    while True:
+        below = children.get(node, [])
+        accepted, token = verify(target_probs[node + 1], draft_probs[below], tokens[below], random)
+        if accepted is None:
+            return path, token
+        node = below[accepted]
+        path.append(node)
+
+
+def children_of(tokens: Tensor, parents: Sequence[int]) -> dict[int, list[int]]:
+    """Return the children of each node that has some, in order, -1 for the root; a node of token -1 is no child.
 
     Raises:
         PeftlabError: a parent that does not come before its child.
@@ -102,15 +126,7 @@ def verify_tree(
             raise PeftlabError(f"parents[{node}]: {parent} is neither -1 (the root) nor an earlier node")
         if token >= 0:
             children.setdefault(parent, []).append(node)
-    path: list[int] = []
-    node = -1
-    while True:
-        below = children.get(node, [])
-        accepted, token = verify_drafts(target_probs[node + 1], draft_probs[below], tokens[below], random)
-        if accepted is None:
-            return path, token
-        node = below[accepted]
-        path.append(node)
+    return children
 
 
 def kseq_rho(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
@@ -136,39 +152,34 @@ def kseq_rho(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
     return valid
 
 
-def kseq_acceptance(target_probs: Tensor, draft_probs: Tensor, k: int) -> float:
-    """Return p_acc, the probability that K-SEQ at ρ* accepts one of k drafts: [V], [V] -> a number."""
-    rho = kseq_rho(target_probs, draft_probs, k)
-    beta = float(torch.minimum(draft_probs, target_probs / rho).sum())
-    return beta * _accept_ratio(target_probs, draft_probs, k, rho)
-
-
 def verify_kseq(
     target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, random: RandomSource
 ) -> tuple[int | None, int]:
-    """Accept the first of k independent drafts that passes min(1, p/(ρ*·q)), else sample what p still lacks.
+    """Try independent drafts for one position together: accept the first that passes min(1, p/(ρ*·q)).
 
-    K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141); the last draw is from
-    norm(p - min(q, p/ρ)·p_acc/β). Lossless if all tokens were drawn from q with replacement.
-
-    Args:
-        target_probs: [V].
-        draft_probs: [V], one q for all drafts.
-        tokens: [k].
-        random: what decides and what draws.
-
-    Returns:
-        The index of the accepted draft, or None, and the emitted token.
+    K-SEQ of SpecTr (Sun et al. 2023, arXiv 2310.15141). Where none passes, p ← norm(max(0, p - min(q, p/ρ)·p_acc/β)).
+    Drafts of one distribution are tried together, runs of them in turn, so that other drafts may stand beside them;
+    alone, a draft is tried as by ``verify_drafts``, which has the same arguments and results. Lossless if the drafts of
+    a run were drawn with replacement. Of equal drafts the first is returned.
     """
-    p, q, k = target_probs, draft_probs, len(tokens)
-    if k == 0:
-        return None, int(random.draw(p))
-    rho = kseq_rho(p, q, k)
-    for i, x in enumerate(tokens.tolist()):
-        if random.bernoulli(acceptance_probability(p[x], rho * q[x])):
-            return i, x
-    emitted = torch.minimum(q, p / rho) * _accept_ratio(p, q, k, rho)
-    return None, int(random.draw(residual(p, emitted)))
+    p, drafted, end = target_probs, tokens.tolist(), 0
+    while end < len(drafted):
+        begin, q = end, draft_probs[end]
+        while end < len(drafted) and torch.equal(draft_probs[end], q):
+            end += 1
+        rho = kseq_rho(p, q, end - begin)
+        for x in drafted[begin:end]:
+            if random.bernoulli(acceptance_probability(p[x], rho * q[x])):
+                return drafted.index(x, begin), x
+        p = residual(p, torch.minimum(q, p / rho) * _accept_ratio(p, q, end - begin, rho))
+    return None, int(random.draw(p))
+
+
+def verify_kseq_tree(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Sequence[int], random: RandomSource
+) -> tuple[list[int], int]:
+    """Walk down a tree as ``verify_tree`` does, with ``verify_kseq`` over each node's children."""
+    return verify_tree(target_probs, draft_probs, tokens, parents, random, verify_kseq)
 
 
 def _accept_ratio(p: Tensor, q: Tensor, k: int, rho: float) -> float:

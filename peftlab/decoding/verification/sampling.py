@@ -113,16 +113,14 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         probs: [..., V], not negative.
         generator: on the device of ``probs``.
     """
-    exponentials = torch.empty_like(probs).exponential_(generator=generator)
-    # An exponential of exactly 0 would make 0 / 0 of an impossible index.
-    return (probs / exponentials.clamp_min_(torch.finfo(probs.dtype).tiny)).argmax(-1)
+    return (probs / RandomSource(generator).exponentials(probs)).argmax(-1)
 
 
 @dataclass
 class RandomSource:
-    """The randomness of a verification: yes-or-no decisions and draws, and nothing else.
+    """The randomness of drafts and of their verification.
 
-    Verification decides only through these two methods, so a subclass that branches on every decision and draw
+    Verification decides only through ``bernoulli`` and ``draw``, so a subclass that branches on every decision and draw
     computes a scheme's exact output distribution from the very code that runs.
 
     Attributes:
@@ -141,6 +139,12 @@ class RandomSource:
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index per row: [..., V] -> [...]."""
         return sample(probs, self.generator)
+
+    def exponentials(self, like: Tensor) -> Tensor:
+        """Return positive numbers of the exponential law of mean 1, as many as there are in ``like``."""
+        values = torch.empty_like(like).exponential_(generator=self.generator)
+        # One of exactly 0 would make 0 / 0 of an impossible index, and an infinity of a logarithm.
+        return values.clamp_min_(torch.finfo(values.dtype).tiny)
 
 
 class RowRandomSource(RandomSource):
@@ -166,6 +170,11 @@ class RowRandomSource(RandomSource):
     def draw(self, probs: Tensor) -> Tensor:
         """Return one index per row: [b, ..., V] -> [b, ...], row i's from generator i."""
         return torch.stack([sample(row, generator) for generator, row in zip(self.generators, probs, strict=True)])
+
+    def exponentials(self, like: Tensor) -> Tensor:
+        """See ``RandomSource.exponentials``; [b, ...], row i's from generator i."""
+        rows = zip(self.generators, like, strict=True)
+        return torch.stack([RandomSource(generator).exponentials(row) for generator, row in rows])
 
 
 def forked(generators: Iterable[torch.Generator]) -> list[torch.Generator]:

@@ -94,6 +94,11 @@ def reach(tree: Sequence[Path], probability: Callable[[int, int], float]) -> lis
     return [math.prod(probability(depth, rank) for depth, rank in enumerate(path)) for path in tree]
 
 
+def expected_tokens(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
+    """Return the tokens per step of a tree's first 1, 2, ... nodes: one more follows those that are accepted."""
+    return [1 + accepted for accepted in accumulate(reach(tree, probability))]
+
+
 @lru_cache
 def parents_of(tree: tuple[Path, ...]) -> tuple[int, ...]:
     """Return the parent of each node of a tree of paths, -1 for the root."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.table import Chosen, lossy, policy
+from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier
+from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
+from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.decoding.verification.lossy import LossyRule
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.load import Pair, check_width, load_pair
+from peftlab.drafting.load import Pair, check_tree, drafts_with_heads, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
+from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import torch_dtype
+from peftlab.rows import resolve
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class DecodingOptions:
     Attributes:
         max_new_tokens: length of the longest output.
         gamma: tokens drafted for one target step; the first number for the policy ``heuristic``, the most for others.
-        width: choices of each Medusa head in a tree of ``gamma`` tokens, children of an eagle3 layer's node, or
-            branches from a draft model; 1 is a chain, None the best tree as measured for heads, else a chain.
+        width: choices of each Medusa head in a tree of ``gamma`` tokens, or children of an eagle3 layer's node; 1 is a
+            chain, None the best tree as measured for heads, else a chain.
         policy: how the draft length is chosen, NAME or NAME:X of ``decoding.table.POLICIES``.
         temperature: 0 is greedy. top_k, top_p: restrict sampling; None does not. seed: of sampling.
         dtype: of the target: ``fp32``, ``bf16`` or ``fp16``. draft_dtype: of the draft; None: the target's.
@@ -30,6 +34,8 @@ class DecodingOptions:
         corpus: file of texts that ``suffix`` copies from, as ``read_documents`` takes it.
         lossy: NAME or NAME:X of ``decoding.table.LOSSY``: accept drafted tokens by it, so that the output is no longer
             the target's; None: exactly.
+        tree: NAME:W of ``decoding.table.TREES``: a tree of ``gamma`` nodes drawn from a draft model; None: a chain.
+        verify: NAME of ``decoding.table.VERIFIERS``, how sampled drafts are verified; None: ``traversal``.
     """
 
     max_new_tokens: int = 64
@@ -46,6 +52,8 @@ class DecodingOptions:
     corpus: str | None = None
     device: str = "auto"
     lossy: str | None = None
+    tree: str | None = None
+    verify: str | None = None
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen."""
@@ -68,9 +76,41 @@ class DecodingOptions:
         """
         return None if self.lossy is None else LossyRule.of(lossy(self.lossy))
 
+    def grow(self) -> GrowTree | None:
+        """Return what makes the growth of drawn trees; None drafts as the draft does by itself.
+
+        Raises:
+            PeftlabError: no such tree.
+        """
+        if self.tree is None:
+            return None
+        chosen = tree(self.tree)
+        made: GrowTree = resolve(chosen.row.make)(chosen.value)
+        return made
+
+    def verifier(self) -> Verifier:
+        """Return what verifies sampled drafts.
+
+        Raises:
+            PeftlabError: no such verifier, or one with nothing to verify: greedily, beside a lossy rule, or without the
+                tree that it needs.
+        """
+        if self.verify is None:
+            return TRAVERSAL
+        chosen = verifier(self.verify)
+        if self.sampling().greedy:
+            raise PeftlabError(f"verify {self.verify}: temperature 0 is greedy, where all verify alike; leave it out")
+        if self.lossy is not None:
+            raise PeftlabError(f"verify {self.verify}: lossy {self.lossy} takes its place; give one of them")
+        if chosen.row.needs and (self.tree is None or tree(self.tree).name != chosen.row.needs):
+            raise PeftlabError(f"verify {self.verify}: verifies independent drafts; give tree {chosen.row.needs}:W")
+        found: Verifier = resolve(chosen.row.make)
+        return found
+
     def load(self, target: str, draft: str | None) -> Pair:
-        """Load target and draft in their dtypes; a ``width`` that does not fit the draft is found before."""
-        check_width(self.width, drafted=draft is not None)
+        """Load target and draft in their dtypes; a tree that does not fit the draft is found before."""
+        heads = drafts_with_heads(draft)
+        check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
         documents = None if self.corpus is None else read_documents(self.corpus)

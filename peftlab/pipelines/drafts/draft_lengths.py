@@ -12,13 +12,6 @@ from torch import Tensor
 from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
 from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.suffix import SuffixAndDraft
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
 from peftlab.drafting.acceptance_head import load_acceptance_head
@@ -68,14 +61,14 @@ def draft_lengths(
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
     times: MeasuredTimes | None = None
     if chosen.row.needs == TIMES:
-        draft = next((engine for drafter in made.values() if (engine := model_of(drafter)) is not None), None)
+        draft = next((drafter.draft_model for drafter in made.values() if drafter.draft_model is not None), None)
         times = measure_times(target, draft, batch, gamma)
     policies: dict[str, MakePolicy] = {}
     for name, drafter in made.items():
         if name in refused:
             policies[name] = fixed(Parts(gamma), None)
             continue
-        own = times if times is None or model_of(drafter) is not None else replace(times, drafts={})
+        own = times if times is None or drafter.draft_model is not None else replace(times, drafts={})
         policies[name] = resolve(chosen.row.make)(Parts(gamma, head, own), chosen.value)
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
     return Lengths(policies, notes)
@@ -96,21 +89,13 @@ def acceptance_head(draft: str | None, device: torch.device) -> Callable[[Tensor
     return lambda hidden: float(predictor(hidden))
 
 
-def model_of(drafter: Drafter) -> Engine | None:
-    """Return the draft model that a drafter draws chains from; None where there is none."""
-    inner = drafter.drafter if isinstance(drafter, SuffixAndDraft) else drafter
-    return inner.engine if isinstance(inner, ModelDrafter) and not isinstance(inner, DrawnTrees) else None
+_REFUSALS = {
+    DRAWN: "stops a chain that is drawn token by token, and {} draws none",
+    HEAD: "reads the states of a draft model that drafts a chain, and {} is none",
+    TIMES: "needs a chain from a draft model or from copies, and {} is neither",
+}
 
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
     """Return why a drafter cannot follow a policy; None where it can."""
-    inner = drafter.drafter if isinstance(drafter, SuffixAndDraft) else drafter
-    modelled = model_of(drafter) is not None
-    if needs == HEAD and not modelled:
-        return f"reads the states of a draft model that drafts a chain, and {drafter.name} is none"
-    drawn = modelled or isinstance(inner, NGram) or (isinstance(inner, FeatureDrafter) and inner.width == 1)
-    if needs == DRAWN and not drawn:
-        return f"stops a chain that is drawn token by token, and {drafter.name} draws none"
-    if needs == TIMES and isinstance(inner, HeadsDrafter | FeatureDrafter | Recycling | DrawnTrees):
-        return f"needs a chain from a draft model or from copies, and {drafter.name} is neither"
-    return None
+    return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.gives else None

@@ -83,12 +83,13 @@ class Writer:
             self.pair.target,
             [ids],
             StoppingCriteria(options.max_new_tokens, self.eos, stop_at(tokenizer, self.stop)),
-            make_drafter(self.drafter, self.pair, options.width) if self.drafter else None,
+            make_drafter(self.drafter, self.pair, options.width, options.grow()) if self.drafter else None,
             policy=self.policy,
             sampling=sampling if seed is None else replace(sampling, seed=seed),
             on_tokens=lambda _, tokens: show(stream.add(tokens)),
             observe=departure,
             lossy=rule,
+            verifier=options.verifier(),
         )[0]
         seconds = time.perf_counter() - began
         show(stream.finish())
@@ -130,10 +131,10 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
     free = drafter if drafter is None or drafter in ("draft", SUFFIX_AND_DRAFT) else model_free(drafter).name
     if options.corpus is not None and free not in (SUFFIX, SUFFIX_AND_DRAFT, "ngram"):
         raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
-    options.length(), options.sampling(), options.lossy_rule()
+    options.length(), options.sampling(), options.lossy_rule(), options.grow(), options.verifier()
     if drafter is None and draft is None:
         policy = options.policy if options.policy != DecodingOptions.policy else None
-        for what, name in (("policy", policy), ("lossy", options.lossy)):
+        for what, name in (("policy", policy), ("lossy", options.lossy), ("verify", options.verify)):
             if name is not None:
                 raise PeftlabError(f"{what} {name}: nothing is drafted; give a draft or a drafter")
 
@@ -141,7 +142,7 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
 def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> MakePolicy:
     length = options.length()
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
-    drafters = {name: partial(make_drafter, name, pair, options.width)}
+    drafters = {name: partial(make_drafter, name, pair, options.width, options.grow())}
     return draft_lengths(length, options.gamma, pair.target, drafters, head=head).policies[name]
 
 

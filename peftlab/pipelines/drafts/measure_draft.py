@@ -63,7 +63,7 @@ class DraftBenchmark(Measured):
     """A benchmark of a target and its draft.
 
     Attributes:
-        gamma, width, policy: how tokens were drafted.
+        gamma, width, policy, tree: how tokens were drafted. verify: how they were verified; None: the default.
         weights: of the ``target`` and of the ``draft``, if that is a model of its own.
         example: the first prompt's output, with the tokens that the first drafter drafted for it.
         result: plain decoding and drafters on the same prompts.
@@ -72,6 +72,8 @@ class DraftBenchmark(Measured):
     gamma: int
     width: int | None
     policy: str
+    tree: str | None
+    verify: str | None
     weights: dict[str, StoredWeights]
     example: DraftedText
     result: BenchmarkResult
@@ -150,7 +152,7 @@ def benchmark(
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = watched(pair)
-    made = _drafters(pair, [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free], options.width)
+    made = _drafters(pair, [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free], options)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
@@ -167,6 +169,8 @@ def benchmark(
         gamma=options.gamma,
         width=options.width,
         policy=options.policy,
+        tree=options.tree,
+        verify=options.verify,
         weights=_stored(watches, options),
         example=_example(pair, *next(iter(made.items())), questions, settings),
         result=result,
@@ -180,9 +184,9 @@ def _example(
     return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
 
 
-def _drafters(pair: Pair, names: Sequence[str], width: int | None) -> dict[str, Callable[[], Drafter]]:
+def _drafters(pair: Pair, names: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
     """Return what makes each drafter; the first one is what the result is about."""
-    return {name: partial(make_drafter, name, pair, width) for name in names}
+    return {name: partial(make_drafter, name, pair, options.width, options.grow()) for name in names}
 
 
 def _settings(options: DecodingOptions, batch_size: int, repeats: int) -> Settings:
@@ -191,6 +195,7 @@ def _settings(options: DecodingOptions, batch_size: int, repeats: int) -> Settin
         sampling=options.sampling(),
         batch_size=batch_size,
         lossy=options.lossy_rule(),
+        verifier=options.verifier(),
         repeats=repeats,
     )
 
