@@ -37,6 +37,7 @@ class Pair:
 
     Attributes:
         weights: what a step of the target reads.
+        shares_cache: the draft is the target's own first layers, in the target's cache.
         corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
@@ -46,6 +47,7 @@ class Pair:
     eos: frozenset[int]
     weights: TargetWeights
     draft: Engine | None = None
+    shares_cache: bool = False
     heads: Heads | None = None
     network: FeatureNetwork | None = None
     corpus: SuffixAutomaton | None = None
@@ -104,8 +106,10 @@ def load_pair(
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
+        if opened.exit is not None:
+            pair.draft, pair.shares_cache = opened.exit(engine), True
         pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
-        if opened.engine is not None:
+        if pair.draft is not None:
             pair.warnings += _size_warning(size, opened.parameters)
     return pair
 
@@ -156,7 +160,9 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
-    return ModelDrafter(pair.draft) if width in (None, 1) else DrawnTrees(pair.draft, width=width)
+    if width in (None, 1):
+        return ModelDrafter(pair.draft, shares_cache=pair.shares_cache)
+    return DrawnTrees(pair.draft, shares_cache=pair.shares_cache, width=width)
 
 
 def drafts_with_heads(draft: str | None) -> bool:

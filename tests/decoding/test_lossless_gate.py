@@ -23,6 +23,7 @@ from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
+from peftlab.drafting.kinds.early_exit.self_draft import exit_engine
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle
@@ -32,9 +33,7 @@ FEATURES = usual_features(5)  # of both models here
 DRAFTERS = {
     "itself": lambda m, way: ModelDrafter(build_engine(m, **way)),
     "first layers": lambda m, way: ModelDrafter(build_engine(truncate(m, range(4)), **way)),
-    "early exit": lambda m, way: ModelDrafter(
-        build_engine(truncate(m, range(4), share=True), **way), shares_cache=True
-    ),
+    "early exit": lambda m, way: ModelDrafter(exit_engine(m, 4, build_engine(m, **way)), shares_cache=True),
     "drawn trees": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), width=3),
     "suffix+drawn trees": lambda m, way: fused(DRAFTERS["drawn trees"](m, way)),
     "lookup": lambda m, way: PromptLookup(),

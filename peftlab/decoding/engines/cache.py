@@ -8,7 +8,7 @@ derived from token ids, so a padding token that equals the end-of-sequence token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,20 @@ class Context:
         return Context(self.states[kept], self.mask[kept], [(k[kept], v[kept]) for k, v in self.layers])
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """Tokens that a model's first layers have read before the others.
+
+    Attributes:
+        tokens: [b, n]. block: their places. layers: how many layers have read them. states: [b, n, H], after these.
+    """
+
+    tokens: Tensor
+    block: Block
+    layers: int
+    states: Tensor
+
+
 class KVCache:
     """Keys and values of every layer, [B, 2 H_kv, capacity, D], the keys' heads first; allocated at its first write.
 
@@ -49,6 +63,7 @@ class KVCache:
     def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
         self.batch, self.capacity, self.context = batch, capacity, context
         self.states: list[Tensor | None] = [None] * layers
+        self._ahead: _Ahead | None = None
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
@@ -69,6 +84,32 @@ class KVCache:
             seen = stored[:, :, : block.end] if block.rows is None else stored[rows, :, : block.end]
         keys, values = seen.chunk(2, 1)
         return keys, values
+
+    def read_ahead(self, tokens: Tensor, block: Block, layers: int, states: Tensor) -> None:
+        """Record that the first ``layers`` layers have read tokens [b, n] of a block, and their states [b, n, H].
+
+        A block that continues the recorded one is added to it, another one takes its place.
+        """
+        ahead = self._ahead
+        if ahead is not None and ahead.layers == layers and ahead.block.after(ahead.block.n, block.n) == block:
+            tokens, states = torch.cat((ahead.tokens, tokens), 1), torch.cat((ahead.states, states), 1)
+            block = replace(ahead.block, n=tokens.shape[1])
+        self._ahead = None if block.tree is not None else _Ahead(tokens, block, layers, states)
+
+    def take_ahead(self, tokens: Tensor, block: Block) -> tuple[int, Tensor] | None:
+        """Return what the first layers have recorded of the first m tokens of a block, and forget it.
+
+        Returns:
+            How many layers have read them, and the states [b, m, H] after these; None for m = 0. m is the number of
+            tokens that are as recorded in every row.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or (block.starts, block.rows, block.tree) != (ahead.block.starts, ahead.block.rows, None):
+            return None
+        n = min(block.n, ahead.block.n)
+        same = (tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0)
+        m = int(same.sum())
+        return (ahead.layers, ahead.states[:, :m]) if m else None
 
     def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
         """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
@@ -118,6 +159,11 @@ class Block:
     n: int
     rows: tuple[int, ...] | None = None
     tree: TreeShape | None = None
+
+    def after(self, m: int, n: int | None = None) -> Block | None:
+        """Return the block of this chain's tokens from the m-th on, or of ``n`` tokens from there; None for none."""
+        n = self.n - m if n is None else n
+        return None if n == 0 else replace(self, starts=tuple(start + m for start in self.starts), n=n)
 
     @property
     def end(self) -> int:

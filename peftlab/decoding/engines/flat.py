@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Encoder, Output
+from peftlab.decoding.engines.base import Encoder, Engine, Output, Wrapper
 from peftlab.decoding.engines.cache import Block, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
@@ -75,20 +75,43 @@ class FlatEngine:
         self.kind = ", ".join(["flat", *self.packed])
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
+        """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
         # Checking packed weights for overrides of torch's functions would take longer than a small product.
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            return self._forward(cache, tokens, block, keep)
+            ahead = None if self._features else cache.take_ahead(tokens, block)
+            if ahead is None:
+                return self._read(cache, tokens, block, keep)
+            layers, states = ahead
+            rest = block.after(states.shape[1])
+            if rest is not None:
+                h = self._embedded(tokens[:, -rest.n :], rest)
+                states = torch.cat((states, self._through(cache, h, rest, range(layers))), 1)
+            return self._output(self._through(cache, states, block, range(layers, self.layers)), keep)
 
-    def _forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None) -> Output:
-        b, n = tokens.shape
-        heads, kv, dim = self._heads, self._kv_heads, self._dim
-        h = self._embedded(tokens, block)
-        rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
-        masks = {w: self._mask(block, w) for w in {layer.window for layer in self._layers}}
+    def exit(self, layers: int) -> Engine:
+        """Return the first ``layers`` layers with the final norm and the LM head, as a draft in this engine's cache."""
+        return _Exit(self, layers)
+
+    def _read(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None) -> Output:
+        """All layers, from the embeddings on."""
         entering: list[Tensor] = []
-        for i, layer in enumerate(self._layers):
-            if i in self._features:
+        h = self._embedded(tokens, block)
+        h = self._through(cache, h, block, range(self.layers), entering)
+        if self.layers in self._features:
+            entering.append(self._norm(h))
+        return self._output(h, keep, torch.cat(entering, -1) if entering else None)
+
+    def _through(
+        self, cache: KVCache, h: Tensor, block: Block, layers: range, entering: list[Tensor] | None = None
+    ) -> Tensor:
+        """Run some layers on the states [b, n, H] that enter them; ``entering`` takes those of ``features``."""
+        b, n, _ = h.shape
+        heads, kv, dim = self._heads, self._kv_heads, self._dim
+        rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
+        masks = {w: self._mask(block, w) for w in {self._layers[i].window for i in layers}}
+        for i in layers:
+            layer = self._layers[i]
+            if entering is not None and i in self._features:
                 entering.append(h)
             x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
             if layer.norm_heads is not None:
@@ -98,13 +121,13 @@ class FlatEngine:
             keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
             after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = layer.down(layer.up(h if self._parallel else after), after)
-        if len(self._layers) in self._features:
-            entering.append(self._norm(h))
+        return h
+
+    def _output(self, h: Tensor, keep: list[int] | None, features: Tensor | None = None) -> Output:
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        features = torch.cat(entering, -1) if entering else None
         return Output(logits if self._cap is None else _capped(logits, self._cap), h, features)
 
     def _embedded(self, tokens: Tensor, block: Block) -> Tensor:
@@ -131,6 +154,21 @@ class FlatEngine:
         mask = additive(block.visible(window, self.device), self._embedding.dtype)
         groups = self._heads // self._kv_heads
         return None if mask is None else mask.repeat(1, 1, groups, 1)
+
+
+class _Exit(Wrapper):
+    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers."""
+
+    def __init__(self, engine: FlatEngine, layers: int):
+        super().__init__(engine, f", first {layers} layers")
+        self._whole, self._layers = engine, layers
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            h = self._whole._through(cache, self._whole._embedded(tokens, block), block, range(self._layers))
+            cache.read_ahead(tokens, block, self._layers, h)
+            return self._whole._output(h, keep)
 
 
 class _Table:

@@ -172,16 +172,18 @@ class Opening:
 
 @dataclass(frozen=True)
 class Opened:
-    """A stored draft, ready to decode with: an engine, heads, or a network that reads the target's states.
+    """A stored draft, ready to decode with: an engine, an exit, heads, or a network that reads the target's states.
 
     Attributes:
         parameters: how many it has.
+        exit: (the target's engine) -> an engine of the target's own layers that drafts in the same cache.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
         features: layers whose entering states ``network`` reads. warnings: what to show the user.
     """
 
     parameters: int
     engine: Engine | None = None
+    exit: Callable[[Engine], Engine] | None = None
     heads: Heads | None = None
     vocabulary: int | None = None
     network: FeatureNetwork | None = None

@@ -12,14 +12,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.flat import FlatEngine
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
 from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
 from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.truncation import layer_stack, truncate
 from peftlab.errors import PeftlabError
 
 _REFERENCE = re.compile(r"exit:([1-9]\d{0,3})")
@@ -63,8 +65,8 @@ def save(job: DraftJob[EarlyExitDraft], draft: ExitDraft, directory: Path, train
 def drafter(draft: ExitDraft, saved: Saved | None) -> Served:
     """Return the model as trained, drafting with its first layers."""
     model = draft.adapted if saved is None or saved.merged is None else saved.merged
-    cut = truncate(model, range(draft.exit.layers), share=True)
-    return Served(model, partial(ModelDrafter, build_engine(cut)))
+    engine = exit_engine(model, draft.exit.layers, build_engine(model))
+    return Served(model, partial(ModelDrafter, engine, shares_cache=True))
 
 
 def find(reference: str) -> str | None:
@@ -73,9 +75,24 @@ def find(reference: str) -> str | None:
 
 
 def open(reference: str, opening: Opening) -> Opened:
-    """Return the target's first layers as an engine; they share its parameters."""
-    cut = truncate(opening.target, range(int(reference.removeprefix("exit:"))), share=True)
-    return Opened(cut.num_parameters(), engine=build_engine(cut, pack=opening.pack))
+    """Return the target's first layers, which share its parameters and its cache."""
+    layers, model = int(reference.removeprefix("exit:")), opening.target
+    count = len(layer_stack(model))
+    if layers >= count:
+        raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
+    size = truncate(model, range(layers), share=True).num_parameters()
+    return Opened(size, exit=partial(exit_engine, model, layers, pack=opening.pack))
+
+
+def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bool = True) -> Engine:
+    """Return the first layers of a model as a draft in the cache of the model's own engine, ``target``.
+
+    A flattened step continues from the states of the tokens that its first layers have read. Any other engine reads
+    drafted tokens from the embeddings on.
+    """
+    if isinstance(target, FlatEngine):
+        return target.exit(layers)
+    return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
 
 
 def export(place: str, consumer: str) -> Path:
