@@ -27,6 +27,8 @@ class TrainingSpec:
         score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
         deciding: the metric on the first split by which the best checkpoint is chosen. higher_is_better: how.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        at_step: called before each step with its number, from 0, and the number of all; returns what the loss does in
+            it where that changes its cost, else "". None: the loss is the same in all.
         row_tokens: tokens up to which ``collate`` puts neighbouring examples into one row; 0: each has its own.
     """
 
@@ -40,6 +42,7 @@ class TrainingSpec:
     lr_ratio: Mapping[str, float]
     higher_is_better: bool = True
     row_tokens: int = 0
+    at_step: Callable[[int, int], str] | None = None
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

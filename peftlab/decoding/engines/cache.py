@@ -7,7 +7,8 @@ derived from token ids, so a padding token that equals the end-of-sequence token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -136,6 +137,17 @@ class KVCache:
             if stored is not None:
                 kept = stored[row, :, [start + node for node in nodes]]
                 stored[row, :, start : start + len(nodes)] = kept
+
+    @contextmanager
+    def restored(self, row: int, start: int, n: int) -> Iterator[None]:
+        """Within the block anything may be written to n slots of a row; afterwards they are as before."""
+        kept = [None if stored is None else stored[row, :, start : start + n].clone() for stored in self.states]
+        try:
+            yield
+        finally:
+            for stored, old in zip(self.states, kept, strict=True):
+                if stored is not None and old is not None:
+                    stored[row, :, start : start + n] = old
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

@@ -7,7 +7,7 @@ once (``products.py``). What a model computes is read by ``structure.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,9 +102,20 @@ class FlatEngine:
         return self._output(h, keep, torch.cat(entering, -1) if entering else None)
 
     def _through(
-        self, cache: KVCache, h: Tensor, block: Block, layers: range, entering: list[Tensor] | None = None
+        self,
+        cache: KVCache,
+        h: Tensor,
+        block: Block,
+        layers: range,
+        entering: list[Tensor] | None = None,
+        skipped: Collection[int] = (),
     ) -> Tensor:
-        """Run some layers on the states [b, n, H] that enter them; ``entering`` takes those of ``features``."""
+        """Run some layers on the states [b, n, H] that enter them.
+
+        Args:
+            entering: takes the states of ``features``.
+            skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP.
+        """
         b, n, _ = h.shape
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
@@ -113,14 +124,16 @@ class FlatEngine:
             layer = self._layers[i]
             if entering is not None and i in self._features:
                 entering.append(h)
-            x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
-            if layer.norm_heads is not None:
-                layer.norm_heads(x)
-            if layer.angles is not None:
-                rotate(x[:, :, : heads + kv], *rotations[layer.angles])
-            keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
-            after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
-            h = layer.down(layer.up(h if self._parallel else after), after)
+            after = h
+            if 2 * i not in skipped:
+                x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
+                if layer.norm_heads is not None:
+                    layer.norm_heads(x)
+                if layer.angles is not None:
+                    rotate(x[:, :, : heads + kv], *rotations[layer.angles])
+                keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
+                after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
+            h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
         return h
 
     def _output(self, h: Tensor, keep: list[int] | None, features: Tensor | None = None) -> Output:
@@ -169,6 +182,26 @@ class _Exit(Wrapper):
             h = self._whole._through(cache, self._whole._embedded(tokens, block), block, range(self._layers))
             cache.read_ahead(tokens, block, self._layers, h)
             return self._whole._output(h, keep)
+
+
+class Skipping(Wrapper):
+    """A flat engine without some of its sublayers, as a draft in its cache.
+
+    Attributes:
+        skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
+    """
+
+    def __init__(self, engine: FlatEngine):
+        super().__init__(engine, ", some sublayers left out")
+        self._whole = engine
+        self.skipped: Collection[int] = ()
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        whole = self._whole
+        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            h = whole._embedded(tokens, block)
+            return whole._output(whole._through(cache, h, block, range(self.layers), skipped=self.skipped), keep)
 
 
 class _Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,15 @@ ConfigT = TypeVar("ConfigT", bound=DraftConfig)
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """(the model in training, a batch) -> the sum of the loss over tokens."""
+
+
+@runtime_checkable
+class ScheduledLoss(Protocol):
+    """A loss that changes from step to step."""
+
+    def at_step(self, step: int, steps: int) -> str:
+        """Prepare for a step; see ``training.spec.TrainingSpec.at_step``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class Opened:
 
     Attributes:
         parameters: how many it has.
-        exit: (the target's engine) -> an engine of the target's own layers that drafts in the same cache.
+        exit: (the target's engine) -> an engine of some of the target's own layers that drafts in the same cache.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
         features: layers whose entering states ``network`` reads. warnings: what to show the user.
     """

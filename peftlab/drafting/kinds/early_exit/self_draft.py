@@ -14,70 +14,97 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import FlatEngine
+from peftlab.decoding.engines.flat import FlatEngine, Skipping
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
 from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
+from peftlab.drafting.kinds.early_exit.layerskip import LayerDropout, exit_weights
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.truncation import layer_stack, truncate
 from peftlab.errors import PeftlabError
 
+SWIFT = "swift"
 _REFERENCE = re.compile(r"exit:([1-9]\d{0,3})")
 
 
 @dataclass
 class ExitDraft(Draft):
-    """A target that trains an exit of its own."""
+    """A target that trains exits of its own.
 
-    exit: Exit
+    Attributes:
+        exits: the first one drafts. dropout: of the layers while it trains; None for none.
+    """
+
+    exits: list[Exit]
+    dropout: LayerDropout | None = None
 
 
 def check(job: DraftJob[EarlyExitDraft], target: PretrainedConfig) -> None:
     """Refuse an exit after the last layer, or beyond it."""
     count = target.get_text_config(decoder=True).num_hidden_layers
-    if job.config.exits[0] >= count:
-        raise PeftlabError(f"draft.exits: {job.config.exits[0]} is past the last exit; the target has {count} layers")
+    if job.config.exits[-1] >= count:
+        raise PeftlabError(f"draft.exits: {job.config.exits[-1]} is past the last exit; the target has {count} layers")
 
 
 def load(job: DraftJob[EarlyExitDraft], target: PreTrainedModel) -> ExitDraft:
-    """Return the target with its exit, which is compared with the target cut to those layers."""
-    exit_ = find_exit(target, job.config.exits[0])
-    return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exit_)
+    """Return the target with its exits, each compared with the target cut to its layers."""
+    exits = [find_exit(target, layers) for layers in job.config.exits]
+    return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exits)
 
 
 def loss(job: DraftJob[EarlyExitDraft], draft: ExitDraft) -> Loss:
-    """Return LayerSkip's loss on the exit."""
-    return EarlyExitLoss(make_objective(job.objective), draft.exit)
+    """Return LayerSkip's loss on the exits."""
+    config = job.config
+    if config.dropout:
+        draft.dropout = LayerDropout(draft.adapted, config.dropout)
+    return EarlyExitLoss(
+        make_objective(job.objective),
+        draft.exits,
+        exit_weights(config.exits, len(layer_stack(draft.adapted)), config.scale),
+        config.curriculum,
+        config.every,
+        draft.dropout,
+        config.dropout_schedule,
+    )
 
 
 def score(draft: ExitDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-    """Return the acceptance of the exit, and how much of the whole model is preserved."""
-    early, whole = measure_exit(model, draft.exit, data, batch_size)
-    return early.rates() | {"preserved": whole.rates()["acceptance"]}
+    """Return the acceptance of the first exit and of each other one, and how much of the whole model is preserved."""
+    first, *later, whole = measure_exits(model, draft.exits, data, batch_size)
+    others = zip(draft.exits[1:], later, strict=True)
+    each = {f"acceptance_exit_{exit_.layers}": found.rates()["acceptance"] for exit_, found in others}
+    return first.rates() | each | {"preserved": whole.rates()["acceptance"]}
 
 
 def save(job: DraftJob[EarlyExitDraft], draft: ExitDraft, directory: Path, train: Dataset) -> None:
-    """Write nothing: the adapter, or the merged model, is target and draft."""
+    """Write nothing: the adapter, or the merged model, is target and draft. No layer is left out from here on."""
+    if draft.dropout is not None:
+        draft.dropout.remove()
 
 
 def drafter(draft: ExitDraft, saved: Saved | None) -> Served:
     """Return the model as trained, drafting with its first layers."""
     model = draft.adapted if saved is None or saved.merged is None else saved.merged
-    engine = exit_engine(model, draft.exit.layers, build_engine(model))
+    engine = exit_engine(model, draft.exits[0].layers, build_engine(model))
     return Served(model, partial(ModelDrafter, engine, shares_cache=True))
 
 
 def find(reference: str) -> str | None:
-    """Return ``exit:K``, the target's first K layers; nothing else names an exit."""
-    return reference if _REFERENCE.fullmatch(reference) else None
+    """Return ``exit:K``, the target's first K layers, or ``swift``, the target without some sublayers; nothing else."""
+    return reference if reference == SWIFT or _REFERENCE.fullmatch(reference) else None
 
 
 def open(reference: str, opening: Opening) -> Opened:
-    """Return the target's first layers, which share its parameters and its cache."""
-    layers, model = int(reference.removeprefix("exit:")), opening.target
+    """Return some of the target's layers, which share its parameters and its cache."""
+    model = opening.target
     count = len(layer_stack(model))
+    if reference == SWIFT:
+        if count < 3:
+            raise PeftlabError(f"draft swift: keeps the first and the last layer, and the target has {count} in all")
+        return Opened(model.num_parameters(), exit=skipping_engine)
+    layers = int(reference.removeprefix("exit:"))
     if layers >= count:
         raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
     size = truncate(model, range(layers), share=True).num_parameters()
@@ -93,6 +120,16 @@ def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bo
     if isinstance(target, FlatEngine):
         return target.exit(layers)
     return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
+
+
+def skipping_engine(target: Engine) -> Skipping:
+    """Return the target without some of its sublayers, as a draft in its cache."""
+    if not isinstance(target, FlatEngine):
+        raise PeftlabError(
+            f"draft swift: leaves out sublayers of the flattened step, and this target's kernel is {target.kind}; "
+            "use --draft exit:K"
+        )
+    return Skipping(target)
 
 
 def export(place: str, consumer: str) -> Path:
