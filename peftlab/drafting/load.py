@@ -13,17 +13,14 @@ from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
-from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import Skipping
 from peftlab.decoding.table import MODEL_FREE, model_free
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import Opened, Opening
+from peftlab.drafting.kinds.base import Opened, Opening, OwnLayers
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
@@ -40,8 +37,7 @@ class Pair:
 
     Attributes:
         weights: what a step of the target reads.
-        shares_cache: the draft is some of the target's own layers, in the target's cache.
-        skipping: the draft, where it leaves out sublayers. search: finds which; one for all drafters.
+        own: the draft, where it is some of the target's own layers.
         corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
@@ -51,9 +47,7 @@ class Pair:
     eos: frozenset[int]
     weights: TargetWeights
     draft: Engine | None = None
-    shares_cache: bool = False
-    skipping: Skipping | None = None
-    search: SkipSearch | None = None
+    own: OwnLayers | None = None
     heads: Heads | None = None
     network: FeatureNetwork | None = None
     corpus: SuffixAutomaton | None = None
@@ -67,7 +61,8 @@ def find_draft(reference: str) -> tuple[DraftKind, str]:
 
     Args:
         reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
-            heads; ``exit:K``, the target's first K layers; or ``swift``, the target without some sublayers.
+            heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
+            without some sublayers.
     """
     for kind in reversed([*DRAFTS.values()]):  # the first row takes any reference
         place = resolve(kind.find)(reference)
@@ -112,12 +107,11 @@ def load_pair(
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
-        if opened.exit is not None:
-            pair.draft, pair.shares_cache = opened.exit(engine), True
-        if isinstance(pair.draft, Skipping):
-            pair.skipping, pair.search = pair.draft, SkipSearch(engine.layers)
+        if opened.own is not None:
+            pair.own = opened.own(engine)
+            pair.draft = pair.own.engine
         pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
-        if pair.draft is not None and pair.skipping is None:
+        if opened.engine is not None:
             pair.warnings += _size_warning(size, opened.parameters)
     return pair
 
@@ -168,13 +162,11 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
-    if pair.skipping is not None and pair.search is not None:
-        if width not in (None, 1):
-            raise PeftlabError(f"width {width}: draft swift drafts a chain")
-        return Swift(pair.draft, layers=pair.skipping, search=pair.search)
     if width in (None, 1):
-        return ModelDrafter(pair.draft, shares_cache=pair.shares_cache)
-    return DrawnTrees(pair.draft, shares_cache=pair.shares_cache, width=width)
+        return ModelDrafter(pair.draft) if pair.own is None else pair.own.drafter(pair.draft)
+    if pair.own is not None and pair.own.chains:
+        raise PeftlabError(f"width {width}: draft {pair.own.chains} drafts a chain")
+    return DrawnTrees(pair.draft, shares_cache=pair.own is not None, width=width)
 
 
 def drafts_with_heads(draft: str | None) -> bool:

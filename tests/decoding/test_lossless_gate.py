@@ -23,7 +23,7 @@ from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
-from peftlab.drafting.kinds.early_exit.self_draft import exit_engine
+from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle

@@ -17,7 +17,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.flat import Skipping
 from peftlab.decoding.verification.sampling import Sampling
-from peftlab.drafting.kinds.early_exit.self_draft import skipping_engine
+from peftlab.drafting.kinds.early_exit.self_speculation import flat
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
@@ -94,7 +94,7 @@ def test_the_model_of_scores_prefers_what_resembles_good_sets():
 def test_the_target_is_untouched_while_sets_are_tried():
     target = build_engine(make(), pack=False)
     want = run(target)
-    skipping = skipping_engine(target)
+    skipping = Skipping(target)
     search = SkipSearch(target.layers)
     for options in ({}, {"group": True}, {"pool": 2}, {"policy": partial(Fixed, 1)}):
         assert run(target, Swift(skipping, layers=skipping, search=search), **options) == want, options
@@ -104,7 +104,7 @@ def test_the_target_is_untouched_while_sets_are_tried():
 
 def test_a_draft_ends_where_no_token_is_probable():
     target = build_engine(make(), pack=False)
-    skipping = skipping_engine(target)
+    skipping = Skipping(target)
 
     def lengths(least):
         drafter = Swift(skipping, layers=skipping, search=SkipSearch(4), least=least)
@@ -132,4 +132,4 @@ def test_the_commands_draft_with_it(stories, tmp_path):
     with pytest.raises(
         PeftlabError, match="flattened step, and this target's kernel is transformers; use --draft exit:K"
     ):
-        skipping_engine(build_engine(make(), flat=False))
+        flat("swift", build_engine(make(), flat=False))

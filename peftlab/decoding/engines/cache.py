@@ -38,17 +38,24 @@ class Context:
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class Ahead:
     """Tokens that a model's first layers have read before the others.
 
     Attributes:
         tokens: [b, n]. block: their places. layers: how many layers have read them. states: [b, n, H], after these.
+        features: [b, n, F], states that entered some of these layers, one after the other; F may be 0.
     """
 
     tokens: Tensor
     block: Block
     layers: int
     states: Tensor
+    features: Tensor
+
+    def first(self, m: int) -> Ahead:
+        """Return what is recorded of the first m tokens of each row."""
+        block = replace(self.block, n=m)
+        return Ahead(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
 
 
 class KVCache:
@@ -64,7 +71,7 @@ class KVCache:
     def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
         self.batch, self.capacity, self.context = batch, capacity, context
         self.states: list[Tensor | None] = [None] * layers
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
@@ -86,31 +93,29 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
-    def read_ahead(self, tokens: Tensor, block: Block, layers: int, states: Tensor) -> None:
-        """Record that the first ``layers`` layers have read tokens [b, n] of a block, and their states [b, n, H].
+    def read_ahead(self, new: Ahead) -> None:
+        """Record what the first layers of a model have read.
 
-        A block that continues the recorded one is added to it, another one takes its place.
+        A block that continues the recorded one is added to it, another one takes its place; trees are not recorded.
         """
-        ahead = self._ahead
-        if ahead is not None and ahead.layers == layers and ahead.block.after(ahead.block.n, block.n) == block:
-            tokens, states = torch.cat((ahead.tokens, tokens), 1), torch.cat((ahead.states, states), 1)
-            block = replace(ahead.block, n=tokens.shape[1])
-        self._ahead = None if block.tree is not None else _Ahead(tokens, block, layers, states)
+        old = self._ahead
+        if old is not None and old.layers == new.layers and old.block.after(old.block.n, new.block.n) == new.block:
+            pairs = ((old.tokens, new.tokens), (old.states, new.states), (old.features, new.features))
+            tokens, states, features = (torch.cat(pair, 1) for pair in pairs)
+            new = Ahead(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
+        self._ahead = None if new.block.tree is not None else new
 
-    def take_ahead(self, tokens: Tensor, block: Block) -> tuple[int, Tensor] | None:
-        """Return what the first layers have recorded of the first m tokens of a block, and forget it.
+    def take_ahead(self, tokens: Tensor, block: Block) -> Ahead | None:
+        """Return what is recorded of the first m tokens of a block [b, n], and forget it; None for m = 0.
 
-        Returns:
-            How many layers have read them, and the states [b, m, H] after these; None for m = 0. m is the number of
-            tokens that are as recorded in every row.
+        m is the number of tokens that are as recorded in every row.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or (block.starts, block.rows, block.tree) != (ahead.block.starts, ahead.block.rows, None):
             return None
         n = min(block.n, ahead.block.n)
-        same = (tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0)
-        m = int(same.sum())
-        return (ahead.layers, ahead.states[:, :m]) if m else None
+        m = int((tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0).sum())
+        return ahead.first(m) if m else None
 
     def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
         """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""

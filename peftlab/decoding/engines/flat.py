@@ -8,15 +8,15 @@ once (``products.py``). What a model computes is read by ``structure.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Encoder, Engine, Output, Wrapper
-from peftlab.decoding.engines.cache import Block, KVCache, additive
+from peftlab.decoding.engines.base import Encoder, Output, Wrapper
+from peftlab.decoding.engines.cache import Ahead, Block, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
 
@@ -78,28 +78,35 @@ class FlatEngine:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
         # Checking packed weights for overrides of torch's functions would take longer than a small product.
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            ahead = None if self._features else cache.take_ahead(tokens, block)
-            if ahead is None:
-                return self._read(cache, tokens, block, keep)
-            layers, states = ahead
-            rest = block.after(states.shape[1])
-            if rest is not None:
-                h = self._embedded(tokens[:, -rest.n :], rest)
-                states = torch.cat((states, self._through(cache, h, rest, range(layers))), 1)
-            return self._output(self._through(cache, states, block, range(layers, self.layers)), keep)
+            ahead = cache.take_ahead(tokens, block)
+            if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
+                h, entering = self._through(cache, self._embedded(tokens, block), block, range(self.layers))
+            else:
+                h, entering = self._continued(cache, tokens, block, ahead)
+            if self.layers in self._features:
+                entering.append(self._norm(h))
+            output = self._output(h, keep)
+            return replace(output, features=torch.cat(entering, -1) if entering else None)
 
-    def exit(self, layers: int) -> Engine:
+    def exit(self, layers: int) -> Exit:
         """Return the first ``layers`` layers with the final norm and the LM head, as a draft in this engine's cache."""
-        return _Exit(self, layers)
+        return Exit(self, layers)
 
-    def _read(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None) -> Output:
-        """All layers, from the embeddings on."""
-        entering: list[Tensor] = []
-        h = self._embedded(tokens, block)
-        h = self._through(cache, h, block, range(self.layers), entering)
-        if self.layers in self._features:
-            entering.append(self._norm(h))
-        return self._output(h, keep, torch.cat(entering, -1) if entering else None)
+    def _continued(self, cache: KVCache, tokens: Tensor, block: Block, ahead: Ahead) -> tuple[Tensor, list[Tensor]]:
+        """As ``_through`` from the embeddings on, where the first layers have read the first tokens."""
+        states, features = ahead.states, ahead.features
+        rest = block.after(states.shape[1])
+        if rest is not None:
+            h = self._embedded(tokens[:, -rest.n :], rest)
+            h, entering = self._through(cache, h, rest, range(ahead.layers))
+            states = torch.cat((states, h), 1)
+            features = torch.cat((features, _side_by_side(entering, h)), 1)
+        h, entering = self._through(cache, states, block, range(ahead.layers, self.layers))
+        return h, [features, *entering] if features.shape[-1] else entering
+
+    def _width(self, layers: int) -> int:
+        """F of the states that enter the first ``layers`` layers and are to be reported."""
+        return self._embedding.shape[1] * sum(layer < layers for layer in self._features)
 
     def _through(
         self,
@@ -107,22 +114,24 @@ class FlatEngine:
         h: Tensor,
         block: Block,
         layers: range,
-        entering: list[Tensor] | None = None,
         skipped: Collection[int] = (),
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run some layers on the states [b, n, H] that enter them.
 
         Args:
-            entering: takes the states of ``features``.
             skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP.
+
+        Returns:
+            The states after them, and those that entered the ones among them that ``features`` names.
         """
         b, n, _ = h.shape
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
         masks = {w: self._mask(block, w) for w in {self._layers[i].window for i in layers}}
+        entering: list[Tensor] = []
         for i in layers:
             layer = self._layers[i]
-            if entering is not None and i in self._features:
+            if i in self._features:
                 entering.append(h)
             after = h
             if 2 * i not in skipped:
@@ -134,14 +143,14 @@ class FlatEngine:
                 keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
                 after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
-        return h
+        return h, entering
 
-    def _output(self, h: Tensor, keep: list[int] | None, features: Tensor | None = None) -> Output:
+    def _output(self, h: Tensor, keep: list[int] | None) -> Output:
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        return Output(logits if self._cap is None else _capped(logits, self._cap), h, features)
+        return Output(logits if self._cap is None else _capped(logits, self._cap), h)
 
     def _embedded(self, tokens: Tensor, block: Block) -> Tensor:
         h = F.embedding(tokens, self._embedding)
@@ -169,19 +178,34 @@ class FlatEngine:
         return None if mask is None else mask.repeat(1, 1, groups, 1)
 
 
-class _Exit(Wrapper):
-    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers."""
+class Exit(Wrapper):
+    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers.
 
-    def __init__(self, engine: FlatEngine, layers: int):
-        super().__init__(engine, f", first {layers} layers")
-        self._whole, self._layers = engine, layers
+    Attributes:
+        first: how many of the layers. May change from draft to draft.
+    """
+
+    def __init__(self, engine: FlatEngine, first: int):
+        super().__init__(engine, f", first {first} layers")
+        self._whole, self.first = engine, first
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
+        whole = self._whole
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            h = self._whole._through(cache, self._whole._embedded(tokens, block), block, range(self._layers))
-            cache.read_ahead(tokens, block, self._layers, h)
-            return self._whole._output(h, keep)
+            h, entering = whole._through(cache, whole._embedded(tokens, block), block, range(self.first))
+            cache.read_ahead(Ahead(tokens, block, self.first, h, _side_by_side(entering, h)))
+            return whole._output(h, keep)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
+        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            return self._whole._output(states, None).logits
+
+
+def _side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
+    """[b, n, H] each -> [b, n, F], of no width for none."""
+    return torch.cat(states, -1) if states else like[..., :0]
 
 
 class Skipping(Wrapper):
@@ -201,7 +225,8 @@ class Skipping(Wrapper):
         whole = self._whole
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             h = whole._embedded(tokens, block)
-            return whole._output(whole._through(cache, h, block, range(self.layers), skipped=self.skipped), keep)
+            h, _ = whole._through(cache, h, block, range(self.layers), self.skipped)
+            return whole._output(h, keep)
 
 
 class _Table:

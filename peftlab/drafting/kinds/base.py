@@ -180,19 +180,33 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class OwnLayers:
+    """Some of the target's own layers as a draft in the target's cache.
+
+    Attributes:
+        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter.
+        chains: the name of a draft that drafts chains alone; "" where trees can be drawn from the engine, too.
+    """
+
+    engine: Engine
+    drafter: Callable[[Engine], Drafter]
+    chains: str = ""
+
+
+@dataclass(frozen=True)
 class Opened:
     """A stored draft, ready to decode with: an engine, an exit, heads, or a network that reads the target's states.
 
     Attributes:
         parameters: how many it has.
-        exit: (the target's engine) -> an engine of some of the target's own layers that drafts in the same cache.
+        own: (the target's engine) -> some of the target's own layers, which draft in the same cache.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
-        features: layers whose entering states ``network`` reads. warnings: what to show the user.
+        features: layers whose entering states ``network`` or ``own`` reads. warnings: what to show the user.
     """
 
     parameters: int
     engine: Engine | None = None
-    exit: Callable[[Engine], Engine] | None = None
+    own: Callable[[Engine], OwnLayers] | None = None
     heads: Heads | None = None
     vocabulary: int | None = None
     network: FeatureNetwork | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,21 +11,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import FlatEngine, Skipping
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
 from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
 from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
 from peftlab.drafting.kinds.early_exit.layerskip import LayerDropout, exit_weights
+from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine, names_own_layers, open_own_layers
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import layer_stack, truncate
+from peftlab.drafting.truncation import layer_stack
 from peftlab.errors import PeftlabError
-
-SWIFT = "swift"
-_REFERENCE = re.compile(r"exit:([1-9]\d{0,3})")
 
 
 @dataclass
@@ -92,44 +87,13 @@ def drafter(draft: ExitDraft, saved: Saved | None) -> Served:
 
 
 def find(reference: str) -> str | None:
-    """Return ``exit:K``, the target's first K layers, or ``swift``, the target without some sublayers; nothing else."""
-    return reference if reference == SWIFT or _REFERENCE.fullmatch(reference) else None
+    """Return the names of drafts that are some of the target's layers as they are: ``exit:K``, ``del``, ``swift``."""
+    return reference if names_own_layers(reference) else None
 
 
 def open(reference: str, opening: Opening) -> Opened:
     """Return some of the target's layers, which share its parameters and its cache."""
-    model = opening.target
-    count = len(layer_stack(model))
-    if reference == SWIFT:
-        if count < 3:
-            raise PeftlabError(f"draft swift: keeps the first and the last layer, and the target has {count} in all")
-        return Opened(model.num_parameters(), exit=skipping_engine)
-    layers = int(reference.removeprefix("exit:"))
-    if layers >= count:
-        raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
-    size = truncate(model, range(layers), share=True).num_parameters()
-    return Opened(size, exit=partial(exit_engine, model, layers, pack=opening.pack))
-
-
-def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bool = True) -> Engine:
-    """Return the first layers of a model as a draft in the cache of the model's own engine, ``target``.
-
-    A flattened step continues from the states of the tokens that its first layers have read. Any other engine reads
-    drafted tokens from the embeddings on.
-    """
-    if isinstance(target, FlatEngine):
-        return target.exit(layers)
-    return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
-
-
-def skipping_engine(target: Engine) -> Skipping:
-    """Return the target without some of its sublayers, as a draft in its cache."""
-    if not isinstance(target, FlatEngine):
-        raise PeftlabError(
-            f"draft swift: leaves out sublayers of the flattened step, and this target's kernel is {target.kind}; "
-            "use --draft exit:K"
-        )
-    return Skipping(target)
+    return open_own_layers(reference, opening.target, pack=opening.pack)
 
 
 def export(place: str, consumer: str) -> Path:
