@@ -164,9 +164,11 @@ def make_drafter(name: str, pair: Pair, width: int | None = None) -> Drafter:
         raise PeftlabError("drafter 'draft': no draft model given")
     if width in (None, 1):
         return ModelDrafter(pair.draft) if pair.own is None else pair.own.drafter(pair.draft)
-    if pair.own is not None and pair.own.chains:
-        raise PeftlabError(f"width {width}: draft {pair.own.chains} drafts a chain")
-    return DrawnTrees(pair.draft, shares_cache=pair.own is not None, width=width)
+    if pair.own is None:
+        return DrawnTrees(pair.draft, width=width)
+    if isinstance(pair.own.trees, str):
+        raise PeftlabError(f"width {width}: draft {pair.own.trees} drafts a chain")
+    return pair.own.trees(pair.draft, width)
 
 
 def drafts_with_heads(draft: str | None) -> bool:

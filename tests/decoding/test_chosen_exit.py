@@ -13,6 +13,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.own_layers.chosen_exit import ChosenExit
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice, tokens_per_layer
+from peftlab.decoding.drafters.own_layers.parts import Exit
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.sampling import Sampling
@@ -36,7 +37,7 @@ def target():
 
 
 def drafter_of(target, **options):
-    exit_ = target.exit(1)
+    exit_ = Exit(target, 1)
     return ChosenExit(exit_, exit=exit_, choice=ExitChoice(EXITS, LAYERS, **({"head": 1.0} | options)))
 
 
@@ -85,7 +86,7 @@ def test_the_output_is_the_targets_own(target):
             chosen.add((self.exit.first, proposal.tokens.shape[1]))
             return proposal
 
-    exit_ = target.exit(1)
+    exit_ = Exit(target, 1)
     drafter = Watched(exit_, exit=exit_, choice=ExitChoice(EXITS, LAYERS, 0.0, memory=6))
     assert [output.tokens for output in run(target, drafter)] == want
     assert len({first for first, _ in chosen}) > 1 and len({length for _, length in chosen}) > 1, chosen
@@ -99,7 +100,7 @@ def test_shadow_tokens_are_what_each_exit_would_have_drafted(target):
         tokens = torch.tensor([[*prompt, *output.tokens]])
         n = tokens.shape[1] - 1
         for i, layers in enumerate(EXITS):
-            logits = target.exit(layers).forward(KVCache(LAYERS, 1, n), tokens[:, :-1], Block((0,), n)).logits
+            logits = Exit(target, layers).forward(KVCache(LAYERS, 1, n), tokens[:, :-1], Block((0,), n)).logits
             right[i] += (logits.argmax(-1) == tokens[:, 1:])[0, len(prompt) - 1 :].sum()
         count += len(output.tokens)
     assert drafter.choice.alphas == pytest.approx(((right + 1) / (count + 1)).tolist(), abs=1e-5)

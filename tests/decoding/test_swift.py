@@ -11,11 +11,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.own_layers.parts import Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch, upper_bound
 from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.flat import Skipping
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import flat
 from peftlab.drafting.load import load_pair, make_drafter

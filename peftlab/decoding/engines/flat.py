@@ -7,7 +7,8 @@ once (``products.py``). What a model computes is read by ``structure.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.base import Encoder, Output, Wrapper
+from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Ahead, Block, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
@@ -76,39 +77,34 @@ class FlatEngine:
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
-        # Checking packed weights for overrides of torch's functions would take longer than a small product.
-        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        with flat_operations():
             ahead = cache.take_ahead(tokens, block)
             if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
-                h, entering = self._through(cache, self._embedded(tokens, block), block, range(self.layers))
+                h, entering = self.through(cache, self.embedded(tokens, block), block, range(self.layers))
             else:
                 h, entering = self._continued(cache, tokens, block, ahead)
             if self.layers in self._features:
                 entering.append(self._norm(h))
-            output = self._output(h, keep)
+            output = self.output(h, keep)
             return replace(output, features=torch.cat(entering, -1) if entering else None)
 
-    def exit(self, layers: int) -> Exit:
-        """Return the first ``layers`` layers with the final norm and the LM head, as a draft in this engine's cache."""
-        return Exit(self, layers)
-
     def _continued(self, cache: KVCache, tokens: Tensor, block: Block, ahead: Ahead) -> tuple[Tensor, list[Tensor]]:
-        """As ``_through`` from the embeddings on, where the first layers have read the first tokens."""
+        """As ``through`` from the embeddings on, where the first layers have read the first tokens."""
         states, features = ahead.states, ahead.features
         rest = block.after(states.shape[1])
         if rest is not None:
-            h = self._embedded(tokens[:, -rest.n :], rest)
-            h, entering = self._through(cache, h, rest, range(ahead.layers))
+            h = self.embedded(tokens[:, -rest.n :], rest)
+            h, entering = self.through(cache, h, rest, range(ahead.layers))
             states = torch.cat((states, h), 1)
-            features = torch.cat((features, _side_by_side(entering, h)), 1)
-        h, entering = self._through(cache, states, block, range(ahead.layers, self.layers))
+            features = torch.cat((features, side_by_side(entering, h)), 1)
+        h, entering = self.through(cache, states, block, range(ahead.layers, self.layers))
         return h, [features, *entering] if features.shape[-1] else entering
 
     def _width(self, layers: int) -> int:
         """F of the states that enter the first ``layers`` layers and are to be reported."""
         return self._embedding.shape[1] * sum(layer < layers for layer in self._features)
 
-    def _through(
+    def through(
         self,
         cache: KVCache,
         h: Tensor,
@@ -145,14 +141,16 @@ class FlatEngine:
             h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
         return h, entering
 
-    def _output(self, h: Tensor, keep: list[int] | None) -> Output:
+    def output(self, h: Tensor, keep: list[int] | None = None) -> Output:
+        """Return what the final norm and the LM head give for states [..., H] of layers."""
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
         return Output(logits if self._cap is None else _capped(logits, self._cap), h)
 
-    def _embedded(self, tokens: Tensor, block: Block) -> Tensor:
+    def embedded(self, tokens: Tensor, block: Block) -> Tensor:
+        """Return the states that enter the first layer, [b, n, H]."""
         h = F.embedding(tokens, self._embedding)
         if self._embedding_scale is not None:
             h = h * self._embedding_scale
@@ -178,55 +176,17 @@ class FlatEngine:
         return None if mask is None else mask.repeat(1, 1, groups, 1)
 
 
-class Exit(Wrapper):
-    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers.
-
-    Attributes:
-        first: how many of the layers. May change from draft to draft.
-    """
-
-    def __init__(self, engine: FlatEngine, first: int):
-        super().__init__(engine, f", first {first} layers")
-        self._whole, self.first = engine, first
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        whole = self._whole
-        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            h, entering = whole._through(cache, whole._embedded(tokens, block), block, range(self.first))
-            cache.read_ahead(Ahead(tokens, block, self.first, h, _side_by_side(entering, h)))
-            return whole._output(h, keep)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
-        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            return self._whole._output(states, None).logits
+@contextmanager
+def flat_operations() -> Iterator[None]:
+    """Within the block a flat engine's parts may be called."""
+    # Checking packed weights for overrides of torch's functions would take longer than a small product.
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        yield
 
 
-def _side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
-    """[b, n, H] each -> [b, n, F], of no width for none."""
+def side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
+    """Return states [b, n, H] one after the other, [b, n, F]; of no width for none."""
     return torch.cat(states, -1) if states else like[..., :0]
-
-
-class Skipping(Wrapper):
-    """A flat engine without some of its sublayers, as a draft in its cache.
-
-    Attributes:
-        skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
-    """
-
-    def __init__(self, engine: FlatEngine):
-        super().__init__(engine, ", some sublayers left out")
-        self._whole = engine
-        self.skipped: Collection[int] = ()
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        whole = self._whole
-        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            h = whole._embedded(tokens, block)
-            h, _ = whole._through(cache, h, block, range(self.layers), self.skipped)
-            return whole._output(h, keep)
 
 
 class _Table:

@@ -184,13 +184,13 @@ class OwnLayers:
     """Some of the target's own layers as a draft in the target's cache.
 
     Attributes:
-        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter.
-        chains: the name of a draft that drafts chains alone; "" where trees can be drawn from the engine, too.
+        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
+        trees: (the same, width) -> a new drafter of trees; the name of a draft that has none.
     """
 
     engine: Engine
     drafter: Callable[[Engine], Drafter]
-    chains: str = ""
+    trees: Callable[[Engine, int], Drafter] | str
 
 
 @dataclass(frozen=True)

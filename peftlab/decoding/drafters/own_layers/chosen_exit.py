@@ -10,7 +10,7 @@ from torch import Tensor
 from peftlab.decoding.drafters.base import Proposal, Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
-from peftlab.decoding.engines.flat import Exit
+from peftlab.decoding.drafters.own_layers.parts import Exit
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ import torch
 
 from peftlab.decoding.drafters.base import Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.drafters.own_layers.parts import Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
-from peftlab.decoding.engines.flat import Skipping
 
 _WINDOW = 32  # tokens on which a set is tried
 

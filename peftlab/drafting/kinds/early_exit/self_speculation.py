@@ -7,14 +7,16 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.chosen_exit import ChosenExit
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
+from peftlab.decoding.drafters.own_layers.parts import Exit, Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
 from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import FlatEngine, Skipping
+from peftlab.decoding.engines.flat import FlatEngine
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, OwnLayers
 from peftlab.drafting.truncation import layer_stack, truncate
@@ -65,7 +67,7 @@ def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bo
     drafted tokens from the embeddings on.
     """
     if isinstance(target, FlatEngine):
-        return target.exit(layers)
+        return Exit(target, layers)
     return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
 
 
@@ -84,17 +86,21 @@ def flat(draft: str, target: Engine) -> FlatEngine:
 
 def _exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> OwnLayers:
     engine = exit_engine(model, layers, target, pack=pack)
-    return OwnLayers(engine, partial(ModelDrafter, shares_cache=True))
+
+    def trees(engine: Engine, width: int) -> DrawnTrees:
+        return DrawnTrees(engine, shares_cache=True, width=width)
+
+    return OwnLayers(engine, partial(ModelDrafter, shares_cache=True), trees)
 
 
 def _swift(search: SkipSearch, target: Engine) -> OwnLayers:
     skipping = Skipping(flat("swift", target))
-    return OwnLayers(skipping, partial(Swift, layers=skipping, search=search), chains="swift")
+    return OwnLayers(skipping, partial(Swift, layers=skipping, search=search), "swift")
 
 
 def _del(choice: ExitChoice, target: Engine) -> OwnLayers:
-    exit_ = flat("del", target).exit(choice.exits[0])
-    return OwnLayers(exit_, partial(ChosenExit, exit=exit_, choice=choice), chains="del")
+    exit_ = Exit(flat("del", target), choice.exits[0])
+    return OwnLayers(exit_, partial(ChosenExit, exit=exit_, choice=choice), "del")
 
 
 def _head_cost(model: PreTrainedModel) -> float:
