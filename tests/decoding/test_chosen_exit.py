@@ -118,7 +118,7 @@ def test_sampled_shadows_overlap_with_the_target(target):
 
 def test_the_commands_choose_exits(stories, tmp_path):
     (tmp_path / "p.txt").write_text("Once upon a time\nTom and Lily\n")
-    settings = ["--prompts", tmp_path / "p.txt", "--max-new-tokens", 24, "--repeats", 1, "--drafter", "lookup"]
+    settings = ["--prompts", tmp_path / "p.txt", "--max-new-tokens", 12, "--repeats", 1, "--drafter", "lookup"]
     done = invoke(
         "draft", "bench", "--target", stories, "--draft", "del", *settings, "--json", tmp_path / "o.json", "--no-pack"
     )

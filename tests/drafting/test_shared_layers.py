@@ -79,12 +79,12 @@ def test_it_drafts_what_the_whole_draft_drafts(pair: Pair, draft: Any, options: 
     drafter = make_drafter("draft", pair)
     assert isinstance(drafter, AdaptedExitDrafter)
     whole = ModelDrafter(build_engine(draft, pack=False))
-    found, want = (decode(pair.target, PROMPTS, StoppingCriteria(24), d, **options) for d in (drafter, whole))
+    found, want = (decode(pair.target, PROMPTS, StoppingCriteria(16), d, **options) for d in (drafter, whole))
     assert [(output.tokens, output.steps) for output in found] == [(output.tokens, output.steps) for output in want]
     assert any(0 < step.accepted < step.drafted for output in found for step in output.steps)
     if "sampling" not in options:
-        plain = decode(pair.target, PROMPTS, StoppingCriteria(24))
-        copied = decode(pair.target, PROMPTS, StoppingCriteria(24), with_copies(drafter), **options)
+        plain = decode(pair.target, PROMPTS, StoppingCriteria(16))
+        copied = decode(pair.target, PROMPTS, StoppingCriteria(16), with_copies(drafter), **options)
         assert [o.tokens for o in plain] == [o.tokens for o in found] == [o.tokens for o in copied]
 
 
@@ -100,7 +100,7 @@ def test_the_target_reads_every_token_once(pair: Pair) -> None:
         return call
 
     target._layers[:] = [replace(layer, qkv=counting(i, layer.qkv)) for i, layer in enumerate(target._layers)]
-    decode(target, PROMPTS[:1], StoppingCriteria(24), make_drafter("draft", pair), policy=partial(Fixed, 4))
+    decode(target, PROMPTS[:1], StoppingCriteria(16), make_drafter("draft", pair), policy=partial(Fixed, 4))
     assert len(read) == 5 and len(set(read.values())) == 1
 
 
