@@ -14,7 +14,9 @@ from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option("--target", help="The model whose output is wanted.")]
-DraftName = Annotated[str | None, typer.Option("--draft", help="A draft model, heads, a draft run, or exit:K.")]
+DraftName = Annotated[
+    str | None, typer.Option("--draft", help="A draft model, heads, a draft run, exit:K, del or swift.")
+]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Length of the longest output.")]
 Gamma = Annotated[int, typer.Option("--gamma", help="Tokens drafted per target step.")]
 Width = Annotated[

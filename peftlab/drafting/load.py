@@ -21,7 +21,7 @@ from peftlab.decoding.table import MODEL_FREE, model_free
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import Opened, Opening
+from peftlab.drafting.kinds.base import Opened, Opening, OwnLayers
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
@@ -38,6 +38,7 @@ class Pair:
 
     Attributes:
         weights: what a step of the target reads.
+        own: the draft, where it is some of the target's own layers.
         corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
@@ -47,6 +48,7 @@ class Pair:
     eos: frozenset[int]
     weights: TargetWeights
     draft: Engine | None = None
+    own: OwnLayers | None = None
     heads: Heads | None = None
     network: FeatureNetwork | None = None
     corpus: SuffixAutomaton | None = None
@@ -60,7 +62,8 @@ def find_draft(reference: str) -> tuple[DraftKind, str]:
 
     Args:
         reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
-            heads; or ``exit:K``, the target's first K layers.
+            heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
+            without some sublayers.
     """
     for kind in reversed([*DRAFTS.values()]):  # the first row takes any reference
         place = resolve(kind.find)(reference)
@@ -105,6 +108,9 @@ def load_pair(
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
+        if opened.own is not None:
+            pair.own = opened.own(engine)
+            pair.draft = pair.own.engine
         pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
         if opened.engine is not None:
             pair.warnings += _size_warning(size, opened.parameters)
@@ -159,7 +165,13 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
-    return ModelDrafter(pair.draft) if grow is None else DrawnTrees(pair.draft, grow=grow)
+    if grow is None:
+        return ModelDrafter(pair.draft) if pair.own is None else pair.own.drafter(pair.draft)
+    if pair.own is None:
+        return DrawnTrees(pair.draft, grow=grow)
+    if isinstance(pair.own.trees, str):
+        raise PeftlabError(f"draft {pair.own.trees} drafts chains, no trees")
+    return pair.own.trees(pair.draft, grow)
 
 
 def drafts_with_heads(draft: str | None) -> bool:

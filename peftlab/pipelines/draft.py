@@ -18,7 +18,7 @@ from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
 from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.kinds.base import Draft, DraftJob, Saved
+from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Saved, ScheduledLoss
 from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.text.continuations import Collate
@@ -179,6 +179,7 @@ def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draf
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
     score_split = resolve(kind.score)
+    loss: Loss = resolve(kind.loss)(job, draft)
 
     def score(model: torch.nn.Module) -> Scores:
         bare, size = getattr(model, "module", model), recipe.train.eval_batch_size
@@ -192,7 +193,8 @@ def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draf
         model=draft.model,
         train=sets.train,
         collate=Collate(),
-        loss=resolve(kind.loss)(job, draft),
+        loss=loss,
+        at_step=loss.at_step if isinstance(loss, ScheduledLoss) else None,
         denominator=lambda batch: sum(kept[i] for i in batch),
         score=score,
         deciding="acceptance",

@@ -83,7 +83,8 @@ def train(
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
-            loss, norm = trainer.step(batch, factor)
+            work = "" if spec.at_step is None else spec.at_step(progress.step, order.total)
+            loss, norm = trainer.step(batch, factor, work)
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             log.step(progress.step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
@@ -160,8 +161,11 @@ class _Trainer:
         self.progress.scoring_flops += counter.flops
         return found
 
-    def step(self, batch: GlobalBatch, factor: float) -> tuple[Tensor, Tensor]:
-        """Take one optimiser step at ``factor`` times the peak rates; return the mean loss and the gradient's norm."""
+    def step(self, batch: GlobalBatch, factor: float, work: str) -> tuple[Tensor, Tensor]:
+        """Take one optimiser step at ``factor`` times the peak rates; return the mean loss and the gradient's norm.
+
+        ``work``: what ``spec.at_step`` returned.
+        """
         accelerator, progress = self.accelerator, self.progress
         denominator = self.spec.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
@@ -173,7 +177,7 @@ class _Trainer:
         for weight, inputs in batch.parts:
             *rows_of, longest = inputs["input_ids"].shape  # [rows, longest]; rows of choices: [rows, choices, longest]
             rows = math.prod(rows_of)
-            kind = _kind(inputs, resting)
+            kind = _kind(inputs, resting) + work
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
             with (

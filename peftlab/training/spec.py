@@ -27,6 +27,8 @@ class TrainingSpec:
         score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
         deciding: the metric on the first split by which the best checkpoint is chosen. higher_is_better: how.
         lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        at_step: called before each step with its number, from 0, and the number of all; returns what the loss does in
+            it where that changes its cost, else "". None: the loss is the same in all.
         row_tokens: tokens up to which ``collate`` puts neighbouring examples into one row; 0: each has its own.
         confidence: model and indices of ``train`` to how confident the model's answer to each is; the least confident
             are chosen (``train.sample``). Called in eval mode, in every process. None: nothing says so.
@@ -43,6 +45,7 @@ class TrainingSpec:
     higher_is_better: bool = True
     row_tokens: int = 0
     confidence: Callable[[nn.Module, list[int]], Sequence[float]] | None = None
+    at_step: Callable[[int, int], str] | None = None
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

@@ -24,6 +24,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.drawing import rsd_c, rsd_s
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
+from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle
@@ -33,9 +34,7 @@ FEATURES = usual_features(5)  # of both models here
 DRAFTERS = {
     "itself": lambda m, way: ModelDrafter(build_engine(m, **way)),
     "first layers": lambda m, way: ModelDrafter(build_engine(truncate(m, range(4)), **way)),
-    "early exit": lambda m, way: ModelDrafter(
-        build_engine(truncate(m, range(4), share=True), **way), shares_cache=True
-    ),
+    "early exit": lambda m, way: ModelDrafter(exit_engine(m, 4, build_engine(m, **way)), shares_cache=True),
     "rsd_s": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_s(3)),
     "suffix+rsd_c": lambda m, way: fused(DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_c(3))),
     "lookup": lambda m, way: PromptLookup(),

@@ -13,7 +13,7 @@ from draft_models import requests, tiny
 from torch import nn
 
 from peftlab.drafting.acceptance import measure
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
 from peftlab.drafting.kinds.early_exit.exits import find_exit
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import Collate, make_dataset
@@ -73,12 +73,14 @@ def test_an_exit_is_the_model_cut_there(name: str) -> None:
     assert found.final == NORMED[name][2]
     expected = measure(model, truncate(model, [0, 1]), rows).rates()
     inject(model, make_config("lora", r=2, target_modules="all-linear"))
-    early, whole = measure_exit(model.train(), found, rows)  # with dropout on in GPT-2, were it not read in eval mode
+    early, whole = measure_exits(
+        model.train(), [found], rows
+    )  # with dropout on in GPT-2, were it not read in eval mode
     assert early.rates() == pytest.approx(expected, abs=1e-5)
     assert whole.rates()["acceptance"] == pytest.approx(1, abs=1e-6)
     assert model.training
     batch = Collate(pad=2)([rows[i] for i in range(len(rows))])
-    EarlyExitLoss(Objective("kl"), found)(model, batch).backward()
+    EarlyExitLoss(Objective("kl"), [found], [1.0, 1.0])(model, batch).backward()
     assert any(p.grad is not None and p.grad.any() for p in trainable_parameters(model).values())
 
 

@@ -14,7 +14,7 @@ from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import check_head
 from peftlab.drafting.hidden_states import forward_hidden, head_weight
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
 from peftlab.drafting.kinds.early_exit.exits import find_exit
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
@@ -242,9 +242,9 @@ def test_early_exit_is_the_truncated_model() -> None:
         expected_rates = measure(model, cut, rows).rates()
     inject(model, make_config("lora", r=2, target_modules="all-linear"))
     found = find_exit(model, 2)
-    loss = EarlyExitLoss(Objective("kl"), found)(model, batch)
-    torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=1e-3)
-    early, whole = measure_exit(model, found, rows)
+    loss = EarlyExitLoss(Objective("kl"), [found], [1.0, 1.0])(model, batch)
+    torch.testing.assert_close(loss.detach(), expected / 2, rtol=1e-4, atol=1e-3)
+    early, whole = measure_exits(model, [found], rows)
     assert early.rates() == pytest.approx(expected_rates, abs=1e-6)
     assert whole.rates()["acceptance"] == 1.0
     loss.backward()

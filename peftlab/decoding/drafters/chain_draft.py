@@ -19,6 +19,7 @@ def draft_chain(
     following: Callable[[Tensor, Output, int], Output],
     sampling: Sampling,
     known: tuple[Tensor, int] | None = None,
+    least: float = 0.0,
 ) -> Proposal:
     """Return a chain for each row, drawn from the draft's distribution or, greedily, its largest logits.
 
@@ -28,11 +29,13 @@ def draft_chain(
         first: the draft's output, of which the last place gives the first token: logits [b, n, V], states [b, n, H].
         following: (tokens [b], the output they were drawn from, how many were drawn before) -> the next output.
         sampling: as the target's.
+        least: a row drafts no further after a token before which no probability was as large.
         known: of a draft with logits of some tokens only, these tokens [V_d] and V; None: logits are of all.
     """
     # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
     random, greedy = RowRandomSource(forked(row.generator for row in rows)), sampling.greedy
-    watched = any(row.policy.needs_confidence for row in rows)  # only then is a greedy q worth its softmax
+    # Only then is a greedy q worth its softmax.
+    watched = least > 0 or any(row.policy.needs_confidence for row in rows)
     tokens, probs, logits = [], [], []
     output = first
     for i in range(max(budgets)):
@@ -44,9 +47,11 @@ def draft_chain(
         logits.append(step)
         probs.append(q)
         if watched:
-            confidence = q.gather(-1, place[:, None])[:, 0].tolist()
+            confidence, largest = q.gather(-1, place[:, None])[:, 0].tolist(), q.amax(-1).tolist()
             for j, row in enumerate(rows):
-                if i < budgets[j] and not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
+                if i >= budgets[j]:
+                    continue
+                if largest[j] < least or not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
                     budgets[j] = i + 1
         if i + 1 >= max(budgets):
             break

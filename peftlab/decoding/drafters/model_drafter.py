@@ -26,11 +26,13 @@ class ModelDrafter(Drafter):
         name: for reports.
         shares_cache: the draft is the target's first layers (``truncate(target, range(k), share=True)``): what
             the target has cached for them is the draft's cache, and nothing is read twice.
+        least: a draft ends after a token before which no probability was as large; 0: at its policy's length.
     """
 
     engine: Engine
     name: str = "draft"
     shares_cache: bool = False
+    least: float = 0.0
     gives = frozenset({DRAWN, HEAD, TIMES})
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
@@ -78,7 +80,7 @@ class ModelDrafter(Drafter):
             block = self._cache.block(slots, [length + drawn for length in lengths], 1)
             return self.engine.forward(self._cache, x[:, None], block)
 
-        draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling)
+        draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling, least=self.least)
         # Each row has drafted its budget by now, and the last of these tokens was not read.
         for row, length, budget, drafted in zip(rows, lengths, budgets, draft.tokens.tolist(), strict=True):
             self._read[row.index], self._ahead[row.index] = length, drafted[: max(0, budget - 1)]

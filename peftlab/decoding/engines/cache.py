@@ -7,8 +7,9 @@ derived from token ids, so a padding token that equals the end-of-sequence token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,27 @@ class Context:
         return Context(self.states[kept], self.mask[kept], [(k[kept], v[kept]) for k, v in self.layers])
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that a model's first layers have read before the others.
+
+    Attributes:
+        tokens: [b, n]. block: their places. layers: how many layers have read them. states: [b, n, H], after these.
+        features: [b, n, F], states that entered some of these layers, one after the other; F may be 0.
+    """
+
+    tokens: Tensor
+    block: Block
+    layers: int
+    states: Tensor
+    features: Tensor
+
+    def first(self, m: int) -> Ahead:
+        """Return what is recorded of the first m tokens of each row."""
+        block = replace(self.block, n=m)
+        return Ahead(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
+
+
 class KVCache:
     """Keys and values of every layer, [B, 2 H_kv, capacity, D], the keys' heads first; allocated at its first write.
 
@@ -49,6 +71,7 @@ class KVCache:
     def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
         self.batch, self.capacity, self.context = batch, capacity, context
         self.states: list[Tensor | None] = [None] * layers
+        self._ahead: Ahead | None = None
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
@@ -69,6 +92,30 @@ class KVCache:
             seen = stored[:, :, : block.end] if block.rows is None else stored[rows, :, : block.end]
         keys, values = seen.chunk(2, 1)
         return keys, values
+
+    def read_ahead(self, new: Ahead) -> None:
+        """Record what the first layers of a model have read.
+
+        A block that continues the recorded one is added to it, another one takes its place; trees are not recorded.
+        """
+        old = self._ahead
+        if old is not None and old.layers == new.layers and old.block.after(old.block.n, new.block.n) == new.block:
+            pairs = ((old.tokens, new.tokens), (old.states, new.states), (old.features, new.features))
+            tokens, states, features = (torch.cat(pair, 1) for pair in pairs)
+            new = Ahead(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
+        self._ahead = None if new.block.tree is not None else new
+
+    def take_ahead(self, tokens: Tensor, block: Block) -> Ahead | None:
+        """Return what is recorded of the first m tokens of a block [b, n], and forget it; None for m = 0.
+
+        m is the number of tokens that are as recorded in every row.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or (block.starts, block.rows, block.tree) != (ahead.block.starts, ahead.block.rows, None):
+            return None
+        n = min(block.n, ahead.block.n)
+        m = int((tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0).sum())
+        return ahead.first(m) if m else None
 
     def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
         """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
@@ -96,6 +143,17 @@ class KVCache:
                 kept = stored[row, :, [start + node for node in nodes]]
                 stored[row, :, start : start + len(nodes)] = kept
 
+    @contextmanager
+    def restored(self, row: int, start: int, n: int) -> Iterator[None]:
+        """Within the block anything may be written to n slots of a row; afterwards they are as before."""
+        kept = [None if stored is None else stored[row, :, start : start + n].clone() for stored in self.states]
+        try:
+            yield
+        finally:
+            for stored, old in zip(self.states, kept, strict=True):
+                if stored is not None and old is not None:
+                    stored[row, :, start : start + n] = old
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.batch = len(rows)
@@ -118,6 +176,11 @@ class Block:
     n: int
     rows: tuple[int, ...] | None = None
     tree: TreeShape | None = None
+
+    def after(self, m: int, n: int | None = None) -> Block | None:
+        """Return the block of this chain's tokens from the m-th on, or of ``n`` tokens from there; None for none."""
+        n = self.n - m if n is None else n
+        return None if n == 0 else replace(self, starts=tuple(start + m for start in self.starts), n=n)
 
     @property
     def end(self) -> int:

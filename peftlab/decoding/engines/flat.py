@@ -7,8 +7,9 @@ once (``products.py``). What a model computes is read by ``structure.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Encoder, Output
-from peftlab.decoding.engines.cache import Block, KVCache, additive
+from peftlab.decoding.engines.cache import Ahead, Block, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
 
@@ -75,39 +76,81 @@ class FlatEngine:
         self.kind = ", ".join(["flat", *self.packed])
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        # Checking packed weights for overrides of torch's functions would take longer than a small product.
-        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-            return self._forward(cache, tokens, block, keep)
+        """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
+        with flat_operations():
+            ahead = cache.take_ahead(tokens, block)
+            if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
+                h, entering = self.through(cache, self.embedded(tokens, block), block, range(self.layers))
+            else:
+                h, entering = self._continued(cache, tokens, block, ahead)
+            if self.layers in self._features:
+                entering.append(self._norm(h))
+            output = self.output(h, keep)
+            return replace(output, features=torch.cat(entering, -1) if entering else None)
 
-    def _forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None) -> Output:
-        b, n = tokens.shape
+    def _continued(self, cache: KVCache, tokens: Tensor, block: Block, ahead: Ahead) -> tuple[Tensor, list[Tensor]]:
+        """As ``through`` from the embeddings on, where the first layers have read the first tokens."""
+        states, features = ahead.states, ahead.features
+        rest = block.after(states.shape[1])
+        if rest is not None:
+            h = self.embedded(tokens[:, -rest.n :], rest)
+            h, entering = self.through(cache, h, rest, range(ahead.layers))
+            states = torch.cat((states, h), 1)
+            features = torch.cat((features, side_by_side(entering, h)), 1)
+        h, entering = self.through(cache, states, block, range(ahead.layers, self.layers))
+        return h, [features, *entering] if features.shape[-1] else entering
+
+    def _width(self, layers: int) -> int:
+        """F of the states that enter the first ``layers`` layers and are to be reported."""
+        return self._embedding.shape[1] * sum(layer < layers for layer in self._features)
+
+    def through(
+        self,
+        cache: KVCache,
+        h: Tensor,
+        block: Block,
+        layers: range,
+        skipped: Collection[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run some layers on the states [b, n, H] that enter them.
+
+        Args:
+            skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP.
+
+        Returns:
+            The states after them, and those that entered the ones among them that ``features`` names.
+        """
+        b, n, _ = h.shape
         heads, kv, dim = self._heads, self._kv_heads, self._dim
-        h = self._embedded(tokens, block)
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
-        masks = {w: self._mask(block, w) for w in {layer.window for layer in self._layers}}
+        masks = {w: self._mask(block, w) for w in {self._layers[i].window for i in layers}}
         entering: list[Tensor] = []
-        for i, layer in enumerate(self._layers):
+        for i in layers:
+            layer = self._layers[i]
             if i in self._features:
                 entering.append(h)
-            x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
-            if layer.norm_heads is not None:
-                layer.norm_heads(x)
-            if layer.angles is not None:
-                rotate(x[:, :, : heads + kv], *rotations[layer.angles])
-            keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
-            after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
-            h = layer.down(layer.up(h if self._parallel else after), after)
-        if len(self._layers) in self._features:
-            entering.append(self._norm(h))
+            after = h
+            if 2 * i not in skipped:
+                x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
+                if layer.norm_heads is not None:
+                    layer.norm_heads(x)
+                if layer.angles is not None:
+                    rotate(x[:, :, : heads + kv], *rotations[layer.angles])
+                keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
+                after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
+            h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
+        return h, entering
+
+    def output(self, h: Tensor, keep: list[int] | None = None) -> Output:
+        """Return what the final norm and the LM head give for states [..., H] of layers."""
         if keep is not None:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        features = torch.cat(entering, -1) if entering else None
-        return Output(logits if self._cap is None else _capped(logits, self._cap), h, features)
+        return Output(logits if self._cap is None else _capped(logits, self._cap), h)
 
-    def _embedded(self, tokens: Tensor, block: Block) -> Tensor:
+    def embedded(self, tokens: Tensor, block: Block) -> Tensor:
+        """Return the states that enter the first layer, [b, n, H]."""
         h = F.embedding(tokens, self._embedding)
         if self._embedding_scale is not None:
             h = h * self._embedding_scale
@@ -131,6 +174,19 @@ class FlatEngine:
         mask = additive(block.visible(window, self.device), self._embedding.dtype)
         groups = self._heads // self._kv_heads
         return None if mask is None else mask.repeat(1, 1, groups, 1)
+
+
+@contextmanager
+def flat_operations() -> Iterator[None]:
+    """Within the block a flat engine's parts may be called."""
+    # Checking packed weights for overrides of torch's functions would take longer than a small product.
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
+    """Return states [b, n, H] one after the other, [b, n, F]; of no width for none."""
+    return torch.cat(states, -1) if states else like[..., :0]
 
 
 class _Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.methods.config import MethodConfig
 from peftlab.models.pretrained import language_model_class, load_config
@@ -25,6 +26,15 @@ ConfigT = TypeVar("ConfigT", bound=DraftConfig)
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """(the model in training, a batch) -> the sum of the loss over tokens."""
+
+
+@runtime_checkable
+class ScheduledLoss(Protocol):
+    """A loss that changes from step to step."""
+
+    def at_step(self, step: int, steps: int) -> str:
+        """Prepare for a step; see ``training.spec.TrainingSpec.at_step``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -171,17 +181,33 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class OwnLayers:
+    """Some of the target's own layers as a draft in the target's cache.
+
+    Attributes:
+        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
+        trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none.
+    """
+
+    engine: Engine
+    drafter: Callable[[Engine], Drafter]
+    trees: Callable[[Engine, GrowTree], Drafter] | str
+
+
+@dataclass(frozen=True)
 class Opened:
-    """A stored draft, ready to decode with: an engine, heads, or a network that reads the target's states.
+    """A stored draft, ready to decode with: an engine, an exit, heads, or a network that reads the target's states.
 
     Attributes:
         parameters: how many it has.
+        own: (the target's engine) -> some of the target's own layers, which draft in the same cache.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
-        features: layers whose entering states ``network`` reads. warnings: what to show the user.
+        features: layers whose entering states ``network`` or ``own`` reads. warnings: what to show the user.
     """
 
     parameters: int
     engine: Engine | None = None
+    own: Callable[[Engine], OwnLayers] | None = None
     heads: Heads | None = None
     vocabulary: int | None = None
     network: FeatureNetwork | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,66 +15,85 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exit
+from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
 from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
+from peftlab.drafting.kinds.early_exit.layerskip import LayerDropout, exit_weights
+from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine, names_own_layers, open_own_layers
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.truncation import layer_stack
 from peftlab.errors import PeftlabError
-
-_REFERENCE = re.compile(r"exit:([1-9]\d{0,3})")
 
 
 @dataclass
 class ExitDraft(Draft):
-    """A target that trains an exit of its own."""
+    """A target that trains exits of its own.
 
-    exit: Exit
+    Attributes:
+        exits: the first one drafts. dropout: of the layers while it trains; None for none.
+    """
+
+    exits: list[Exit]
+    dropout: LayerDropout | None = None
 
 
 def check(job: DraftJob[EarlyExitDraft], target: PretrainedConfig) -> None:
     """Refuse an exit after the last layer, or beyond it."""
     count = target.get_text_config(decoder=True).num_hidden_layers
-    if job.config.exits[0] >= count:
-        raise PeftlabError(f"draft.exits: {job.config.exits[0]} is past the last exit; the target has {count} layers")
+    if job.config.exits[-1] >= count:
+        raise PeftlabError(f"draft.exits: {job.config.exits[-1]} is past the last exit; the target has {count} layers")
 
 
 def load(job: DraftJob[EarlyExitDraft], target: PreTrainedModel) -> ExitDraft:
-    """Return the target with its exit, which is compared with the target cut to those layers."""
-    exit_ = find_exit(target, job.config.exits[0])
-    return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exit_)
+    """Return the target with its exits, each compared with the target cut to its layers."""
+    exits = [find_exit(target, layers) for layers in job.config.exits]
+    return ExitDraft(target, target, target, job.target, end_ids(target, job.tokenizer), exits)
 
 
 def loss(job: DraftJob[EarlyExitDraft], draft: ExitDraft) -> Loss:
-    """Return LayerSkip's loss on the exit."""
-    return EarlyExitLoss(make_objective(job.objective), draft.exit)
+    """Return LayerSkip's loss on the exits."""
+    config = job.config
+    if config.dropout:
+        draft.dropout = LayerDropout(draft.adapted, config.dropout)
+    return EarlyExitLoss(
+        make_objective(job.objective),
+        draft.exits,
+        exit_weights(config.exits, len(layer_stack(draft.adapted)), config.scale),
+        config.curriculum,
+        config.every,
+        draft.dropout,
+        config.dropout_schedule,
+    )
 
 
 def score(draft: ExitDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-    """Return the acceptance of the exit, and how much of the whole model is preserved."""
-    early, whole = measure_exit(model, draft.exit, data, batch_size)
-    return early.rates() | {"preserved": whole.rates()["acceptance"]}
+    """Return the acceptance of the first exit and of each other one, and how much of the whole model is preserved."""
+    first, *later, whole = measure_exits(model, draft.exits, data, batch_size)
+    others = zip(draft.exits[1:], later, strict=True)
+    each = {f"acceptance_exit_{exit_.layers}": found.rates()["acceptance"] for exit_, found in others}
+    return first.rates() | each | {"preserved": whole.rates()["acceptance"]}
 
 
 def save(job: DraftJob[EarlyExitDraft], draft: ExitDraft, directory: Path, train: Dataset) -> None:
-    """Write nothing: the adapter, or the merged model, is target and draft."""
+    """Write nothing: the adapter, or the merged model, is target and draft. No layer is left out from here on."""
+    if draft.dropout is not None:
+        draft.dropout.remove()
 
 
 def drafter(draft: ExitDraft, saved: Saved | None) -> Served:
     """Return the model as trained, drafting with its first layers."""
     model = draft.adapted if saved is None or saved.merged is None else saved.merged
-    cut = truncate(model, range(draft.exit.layers), share=True)
-    return Served(model, partial(ModelDrafter, build_engine(cut)))
+    engine = exit_engine(model, draft.exits[0].layers, build_engine(model))
+    return Served(model, partial(ModelDrafter, engine, shares_cache=True))
 
 
 def find(reference: str) -> str | None:
-    """Return ``exit:K``, the target's first K layers; nothing else names an exit."""
-    return reference if _REFERENCE.fullmatch(reference) else None
+    """Return the names of drafts that are some of the target's layers as they are: ``exit:K``, ``del``, ``swift``."""
+    return reference if names_own_layers(reference) else None
 
 
 def open(reference: str, opening: Opening) -> Opened:
-    """Return the target's first layers as an engine; they share its parameters."""
-    cut = truncate(opening.target, range(int(reference.removeprefix("exit:"))), share=True)
-    return Opened(cut.num_parameters(), engine=build_engine(cut, pack=opening.pack))
+    """Return some of the target's layers, which share its parameters and its cache."""
+    return open_own_layers(reference, opening.target, pack=opening.pack)
 
 
 def export(place: str, consumer: str) -> Path:

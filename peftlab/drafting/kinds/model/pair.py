@@ -16,6 +16,7 @@ from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
+from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import (
     check_dtypes,
@@ -30,6 +31,7 @@ from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, 
 from peftlab.drafting.kinds.model.config import ModelDraft
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
+from peftlab.drafting.kinds.model.shared_layers import opened_beside, shared_layers
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.truncation import truncate
 from peftlab.drafting.vocabulary import response_tokens
@@ -138,8 +140,9 @@ def open(reference: str, opening: Opening) -> Opened:
     model = opening.load(reference, opening.draft_dtype)
     vocabulary = common_vocabulary(target, model, tokenizer)
     size = model.num_parameters()
+    first = 0 if model.config.is_encoder_decoder or structure_of(target) is None else shared_layers(target, model)
     engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)
-    return Opened(size, engine=engine, vocabulary=vocabulary)
+    return opened_beside(Opened(size, engine=engine, vocabulary=vocabulary), first)
 
 
 def export(place: str, consumer: str) -> Path:

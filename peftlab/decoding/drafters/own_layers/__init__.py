@@ -1,0 +1,1 @@
+"""Drafters that are some of the target's own layers."""
