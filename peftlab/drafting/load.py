@@ -56,6 +56,11 @@ class Pair:
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
 
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft."""
+        return any(part is not None for part in (self.heads, self.network, self.draft))
+
 
 def find_draft(reference: str) -> tuple[DraftKind, str]:
     """Return the kind of the draft that a reference names, and the reference of the draft itself.
@@ -149,8 +154,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree that the draft does not make.
     """
-    drafted = any(part is not None for part in (pair.heads, pair.network, pair.draft))
-    check_tree(width, grow is not None, drafted=drafted, heads=drafted and pair.draft is None)
+    check_tree(width, grow is not None, drafted=pair.drafts, heads=pair.drafts and pair.draft is None)
     if name.partition(":")[0] in MODEL_FREE:
         free = model_free(name)
         return resolve(free.row.make)(pair.corpus, free.value)

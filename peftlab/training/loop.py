@@ -83,8 +83,7 @@ def train(
             if settings.early_stopping and progress.stale >= settings.early_stopping:
                 break
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
-            work = "" if spec.at_step is None else spec.at_step(progress.step, order.total)
-            loss, norm = trainer.step(batch, factor, work)
+            loss, norm = trainer.step(batch, factor, order.total)
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
             log.step(progress.step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
@@ -161,12 +160,14 @@ class _Trainer:
         self.progress.scoring_flops += counter.flops
         return found
 
-    def step(self, batch: GlobalBatch, factor: float, work: str) -> tuple[Tensor, Tensor]:
-        """Take one optimiser step at ``factor`` times the peak rates; return the mean loss and the gradient's norm.
+    def step(self, batch: GlobalBatch, factor: float, total: int) -> tuple[Tensor, Tensor]:
+        """Take one optimiser step, of ``total``, at ``factor`` times the peak rates.
 
-        ``work``: what ``spec.at_step`` returned.
+        Returns:
+            the mean loss and the gradient's norm.
         """
         accelerator, progress = self.accelerator, self.progress
+        work = "" if self.spec.at_step is None else self.spec.at_step(progress.step, total)
         denominator = self.spec.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
         norm = torch.zeros(())

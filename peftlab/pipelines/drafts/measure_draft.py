@@ -152,14 +152,15 @@ def benchmark(
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = watched(pair)
-    made = _drafters(pair, [*(("draft", SUFFIX_AND_DRAFT) if draft is not None else ()), *free], options)
+    made = _drafters(pair, free, options)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
     result = bench(watches[0], made, questions, settings, models=watches)
+    first = next(iter(made.items()))
     if pool:
-        result = replace(result, pool=measure_pool(pair.target, *next(iter(made.items())), questions, settings))
+        result = replace(result, pool=measure_pool(pair.target, *first, questions, settings))
     return DraftBenchmark(
         target=target,
         draft=draft,
@@ -172,7 +173,7 @@ def benchmark(
         tree=options.tree,
         verify=options.verify,
         weights=_stored(watches, options),
-        example=_example(pair, *next(iter(made.items())), questions, settings),
+        example=_example(pair, *first, questions, settings),
         result=result,
     )
 
@@ -184,8 +185,9 @@ def _example(
     return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
 
 
-def _drafters(pair: Pair, names: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
-    """Return what makes each drafter; the first one is what the result is about."""
+def _drafters(pair: Pair, free: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
+    """Return what makes each drafter: of the pair's draft if there is one, and of those without a model."""
+    names = [*(("draft", SUFFIX_AND_DRAFT) if pair.drafts else ()), *free]
     return {name: partial(make_drafter, name, pair, options.width, options.grow()) for name in names}
 
 
