@@ -22,7 +22,7 @@ from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
 from peftlab.reporting.facts import threads
-from peftlab.tasks.prompts import encode, read_prompts, spread
+from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ def benchmark(
     settings = _settings(options, batch_size, repeats)
     if pool:
         check_pool(batch_size)
-    listed = read_prompts(prompts)
-    listed = listed if max_prompts is None else spread(listed, max_prompts)
+    asked = _asked(prompts, max_prompts)
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = watched(pair)
@@ -156,7 +155,7 @@ def benchmark(
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
-    questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in listed]
+    questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in asked]
     result = bench(watches[0], made, questions, settings, models=watches)
     first = next(iter(made.items()))
     if pool:
@@ -176,6 +175,11 @@ def benchmark(
         example=_example(pair, *first, questions, settings),
         result=result,
     )
+
+
+def _asked(file: str | Path, most: int | None) -> list[Prompt]:
+    prompts = read_prompts(file)
+    return prompts if most is None else spread(prompts, most)
 
 
 def _example(
