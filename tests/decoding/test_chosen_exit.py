@@ -16,6 +16,7 @@ from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice, tokens_
 from peftlab.decoding.drafters.own_layers.parts import Exit
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.drawing import rsd_c
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import possible_exits
 from peftlab.drafting.load import load_pair, make_drafter
@@ -125,5 +126,5 @@ def test_the_commands_choose_exits(stories, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "o.json").read_text())["drafters"]
     assert found["draft"]["lossless"] is True and found["suffix+draft"]["lossless"] is True
-    with pytest.raises(PeftlabError, match="width 3: draft del drafts a chain"):
-        make_drafter("draft", load_pair(str(stories), "del", pack=False), 3)
+    with pytest.raises(PeftlabError, match="draft del drafts chains, no trees"):
+        make_drafter("draft", load_pair(str(stories), "del", pack=False), grow=rsd_c(2))

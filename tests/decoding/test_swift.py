@@ -16,6 +16,7 @@ from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch, upper_b
 from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.verification.drawing import rsd_c
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import flat
 from peftlab.drafting.load import load_pair, make_drafter
@@ -127,8 +128,8 @@ def test_the_commands_draft_with_it(stories, tmp_path):
     found = json.loads((tmp_path / "o.json").read_text())["drafters"]
     assert found["draft"]["lossless"] is True and found["suffix+draft"]["lossless"] is True
     pair = load_pair(str(stories), "swift", pack=False)
-    with pytest.raises(PeftlabError, match="width 3: draft swift drafts a chain"):
-        make_drafter("draft", pair, 3)
+    with pytest.raises(PeftlabError, match="draft swift drafts chains, no trees"):
+        make_drafter("draft", pair, grow=rsd_c(2))
     with pytest.raises(
         PeftlabError, match="flattened step, and this target's kernel is transformers; use --draft exit:K"
     ):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Proposal, Row, Verified
+from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
 from peftlab.decoding.drafters.own_layers.parts import Exit
@@ -31,6 +32,10 @@ class ChosenExit(ModelDrafter):
     choice: ExitChoice
     name: str = "del"
     shares_cache: bool = field(default=True, init=False)
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return none: its lengths are its own choice."""
+        return []
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         self.exit.first, length = self.choice.best(max(budgets))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from peftlab.decoding.drafters.base import Row, Verified
+from peftlab.decoding.drafters.base import PossibleDraft, Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.parts import Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
@@ -34,6 +35,10 @@ class Swift(ModelDrafter):
 
     def __post_init__(self) -> None:
         self.layers.skipped = self.search.best
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return none: how often a token is accepted changes with the sets."""
+        return []
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         super().accept(rows, verified)
