@@ -149,12 +149,11 @@ def benchmark(
         check_pool(batch_size)
     asked = _asked(prompts, max_prompts)
     pair = options.load(target, draft)
-    settings.eos = pair.eos
     watches = watched(pair)
     made = _drafters(pair, free, options)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
-    settings.policies = lengths.policies
+    settings.eos, settings.policies = pair.eos, lengths.policies
     questions = [Question(p.id, p.category, encode(pair.tokenizer, p)) for p in asked]
     result = bench(watches[0], made, questions, settings, models=watches)
     first = next(iter(made.items()))
