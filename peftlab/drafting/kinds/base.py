@@ -47,7 +47,7 @@ class DraftJob(Generic[ConfigT]):
         method: what is injected and trained; None: the draft's own modules alone train.
         folds: whether the run writes ``merged/``.
         longest: tokens of the longest example.
-        directory: of the run. device: where it trains.
+        directory: of the run. device: where it trains. seed: of training.
         revision, trust_remote_code: of the target.
     """
 
@@ -61,6 +61,7 @@ class DraftJob(Generic[ConfigT]):
     longest: int
     directory: Path
     device: torch.device
+    seed: int
     revision: str | None = None
     trust_remote_code: bool = False
 

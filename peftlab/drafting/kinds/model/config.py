@@ -12,11 +12,20 @@ from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.models.config import PlainDtype
 from peftlab.section import Section
 
+_STARTS = "from: REF, truncate: {layers: [...]} and new: {layers: N, width: H}"
+
 
 class Layers(Section):
     """Some of the target's own layers."""
 
     layers: list[int] = Field(min_length=1, description="Their numbers from 0, rising.")
+
+
+class NewModel(Section):
+    """The sizes of a model with random weights; its other settings are derived from the target's."""
+
+    layers: int = Field(ge=1, description="How many layers.")
+    width: int = Field(ge=1, description="Numbers of a hidden state.")
 
 
 class ModelDraft(DraftConfig):
@@ -33,6 +42,11 @@ class ModelDraft(DraftConfig):
         description="{layers: [...]}: start from these of the target's layers (from 0, rising), with its embeddings, "
         "final norm and LM head.",
     )
+    new: NewModel | None = Field(
+        default=None,
+        description="{layers: N, width: H}: start from random weights in a small model of the target's family, over "
+        "its tokens; with method: full. H is a multiple of the target's head size, or of one that is a multiple of 8.",
+    )
     dtype: PlainDtype = Field(
         default="fp32", description="Of its weights in memory; what trains beside them is in fp32."
     )
@@ -45,24 +59,41 @@ class ModelDraft(DraftConfig):
 
     @model_validator(mode="after")
     def _one_start(self) -> ModelDraft:
-        if (self.from_ is None) == (self.truncate is None):
-            raise ValueError("needs exactly one of from: REF and truncate: {layers: [...]}")
+        if sum(start is not None for start in (self.from_, self.truncate, self.new)) != 1:
+            raise ValueError(f"needs exactly one of {_STARTS}")
         return self
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
+        if self.new is not None and recipe.method is not None and recipe.method.name != "full":
+            reason = "leaves random weights as they are, and a new draft has no others; write method: full"
+            yield "method", f"{recipe.method.name} {reason}"
         if self.vocabulary is not None and recipe.merge is False:
             yield "draft.vocabulary", "is stored beside the merged weights; remove merge: false"
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:
-    """Return what drafts of some of the target's layers cost."""
+    """Return what drafts of some of the target's layers cost, and a new one of an eighth of them at half the width."""
     found = []
     for layers in sorted({max(1, target.layers // 8), max(1, target.layers // 4)}):
         for rows in sorted({target.vocabulary, min(target.vocabulary, REDUCED)}, reverse=True):
-            less = rows < target.vocabulary
-            size = f"{layers} layer{'s' * (layers > 1)}" + (f", {rows}" if less else "")
-            kept = f"truncate: {{layers: {list(range(layers))}}}" + (f", vocabulary: {rows}" if less else "")
-            each = (layers * target.layer + rows * target.hidden) / target.total
-            found.append(DraftCost("model", size, f"kind: model, {kept}", 0.0, each))
+            kept = f"truncate: {{layers: {list(range(layers))}}}"
+            found.append(_cost(target, _layers(layers), kept, layers * target.layer, target.hidden, rows))
+    layers, width = max(1, target.layers // 8), target.hidden // 2
+    if width:
+        size, made = f"new, {_layers(layers)} of {width}", f"new: {{layers: {layers}, width: {width}}}"
+        body = layers * target.layer * (width / target.hidden) ** 2
+        found.append(_cost(target, size, made, body, width, min(target.vocabulary, REDUCED)))
     return found
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
+
+
+def _cost(target: TargetWeights, size: str, start: str, body: float, width: int, rows: int) -> DraftCost:
+    """Return the cost of a draft with ``body`` numbers in its layers and ``rows`` of ``width`` in its LM head."""
+    less = rows < target.vocabulary
+    each = (body + rows * width) / target.total
+    recipe = f"kind: model, {start}" + (f", vocabulary: {rows}" if less else "")
+    return DraftCost("model", size + (f", {rows}" if less else ""), recipe, 0.0, each)

@@ -1,7 +1,8 @@
-"""A second language model as a draft: loaded or cut from the target, trained beside it, read back for decoding."""
+"""A second language model as a draft: loaded, new or cut from the target, trained beside it, read back for decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from peftlab.drafting.checks import (
 )
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model.config import ModelDraft
+from peftlab.drafting.kinds.model.fresh_model import fresh_config, fresh_model
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.kinds.model.shared_layers import opened_beside, shared_layers
@@ -54,7 +56,9 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
     config = job.config
     if config.vocabulary is not None and not job.folds:
         raise PeftlabError("draft.vocabulary: is stored beside the merged weights, and the method has no linear fold")
-    if config.truncate is not None:
+    if config.new is not None:
+        fresh_config(target, config.new)
+    elif config.truncate is not None:
         count = target.get_text_config(decoder=True).num_hidden_layers
         missing = [layer for layer in config.truncate.layers if not 0 <= layer < count]
         if missing:
@@ -66,12 +70,16 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
 
 
 def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
-    """Return the draft, cut from the target or loaded, and AdaSPEC's reference; both are checked against the target."""
-    config, base_model = job.config, None
+    """Return the draft (new, cut from the target or loaded) and AdaSPEC's reference, checked against the target."""
+    config = job.config
+    base_model: Callable[[], PreTrainedModel] | None = None
     dtype = DTYPES[config.dtype]
-    if config.truncate is not None:
-        layers, base = config.truncate.layers, str(job.directory / "base")
-        source = _plain(job, target, dtype)
+    base = str(job.directory / "base")
+    if config.new is not None:
+        base_model = partial(fresh_model, target, config.new, dtype, job.seed)
+        model = base_model()
+    elif config.truncate is not None:
+        layers, source = config.truncate.layers, _plain(job, target, dtype)
         model = truncate(source, layers)
         base_model = partial(truncate, source, layers, share=True)
     else:
@@ -160,7 +168,7 @@ def update(config: ModelDraft, newest: Path, log: Path) -> ModelDraft:
     merged = newest / "merged"
     if not (merged / "config.json").exists():
         raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end, and with a fold?")
-    return config.model_copy(update={"from_": str(merged), "truncate": None})
+    return config.model_copy(update={"from_": str(merged), "truncate": None, "new": None})
 
 
 def draft_engine(
