@@ -94,6 +94,7 @@ def make_job(recipe: DraftRecipe, text: Text, directory: Path, device: torch.dev
         directory=directory,
         device=device,
         seed=recipe.train.seed,
+        batch_size=recipe.train.batch_size,
         revision=recipe.revision,
         trust_remote_code=recipe.trust_remote_code,
     )

@@ -12,13 +12,62 @@ from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.models.config import PlainDtype
 from peftlab.section import Section
 
-_STARTS = "from: REF, truncate: {layers: [...]} and new: {layers: N, width: H}"
+_STARTS = (
+    "from: REF, truncate: {layers: [...]} or {keep: N, by: gates}, prune: {ffn: 0.4} and new: {layers: N, width: H}"
+)
 
 
-class Layers(Section):
-    """Some of the target's own layers."""
+class Truncation(Section):
+    """Some of the target's own layers, named or chosen by gates."""
 
-    layers: list[int] = Field(min_length=1, description="Their numbers from 0, rising.")
+    layers: list[int] | None = Field(default=None, min_length=1, description="Their numbers from 0, rising.")
+    keep: int | None = Field(default=None, ge=1, description="How many to keep; which, is chosen.")
+    by: Literal["gates"] | None = Field(
+        default=None,
+        description="gates: a gate for each layer trains on the target's text, the target frozen, under a price on "
+        "open gates that ends where keep of them are open.",
+    )
+    steps: int = Field(default=100, ge=1, description="Batches that the gates train on.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Truncation:
+        if (self.layers is None) == (self.keep is None):
+            raise ValueError("give either layers, a list, or keep, how many, with by: gates")
+        if self.keep is not None and self.by is None:
+            raise ValueError("keep needs a way to choose the layers: by: gates")
+        if self.layers is not None and {"by", "steps"} & self.model_fields_set:
+            raise ValueError("by and steps are for keep; the layers are named")
+        return self
+
+
+class Pruning(Section):
+    """The target with fewer heads and feed-forward units in every layer, chosen by early-bird search."""
+
+    ffn: float = Field(default=0.0, ge=0, lt=1, description="Share of each layer's feed-forward units that is removed.")
+    kv_groups: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each layer's key-value heads that is removed, with the query heads that read them.",
+    )
+    rounds: int = Field(default=1, ge=1, description="Searches one after the other, each for a part of the share.")
+    rewind: bool = Field(
+        default=True, description="Start the draft from the target's weights, not from those trained in the search."
+    )
+    steps: int = Field(default=200, ge=1, description="Batches of a search at most.")
+    distance: float = Field(
+        default=0.1, gt=0, lt=1, description="A search ends once the last five masks differ in less than this share."
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> Pruning:
+        if not self.ffn and not self.kv_groups:
+            raise ValueError("removes nothing; give ffn, kv_groups or both a share above 0")
+        return self
+
+    def shares(self) -> dict[str, float]:
+        """Return the share that is removed of each part, by its key."""
+        return {"ffn": self.ffn, "kv_groups": self.kv_groups}
 
 
 class NewModel(Section):
@@ -37,10 +86,17 @@ class ModelDraft(DraftConfig):
     from_: str | None = Field(
         default=None, alias="from", description="The model to start from, a reference like target's."
     )
-    truncate: Layers | None = Field(
+    truncate: Truncation | None = Field(
         default=None,
         description="{layers: [...]}: start from these of the target's layers (from 0, rising), with its embeddings, "
-        "final norm and LM head.",
+        "final norm and LM head. {keep: N, by: gates}: from N of them, chosen on the target's text in steps (100) "
+        "batches.",
+    )
+    prune: Pruning | None = Field(
+        default=None,
+        description="{ffn: 0.4, kv_groups: 0.33}: start from the target with these shares of each layer's feed-forward "
+        "units and key-value heads removed, chosen by a search on the target's text: rounds (1), each of at most steps "
+        "(200) batches, ended once masks differ in less than distance (0.1); rewind (true): from the target's weights.",
     )
     new: NewModel | None = Field(
         default=None,
@@ -59,9 +115,14 @@ class ModelDraft(DraftConfig):
 
     @model_validator(mode="after")
     def _one_start(self) -> ModelDraft:
-        if sum(start is not None for start in (self.from_, self.truncate, self.new)) != 1:
+        if sum(start is not None for start in (self.from_, self.truncate, self.prune, self.new)) != 1:
             raise ValueError(f"needs exactly one of {_STARTS}")
         return self
+
+    @property
+    def searched(self) -> bool:
+        """Whether what the draft consists of is found on the target's text."""
+        return self.prune is not None or (self.truncate is not None and self.truncate.layers is None)
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
