@@ -78,14 +78,14 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     draft = _load(recipe, kind, job)
     digest = weights_digest(draft.target)
     sets = make_sets(recipe, text, draft, job.cache, accelerator.main_process_first())
+    if kind.prepare:
+        resolve(kind.prepare)(job, draft, sets.train)
     before_speed: DecodingSpeed | None = None
     if accelerator.is_main_process:
         untrained = resolve(kind.drafter)(draft, None)
         if untrained is not None:
             before_speed = decoding_speed(recipe, untrained, sets.prompts[:_BEFORE], draft.eos)
     accelerator.wait_for_everyone()
-    if kind.prepare:
-        resolve(kind.prepare)(job, draft, sets.train)
     if recipe.method is not None:
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     trainable, total = count_parameters(draft.model)
@@ -244,6 +244,7 @@ def _results(
         cpu=describe_cpu(),
         seed=recipe.train.seed,
         repetition=repetition(sets.train, sets.held_out[split]),
+        chosen=draft.chosen,
         cost=progress.cost(draft.model),
         selection=progress.selection(),
     )

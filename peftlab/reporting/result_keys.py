@@ -76,6 +76,10 @@ DRAFT = {
     "merged_metrics": "acceptance of the merged draft, read from disk",
     "vocabulary": "`tokens` of a reduced vocabulary, and the `ceiling` that it puts on acceptance",
     "acceptance_head": "squared error of the acceptance head on held-out text, and that of a constant",
+    "chosen": "how the parts of a draft were found on the target's text. By gates: the `layers` kept, the "
+    "`probabilities` that each layer's gate is open, how many are `expected` open, the `price` of one, `steps`. "
+    "Pruned: units `kept` `of` how many per layer, and of each of the `rounds` its `steps`, the largest of the "
+    "`distances` of each mask from those before it, and whether they were `stable`. Absent elsewhere",
     "repetition": "of the held-out answers: share of the 8-grams `seen` in the training text, share of the 4-grams "
     "`repeated` within an answer",
     "decoding": "`before` and `after` training: `block_efficiency` (tokens per target step), `tau_without_bonus` "

@@ -87,6 +87,9 @@ def test_costs_are_shares_of_the_weights(stories_model):
     large = TargetWeights(3.54e6, 30, 49152, 576)
     costs = {(cost.kind, cost.size): cost for cost in draft_costs(large)}
     assert costs["model", "3 layers"].of(2) == pytest.approx(2 * (3 * 3.54e6 + 49152 * 576) / large.total)
+    new = costs["model", "new, 3 layers of 288, 8192"]
+    assert new.recipe == "kind: model, new: {layers: 3, width: 288}, vocabulary: 8192"
+    assert new.of(1) == pytest.approx((3 * 3.54e6 / 4 + 8192 * 288) / large.total)
     assert costs["medusa", "4 heads"].of(4) == pytest.approx(0.045, abs=5e-3)
     layer = costs["eagle3", "1 layer"]
     assert layer.tree and layer.of(3) == pytest.approx(

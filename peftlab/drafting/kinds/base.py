@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
+from peftlab.files import Json
 from peftlab.methods.config import MethodConfig
 from peftlab.models.pretrained import language_model_class, load_config
 
@@ -47,7 +48,7 @@ class DraftJob(Generic[ConfigT]):
         method: what is injected and trained; None: the draft's own modules alone train.
         folds: whether the run writes ``merged/``.
         longest: tokens of the longest example.
-        directory: of the run. device: where it trains.
+        directory: of the run. device: where it trains. seed, batch_size: of training.
         revision, trust_remote_code: of the target.
     """
 
@@ -61,6 +62,8 @@ class DraftJob(Generic[ConfigT]):
     longest: int
     directory: Path
     device: torch.device
+    seed: int
+    batch_size: int
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -81,6 +84,7 @@ class Draft:
         base: reference of ``injected`` without its adapter.
         eos: ids that end an output.
         base_model: makes the model to be written to ``base``; None where ``base`` exists already.
+        chosen: how its parts were chosen, for results.json; None where nothing was.
     """
 
     model: nn.Module
@@ -89,6 +93,7 @@ class Draft:
     base: str
     eos: frozenset[int]
     base_model: Callable[[], PreTrainedModel] | None = field(default=None, kw_only=True)
+    chosen: Mapping[str, Json] | None = field(default=None, kw_only=True)
 
     @property
     def injected(self) -> nn.Module:

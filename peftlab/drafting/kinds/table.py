@@ -34,8 +34,8 @@ class DraftKind:
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
         costs: (``TargetWeights``) -> list of ``DraftCost``: the sizes that ``draft plan`` compares. None: none.
         heads: whether it drafts from the target's hidden states: trees of candidates, no model of its own.
-        prepare: (job, draft, training rows) -> None; what the draft takes from the text before it trains on it. Empty:
-            nothing.
+        prepare: (job, draft, training rows) -> None; what the draft takes from the text before it decodes or trains.
+            Empty: nothing.
     """
 
     config: str
@@ -72,7 +72,7 @@ DRAFTS: Rows[DraftKind] = Rows(
     "peftlab.drafts",
     DraftKind,
     {
-        "model": _row("model.config:ModelDraft", "model.pair"),
+        "model": _row("model.config:ModelDraft", "model.pair", prepares=True),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
         "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
         "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True, calibrates=True),

@@ -93,6 +93,8 @@ def make_job(recipe: DraftRecipe, text: Text, directory: Path, device: torch.dev
         longest=text.longest,
         directory=directory,
         device=device,
+        seed=recipe.train.seed,
+        batch_size=recipe.train.batch_size,
         revision=recipe.revision,
         trust_remote_code=recipe.trust_remote_code,
     )

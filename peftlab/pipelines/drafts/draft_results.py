@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from peftlab.checkpoints.merge.verify import Latency, MergeCheck
@@ -96,6 +97,7 @@ class DraftResults:
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
         repetition: of the held-out answers.
         decoding: speed before and after training.
+        chosen: how the parts of a pruned draft, or of one whose layers gates chose, were chosen.
         cost: of all training steps, scoring included; None with many processes or ``train.compile``.
         selection: what ``train.sample`` chose by a score; None where none chooses.
     """
@@ -132,6 +134,7 @@ class DraftResults:
     vocabulary: dict[str, float] | None = None
     acceptance_head: dict[str, float] | None = None
     decoding: Decoding | None = None
+    chosen: Mapping[str, Json] | None = None
     cost: Cost | None = None
     selection: SelectionResult | None = None
 

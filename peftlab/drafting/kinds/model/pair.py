@@ -1,7 +1,8 @@
-"""A second language model as a draft: loaded or cut from the target, trained beside it, read back for decoding."""
+"""A second language model as a draft: loaded, new or cut from the target, trained beside it, read back for decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +30,16 @@ from peftlab.drafting.checks import (
 )
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model.config import ModelDraft
+from peftlab.drafting.kinds.model.early_bird import choose_units, pruned_draft
+from peftlab.drafting.kinds.model.fresh_model import fresh_config, fresh_model
+from peftlab.drafting.kinds.model.layer_gates import choose_layers
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
+from peftlab.drafting.kinds.model.prunable import kept_units
+from peftlab.drafting.kinds.model.search import Search
 from peftlab.drafting.kinds.model.shared_layers import opened_beside, shared_layers
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.truncation import layer_stack, truncate
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import DTYPES
@@ -54,11 +60,17 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
     config = job.config
     if config.vocabulary is not None and not job.folds:
         raise PeftlabError("draft.vocabulary: is stored beside the merged weights, and the method has no linear fold")
-    if config.truncate is not None:
+    if config.new is not None:
+        fresh_config(target, config.new)
+    elif config.prune is not None:
+        kept_units(target, config.prune.shares())
+    elif config.truncate is not None:
         count = target.get_text_config(decoder=True).num_hidden_layers
-        missing = [layer for layer in config.truncate.layers if not 0 <= layer < count]
+        missing = [layer for layer in config.truncate.layers or [] if not 0 <= layer < count]
         if missing:
             raise PeftlabError(f"draft.truncate.layers: no layer {missing[0]}; the target has 0 to {count - 1}")
+        if (config.truncate.keep or 0) >= count:
+            raise PeftlabError(f"draft.truncate.keep: {config.truncate.keep}, and the target has {count} layers")
     elif config.from_ is not None:
         chat = bool(getattr(job.tokenizer, "chat_template", None)) and job.data.chat is not False
         check_tokenizers(job.tokenizer, load_tokenizer(config.from_), chat=chat)
@@ -66,12 +78,21 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
 
 
 def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
-    """Return the draft, cut from the target or loaded, and AdaSPEC's reference; both are checked against the target."""
-    config, base_model = job.config, None
+    """Return the draft and AdaSPEC's reference, checked against the target.
+
+    A draft that is found in the target on its text (``prepare``) is the whole target until then.
+    """
+    config, base = job.config, str(job.directory / "base")
+    base_model: Callable[[], PreTrainedModel] | None = None
     dtype = DTYPES[config.dtype]
-    if config.truncate is not None:
-        layers, base = config.truncate.layers, str(job.directory / "base")
+    if config.new is not None:
+        base_model = partial(fresh_model, target, config.new, dtype, job.seed)
+        model = base_model()
+    elif config.searched:
         source = _plain(job, target, dtype)
+        model = truncate(source, range(len(layer_stack(source))), share=True)
+    elif config.truncate is not None and config.truncate.layers is not None:
+        layers, source = config.truncate.layers, _plain(job, target, dtype)
         model = truncate(source, layers)
         base_model = partial(truncate, source, layers, share=True)
     else:
@@ -86,8 +107,29 @@ def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
         check_models(target, other, job.longest)
         module: nn.Module = other  # transformers' own annotation of ``to`` has no ``self``
         module.to(job.device)
-    model.requires_grad_(True)
+    model.requires_grad_(not config.searched)
     return PairDraft(model, model, target, base, end_ids(target, job.tokenizer), reference, base_model=base_model)
+
+
+def prepare(job: DraftJob[ModelDraft], draft: PairDraft, train: Dataset) -> None:
+    """Find the draft in the target where the recipe asks for that: the layers by gates, or what is pruned."""
+    config, source = job.config, draft.adapted
+    if not config.searched:
+        return
+    search = Search(source, draft.target, make_objective(job.objective), train, job.batch_size, job.seed)
+    if config.prune is not None:
+        found = search.find(job.cache, config.prune, partial(choose_units, search, config.prune))
+        draft.base_model = partial(pruned_draft, source, found.tensors)
+        model = draft.base_model()
+    else:
+        assert config.truncate is not None
+        found = search.find(job.cache, config.truncate, partial(choose_layers, search, config.truncate))
+        layers = found.tensors["layers"].tolist()
+        draft.base_model = partial(truncate, source, layers, share=True)
+        model = truncate(source, layers)
+    draft.chosen = found.report
+    nn.Module.to(model, job.device)
+    draft.model = draft.adapted = model.requires_grad_(True)
 
 
 def _plain(job: DraftJob[ModelDraft], target: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -160,7 +202,7 @@ def update(config: ModelDraft, newest: Path, log: Path) -> ModelDraft:
     merged = newest / "merged"
     if not (merged / "config.json").exists():
         raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end, and with a fold?")
-    return config.model_copy(update={"from_": str(merged), "truncate": None})
+    return config.model_copy(update={"from_": str(merged), "truncate": None, "prune": None, "new": None})
 
 
 def draft_engine(
