@@ -110,21 +110,10 @@ class TestRun:
         run_recipe(load_recipe(run / "recipe.yaml", overrides))
         assert stamps == [path.stat().st_mtime_ns for path in before]
 
-    def test_examples_of_the_lowest_acceptance_are_chosen(self, stories: Path, place: Path) -> None:
-        """Interrupted after the second round's examples were chosen, it ends as it would have."""
-        options = ["train.sample={keep: 0.5, by: lowest_acceptance, rounds: 2}", "train.save_every=1", "train.epochs=1"]
-        results = go(stories, place / "chosen", *options)
-        examples, found = results.train_examples, results_of(place / "chosen")["selection"]
-        assert (found["rounds"], found["examples"]) == (2, round(examples / 2))
-        assert found["scored_examples"] == examples - round(examples / 2) // 2 and found["scoring_flops"] > 0
-        whole = (place / "chosen" / "metrics.jsonl").read_bytes()
-        last = max((place / "chosen" / "checkpoints").glob("step-*.pt"))
-        last.unlink()
-        go(stories, place / "chosen", *options, resume=True)
-        assert (place / "chosen" / "metrics.jsonl").read_bytes() == whole
-
     def test_resumed_equals_uninterrupted(self, stories: Path, place: Path) -> None:
-        options = ["data.on_policy=0.5", "objective.name=jsd"]
+        """Examples of the lowest acceptance are chosen before the checkpoint that is resumed."""
+        options = ["data.on_policy=0.5", "objective.name=jsd", "train.save_every=1"]
+        options += ["train.sample={keep: 0.5, by: lowest_acceptance, rounds: 2}"]
         go(stories, place / "whole", *options)
         go(stories, place / "cut", *options)
         checkpoints = sorted((place / "cut" / "checkpoints").glob("step-*.pt"))
@@ -135,6 +124,10 @@ class TestRun:
         assert cut == whole
         cut, whole = (load_file(place / name / "merged" / "model.safetensors") for name in ("cut", "whole"))
         assert all(torch.equal(cut[key], whole[key]) for key in whole)
+        results, found = results_of(place / "cut"), results_of(place / "cut")["selection"]
+        kept = round(results["train_examples"] / 2)
+        assert (found["rounds"], found["examples"]) == (2, kept) and found["scoring_flops"] > 0
+        assert found["scored_examples"] == results["train_examples"] - kept // 2
 
     @pytest.mark.parametrize(
         "overrides",

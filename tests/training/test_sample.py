@@ -116,9 +116,17 @@ def recipe(model, rows, run, method="lora", by="least_confidence", **train):
     return values
 
 
-@pytest.mark.parametrize(
-    "method", [m if m in ("lora", "full") else pytest.param(m, marks=pytest.mark.slow) for m in tiny.METHODS]
-)
+@pytest.mark.parametrize("method", ["houlsby", "bitfit", "head"])
+def test_rounds_with_every_method(method, model, rows, tmp_path):
+    """The others below, too."""
+    values = recipe(model, rows, tmp_path / "run", method)
+    values["train"] |= {"epochs": 3, "eval_every": 6}
+    results = tiny.run(values)
+    found = results["selection"]
+    assert (results["steps"], found["rounds"], found["scored_examples"]) == (6, 3, (31 - 5) + (31 - 10))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_resumed_inside_a_round(method, model, rows, tmp_path):
     """Stopped in round 2, after step 4; with LoRA also as round 3 begins, after step 6: the same run, bit for bit."""
     with tiny.stopped_after(4):
