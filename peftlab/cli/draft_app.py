@@ -23,8 +23,8 @@ Width = Annotated[
     int | None,
     typer.Option(
         "--width",
-        help="A tree of gamma tokens with as many choices of each head, or children of an eagle3 layer's node. "
-        "Default: the best tree as measured for heads, else a chain.",
+        help="A tree of gamma tokens with as many choices of each head or pard place, or children of an eagle3 or mtp "
+        "node. Default: the best tree as measured for heads, else a chain.",
     ),
 ]
 Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]

@@ -2,7 +2,8 @@
 
 ============  ==========================================================
 transformers  a plain directory, for ``generate(assistant_model=...)``
-vllm          a plain directory, for the speculative method ``draft_model``; eagle3 for ``eagle3``
+vllm          a plain directory, for the speculative method ``draft_model``; eagle3 for ``eagle3``; pard, which the same
+              method drafts with in one pass
 sglang        eagle3, for the algorithm ``EAGLE3``
 ============  ==========================================================
 
@@ -14,20 +15,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from peftlab.drafting.checks import check_tokenizers
 from peftlab.drafting.kinds.base import Exporting
 from peftlab.drafting.load import find_draft
+from peftlab.drafting.plain_export import check_plain, copy_plain
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.finetuned import plain_directory
-from peftlab.models.pretrained import load_base, load_config, load_tokenizer
-from peftlab.outputs import MARK, staged_directory
+from peftlab.outputs import staged_directory
 from peftlab.references import locate, similar_path
 from peftlab.rows import resolve
 
@@ -78,35 +75,10 @@ def export_draft(
         raise PeftlabError(f"--for {consumer}: only eagle3 drafts; a draft model is for {' or '.join(CONSUMERS)}")
     plain = found
     command = CONSUMERS[consumer](target, out, gamma)
-    config, goal = load_config(str(plain)), load_config(target)
-    check_tokenizers(load_tokenizer(target), load_tokenizer(str(plain)), chat=False)
-    sizes = [c.get_text_config(decoder=True).vocab_size for c in (goal, config)]
-    if sizes[0] != sizes[1]:
-        raise PeftlabError(
-            f"--for {consumer}: the draft's vocab_size is {sizes[1]}, the target's {sizes[0]}; it would not be loaded. "
-            f"model.resize_token_embeddings({sizes[0]}) before training makes them equal"
-        )
+    check_plain(plain, target, consumer)
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
-        for file in plain.iterdir():
-            if file.is_file() and file.name not in ("merge.json", MARK):
-                shutil.copyfile(file, staging / file.name)
-        difference = _compare(plain, staging)
+        difference = copy_plain(plain, staging)
     return ExportedDraft(out, consumer, command, difference)
-
-
-@torch.no_grad()
-def _compare(source: Path, written: Path) -> float:
-    ids = torch.arange(1, 17)[None]
-    logits = []
-    for place in (source, written):
-        model, fresh = load_base(str(place), "AutoModelForCausalLM")
-        if fresh:
-            raise PeftlabError(f"{place}: lacks {', '.join(fresh[:5])}")
-        logits.append(model(input_ids=ids % model.config.vocab_size).logits)
-    difference = float((logits[0] - logits[1]).abs().max())
-    if difference > 0:
-        raise PeftlabError(f"{written}: computes other logits than {source} (by {difference:.2g}); nothing was written")
-    return difference
 
 
 def _assisted(target: str, out: Path, gamma: int) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.untyped import Unwrapped
 
 
-def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+def forward_hidden(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | dict[str, Tensor | None] | None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return the hidden states [b, n, H] of every layer; the last one is after the final norm.
 
     The LM head runs on one position a row only. ``checks.check_head`` verifies that the last state times the
@@ -18,7 +24,8 @@ def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) 
 
     Args:
         model: a causal language model, wrapped by accelerate or not.
-        input_ids: [b, n], padded on the right. attention_mask: [b, n].
+        input_ids: [b, n], padded on the right. attention_mask: [b, n], or any form that the model takes.
+        positions: [b, n]; None: in order.
     """
     output = model(
         input_ids=input_ids,
@@ -26,6 +33,7 @@ def forward_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) 
         logits_to_keep=1,
         output_hidden_states=True,
         use_cache=False,
+        **({} if positions is None else {"position_ids": positions}),
     )
     return output.hidden_states
 
@@ -54,6 +62,13 @@ def head_weight(model: nn.Module) -> Tensor:
     if getattr(head, "bias", None) is not None:
         raise PeftlabError(f"{name}: its LM head has a bias, which draft training does not support")
     return head.weight
+
+
+def input_embedding(model: PreTrainedModel) -> Tensor:
+    """Return the embeddings of a model's tokens, [V, D]."""
+    module = model.get_input_embeddings()
+    assert isinstance(module, nn.Module)
+    return module.get_parameter("weight")
 
 
 @torch.no_grad()

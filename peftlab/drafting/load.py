@@ -13,6 +13,7 @@ from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
@@ -39,6 +40,7 @@ class Pair:
     Attributes:
         weights: what a step of the target reads.
         own: the draft, where it is some of the target's own layers.
+        masks: of a draft that writes several tokens in one pass; None: it writes one.
         corpus: text to copy from; None: only the sequence itself.
         warnings: what to show the user.
     """
@@ -51,6 +53,7 @@ class Pair:
     own: OwnLayers | None = None
     heads: Heads | None = None
     network: FeatureNetwork | None = None
+    masks: Masks | None = None
     corpus: SuffixAutomaton | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
@@ -113,6 +116,7 @@ def load_pair(
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
         pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
+        pair.masks = opened.masks
         if opened.own is not None:
             pair.own = opened.own(engine)
             pair.draft = pair.own.engine
@@ -147,14 +151,15 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head, or children of an eagle3 layer's node, that a tree may use; 1 is a chain,
-            None the default.
+        width: choices of each Medusa head or place of a pard draft, or children of an eagle3 layer's node, that a tree
+            may use; 1 is a chain, None the default.
         grow: makes what trees drawn from a draft model grow by; None: it drafts chains.
 
     Raises:
         PeftlabError: no such drafter, no draft in the pair, or a tree that the draft does not make.
     """
-    check_tree(width, grow is not None, drafted=pair.drafts, heads=pair.drafts and pair.draft is None)
+    own_trees = pair.drafts and (pair.draft is None or pair.masks is not None)
+    check_tree(width, grow is not None, drafted=pair.drafts, heads=own_trees)
     if name.partition(":")[0] in MODEL_FREE:
         free = model_free(name)
         return resolve(free.row.make)(pair.corpus, free.value)
@@ -169,6 +174,8 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
         return FeatureDrafter(pair.network, width or 1)
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
+    if pair.masks is not None:
+        return ParallelDrafter(pair.draft, pair.masks, width or 1)
     if grow is None:
         return ModelDrafter(pair.draft) if pair.own is None else pair.own.drafter(pair.draft)
     if pair.own is None:
@@ -179,7 +186,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
 
 
 def drafts_with_heads(draft: str | None) -> bool:
-    """Whether a reference, as ``find_draft`` takes it, names heads; nothing is loaded."""
+    """Whether a reference, as ``find_draft`` takes it, names a kind with ``DraftKind.heads``; nothing is loaded."""
     return draft is not None and find_draft(draft)[0].heads
 
 
@@ -187,19 +194,21 @@ def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> 
     """Raise ``PeftlabError`` for a tree of no width, without a draft to fill it, or of another kind of draft.
 
     Args:
-        tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is heads or
-            eagle3.
+        tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is one of
+            heads, eagle3, mtp and pard (``DraftKind.heads``).
     """
     if width is not None and (width < 1 or (width > 1 and not drafted)):
         raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
     if width is not None and width > 1 and not heads:
         raise PeftlabError(
-            f"width {width}: of heads and eagle3; a draft model's trees have names, as tree rsd_c:{width}"
+            f"width {width}: of heads, eagle3, mtp and pard; a draft model's trees have names, as tree rsd_c:{width}"
         )
     if tree and not drafted:
         raise PeftlabError("tree: is drawn from a draft model; give one as draft")
     if tree and heads:
-        raise PeftlabError("tree: is drawn from a draft model; heads and eagle3 have trees of their own, see width")
+        raise PeftlabError(
+            "tree: is drawn from a draft model; heads, eagle3, mtp and pard have trees of their own, see width"
+        )
 
 
 def _size_warning(target: int, draft: int) -> tuple[str, ...]:

@@ -219,7 +219,7 @@ class DraftRecipe(Section):
         default_factory=_usual_method,
         discriminator="name",
         description="How the draft's language model trains (with kinds in or on the target: the target). Default: "
-        "lora; null for kinds with modules of their own (medusa, eagle3): they alone train.",
+        "lora; null for kinds with modules of their own (medusa, hydra, mtp, eagle3): they alone train.",
     )
     objective: DraftObjective = Field(default=DraftObjective(), description="What the draft minimises.")
     data: DraftData = Field(description="The text the draft learns from.")

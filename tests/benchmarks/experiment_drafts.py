@@ -40,8 +40,9 @@ from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.head_files import read_medusa
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, ReducedHeads
 from peftlab.drafting.kinds.medusa.heads_loss import measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.text.continuations import make_dataset
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
@@ -209,7 +210,7 @@ def measure_all(arguments: argparse.Namespace, size: Size, runs: dict[str, dict[
             blocks = heads.heads.blocks
             heads = MedusaHeads(head_weight(target), len(blocks), shared=True)
             heads.blocks = blocks
-        first = measure_heads(MedusaModel(target, heads), rows)[0][0]
+        first = measure_heads(HeadedModel(target, heads), rows)[0][0]
         found.append(_row(f"{name} (acceptance: first head)", runs[run], first))
         drafters[found[-1].name] = partial(HeadsDrafter, heads)
     settings = Settings(size.tokens, stopping.eos, partial(Fixed, arguments.gamma), repeats=1)

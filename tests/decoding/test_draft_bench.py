@@ -421,7 +421,7 @@ def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_p
     asked = ["--target", stories, "--prompts", prompt_file]
     with pytest.raises(PeftlabError, match="width 2"):
         invoke("generate", "--target", stories, "--prompt", "Once", "--width", 2)
-    with pytest.raises(PeftlabError, match="heads and eagle3 have no step of their own to plan"):
+    with pytest.raises(PeftlabError, match="such drafts have no step for each token to plan"):
         invoke("draft", "plan", "--target", stories, "--draft", heads_dir)
     config = json.loads((heads_dir / "config.json").read_text())
     other = tmp_path / "other"

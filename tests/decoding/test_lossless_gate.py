@@ -18,6 +18,7 @@ from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
+from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
@@ -25,6 +26,7 @@ from peftlab.decoding.verification.drawing import rsd_c, rsd_s
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine
+from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle
@@ -51,6 +53,11 @@ DRAFTERS = {
     "markov heads tree": lambda m, way: HeadsDrafter(markov_heads(m), width=4),
     "shared heads": lambda m, way: HeadsDrafter(shared_heads(m)),
     "shared heads tree": lambda m, way: HeadsDrafter(shared_heads(m), width=4),
+    "hydra tree": lambda m, way: HeadsDrafter(hydra_heads(m), width=4),
+    "several at once": lambda m, way: ParallelDrafter(build_engine(truncate(m, range(4)), **way), Masks(7, 6)),
+    "several at once, tree": lambda m, way: ParallelDrafter(
+        build_engine(truncate(m, range(4)), **way), Masks(7, 3), width=3
+    ),
     "eagle": lambda m, way: features_drafter(m),
     "eagle tree": lambda m, way: features_drafter(m, 3),
     "suffix+eagle": lambda m, way: fused(features_drafter(m)),
@@ -92,6 +99,15 @@ def markov_heads(model):
     generator = torch.Generator().manual_seed(0)
     for parameter in heads.markov_head.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return heads
+
+
+def hydra_heads(model):
+    """Heads that differ after every token drafted before."""
+    heads = HydraHeads(model.get_output_embeddings().weight, 3, model.get_input_embeddings().weight, shared=True)
+    generator = torch.Generator().manual_seed(0)
+    for block in heads.blocks:
+        torch.nn.init.normal_(block.layers[0].weight, std=0.5, generator=generator)
     return heads
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.methods.injection import inject, make_config
 from peftlab.tasks.prompts import Request
 
@@ -48,7 +48,7 @@ def requests(count: int = 6, *, prompt: int = 3, response: int = 8, seed: int = 
     return [Request(draw(prompt + i % 3), [*draw(response - i % 4), 2]) for i in range(count)]
 
 
-def medusa(model: Any = None, *, trunk: dict[str, Any] | None = None, **fields: Any) -> MedusaModel:
+def medusa(model: Any = None, *, trunk: dict[str, Any] | None = None, **fields: Any) -> HeadedModel:
     """Return a model with new Medusa heads; ``trunk``: the fields of a LoRA that is injected into the model itself."""
     headed = put_heads(model if model is not None else tiny(0), MedusaDraft(**fields))
     if trunk is not None:

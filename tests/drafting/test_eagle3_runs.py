@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.drafting.kinds.eagle3.eagle_draft import input_embedding
+from peftlab.drafting.hidden_states import input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, tensors_of
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError

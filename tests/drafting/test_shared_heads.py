@@ -224,9 +224,8 @@ class TestFiles:
         config = json.loads((tmp_path / "m" / "config.json").read_text())
         assert config["original_lm_head"] is True and config["num_heads"] == 3
         hidden = torch.randn(5, 16)
-        picked = slice(None) if tokens is None else tokens
-        torch.testing.assert_close(back(hidden)[..., picked], model.heads(hidden)[..., picked])
-        assert torch.isfinite(back(hidden)).sum() == 3 * 5 * (40 if tokens is None else 4)
+        picked, inner = (slice(None), back) if tokens is None else (tokens, back.heads)
+        torch.testing.assert_close(inner(hidden), model.heads(hidden)[..., picked])
         write_medusa(medusa(tiny(0), heads=2).heads, tmp_path / "own")
         assert json.loads((tmp_path / "own" / "config.json").read_text())["original_lm_head"] is False
 

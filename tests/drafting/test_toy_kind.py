@@ -129,7 +129,10 @@ def test_from_recipe_to_report(toy: Path, stories: Path, tmp_path: Path) -> None
     small = ["data.samples=4", "data.max_new_tokens=24", "train.max_length=64", "train.epochs=8", "train.lr=2e-2"]
     recipe = ["draft/ci", f"target={stories}", "~method", "draft={kind: ahead}", *small]
     said = peftlab(toy, "validate", *recipe[:3], "draft={kind: ahed}", status=2)
-    assert "unknown draft 'ahed' (did you mean 'ahead'?); one of model, early_exit, medusa, eagle3, ahead" in said
+    assert (
+        "unknown draft 'ahed' (did you mean 'ahead'?); one of model, early_exit, medusa, pard, hydra, mtp, eagle3, ahead"
+        in said
+    )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     peftlab(toy, "run", *recipe, f"output_dir={whole}")
     results = json.loads((whole / "results.json").read_text())

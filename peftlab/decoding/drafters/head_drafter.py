@@ -71,15 +71,30 @@ def tree_tokens(
             have different choices. None: a head's choices are the same after every parent.
         ids: [V], the token of each logit; None: its own number.
     """
+
+    def following(level: int, before: Tensor) -> Tensor:
+        scores = logits[level][:, None]  # [b, 1, V]: one for all parents
+        return scores if bias is None else scores + bias(before[..., -1])
+
+    return grown_tokens(following, last, tree, ids)
+
+
+def grown_tokens(
+    following: Callable[[int, Tensor], Tensor], last: Tensor, tree: Sequence[Path], ids: Tensor | None = None
+) -> Tensor:
+    """Return the tokens of a tree's nodes, where what follows depends on the tokens above.
+
+    Args:
+        following: (level from 0, the last token and the drafted ones up to each of n parents [b, n, level + 1]) ->
+            logits of their children, [b, n or 1, V].
+        last, tree: as for ``Heads.tokens``. ids: [V], the token of each logit; None: its own number.
+    """
     tokens: dict[Path, Tensor] = {(): last}
-    for level, scores in enumerate(logits):
+    for level in range(max(map(len, tree))):
         here = [path for path in tree if len(path) == level + 1]
-        if not here:
-            break
         parents = list(dict.fromkeys(path[:-1] for path in here))
-        scores = scores[:, None]  # [b, 1, V]: one for all parents
-        if bias is not None:
-            scores = scores + bias(torch.stack([tokens[parent] for parent in parents], 1))
+        lines = [torch.stack([tokens[parent[:k]] for k in range(level + 1)], -1) for parent in parents]
+        scores = following(level, torch.stack(lines, 1))
         best = scores.topk(1 + max(path[-1] for path in here), -1).indices
         best = (best if ids is None else ids[best]).expand(-1, len(parents), -1)
         for path in here:

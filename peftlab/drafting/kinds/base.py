@@ -16,6 +16,7 @@ from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
+from peftlab.decoding.drafters.parallel_drafter import Masks
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
@@ -23,7 +24,7 @@ from peftlab.files import Json
 from peftlab.methods.config import MethodConfig
 from peftlab.models.pretrained import language_model_class, load_config
 
-ConfigT = TypeVar("ConfigT", bound=DraftConfig)
+ConfigT = TypeVar("ConfigT", bound=DraftConfig, covariant=True)
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """(the model in training, a batch) -> the sum of the loss over tokens."""
@@ -207,6 +208,7 @@ class Opened:
         parameters: how many it has.
         own: (the target's engine) -> some of the target's own layers, which draft in the same cache.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
+        masks: of an engine that writes several tokens in one pass; None: it writes one.
         features: layers whose entering states ``network`` or ``own`` reads. warnings: what to show the user.
     """
 
@@ -216,5 +218,6 @@ class Opened:
     heads: Heads | None = None
     vocabulary: int | None = None
     network: FeatureNetwork | None = None
+    masks: Masks | None = None
     features: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()

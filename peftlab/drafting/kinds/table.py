@@ -33,7 +33,7 @@ class DraftKind:
             ``Exporting`` that writes what it loads.
         update: (config, newest run directory, log of requests) -> the config that continues from that run.
         costs: (``TargetWeights``) -> list of ``DraftCost``: the sizes that ``draft plan`` compares. None: none.
-        heads: whether it drafts from the target's hidden states: trees of candidates, no model of its own.
+        heads: whether it has trees of its own and no step for each token, as heads on the target have.
         prepare: (job, draft, training rows) -> None; what the draft takes from the text before it decodes or trains.
             Empty: nothing.
     """
@@ -75,6 +75,9 @@ DRAFTS: Rows[DraftKind] = Rows(
         "model": _row("model.config:ModelDraft", "model.pair", prepares=True),
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
         "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
+        "pard": _row("pard.config:PardDraft", "pard.pard_draft", heads=True, prepares=True),
+        "hydra": _row("hydra.config:HydraDraft", "hydra.hydra_draft", heads=True, calibrates=True),
+        "mtp": _row("mtp.config:MtpDraft", "mtp.mtp_draft", heads=True, prepares=True, calibrates=True),
         "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True, calibrates=True),
     },
 )

@@ -227,14 +227,15 @@ def plan_draft(
             length for all.
 
     Raises:
-        PeftlabError: the draft is a directory of heads or eagle3, which have no step of their own, or cannot be loaded.
+        PeftlabError: the draft is a directory of heads, eagle3 or pard, which have no step for each token, or cannot be
+            loaded.
     """
     options = options or DecodingOptions()
     planning.check_plan(max_gamma, repeats, batches)
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     if drafts_with_heads(draft):
-        raise PeftlabError(f"draft {draft}: heads and eagle3 have no step of their own to plan; use draft bench")
+        raise PeftlabError(f"draft {draft}: such drafts have no step for each token to plan; use draft bench")
     pair = options.load(target, draft)
     result: planning.MeasuredPlan | planning.MeasuredAdvice
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}

@@ -13,12 +13,11 @@ from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.methods.table import METHODS
 
 
-class Eagle3Draft(DraftConfig):
-    """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
+class StateConfig(DraftConfig):
+    """What kinds of networks on the target's states have in common."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    kind: Literal["eagle3"] = "eagle3"
     usual_method: ClassVar[str | None] = None
     language_model: ClassVar[bool] = False
     steps: int = Field(
@@ -28,23 +27,11 @@ class Eagle3Draft(DraftConfig):
         "(training-time test).",
     )
     decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
-    regression: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
-        "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
-    )
     vocabulary: int | None = Field(
         default=8192,
         ge=1,
         description="Draft N tokens only, the most frequent of the target's text, and report the ceiling p(V_d). null, "
         "or as many as the target has: all.",
-    )
-    features: list[int] | None = Field(
-        default=None,
-        min_length=1,
-        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
-        "LM head reads; null: 2, L/2 and L - 3.",
     )
     store_gb: float | None = Field(
         default=None,
@@ -56,27 +43,48 @@ class Eagle3Draft(DraftConfig):
         default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
     )
 
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        objective = recipe.objective
+        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
+            yield "objective", f"{self.kind} trains without topk_kl, selective and on_policy"
+        if recipe.acceptance_head:
+            yield "acceptance_head", f"reads a draft model's states; {self.kind} is not a model of its own"
+        if recipe.policy.row.needs == TIMES:
+            reason = f"needs the time of a draft step; {self.kind} is not a model of its own"
+            yield "policy", f"{recipe.policy.text}: {reason}"
+        if recipe.method is not None and self.from_ is None:
+            what = f"a new {self.kind} layer trains whole"
+            yield "method", f"{what}; write method: null, or tune a trained layer: draft.from"
+        elif recipe.method is not None and not METHODS[recipe.method.name].folds:
+            yield "method", f"{recipe.method.name} has no linear fold, and an {self.kind} layer is stored folded"
+        if recipe.merge:
+            reason = "leaves the target as it is and stores its layer folded; there is nothing to merge"
+            yield "merge", f"{self.kind} {reason}"
+
+
+class Eagle3Draft(StateConfig):
+    """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    regression: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
+        "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
+    )
+    features: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
+        "LM head reads; null: 2, L/2 and L - 3.",
+    )
+
     @field_validator("features")
     @classmethod
     def _rising(cls, layers: list[int] | None) -> list[int] | None:
         if layers is not None and (min(layers) < 0 or layers != sorted(set(layers))):
             raise ValueError("must be layer numbers from 0, rising")
         return layers
-
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
-        objective = recipe.objective
-        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
-            yield "objective", "eagle3 trains without topk_kl, selective and on_policy"
-        if recipe.acceptance_head:
-            yield "acceptance_head", "reads a draft model's states; eagle3 is not a model of its own"
-        if recipe.policy.row.needs == TIMES:
-            yield "policy", f"{recipe.policy.text}: needs the time of a draft step; eagle3 is not a model of its own"
-        if recipe.method is not None and self.from_ is None:
-            yield "method", "a new eagle3 layer trains whole; write method: null, or tune a trained layer: draft.from"
-        elif recipe.method is not None and not METHODS[recipe.method.name].folds:
-            yield "method", f"{recipe.method.name} has no linear fold, and an eagle3 layer is stored folded"
-        if recipe.merge:
-            yield "merge", "eagle3 leaves the target as it is and stores its layer folded; there is nothing to merge"
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:

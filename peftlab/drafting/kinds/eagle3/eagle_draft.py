@@ -14,12 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.engines.structure import structure_of
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.hidden_states import head_weight, input_embedding
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
+from peftlab.drafting.kinds.eagle3.config import Eagle3Draft, StateConfig
 from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
 from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
+from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, StateNetwork, shape_for
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features
 from peftlab.drafting.kinds.eagle3.stored_states import StoredStates, store_states
@@ -45,7 +45,7 @@ class EagleDraft(Draft):
     stored: StoredStates | None = None
 
     @property
-    def injected(self) -> Eagle3:
+    def injected(self) -> StateNetwork:
         return self.model.network
 
 
@@ -71,12 +71,8 @@ def load(job: DraftJob[Eagle3Draft], target: PreTrainedModel) -> EagleDraft:
         PeftlabError: the embeddings are not as wide as the states, or the draft to continue from is for another target.
     """
     config = job.config
+    check_widths(config.kind, target)
     embedding, head = input_embedding(target), head_weight(target)
-    if embedding.shape != head.shape:
-        raise PeftlabError(
-            f"draft.kind eagle3: the embeddings of {type(target).__name__} are {tuple(embedding.shape)} and its LM "
-            f"head {tuple(head.shape)}; the layer needs both for the same tokens and states"
-        )
     target.requires_grad_(False)
     dtype = trainable_dtype(head)
     if config.from_ is None:
@@ -102,14 +98,17 @@ def load(job: DraftJob[Eagle3Draft], target: PreTrainedModel) -> EagleDraft:
     return EagleDraft(EagleModel(target, network), target, target, base, eos, steps=config.steps)
 
 
-def input_embedding(target: PreTrainedModel) -> Tensor:
-    """Return the target's embeddings, [V, H]."""
-    module = target.get_input_embeddings()
-    assert isinstance(module, nn.Module)
-    return module.get_parameter("weight")
+def check_widths(kind: str, target: PreTrainedModel) -> None:
+    """Raise ``PeftlabError`` for a target whose embeddings and LM head differ in tokens or width."""
+    embedding, head = input_embedding(target), head_weight(target)
+    if embedding.shape != head.shape:
+        raise PeftlabError(
+            f"draft.kind {kind}: the embeddings of {type(target).__name__} are {tuple(embedding.shape)} and its LM "
+            f"head {tuple(head.shape)}; the layer needs both for the same tokens and states"
+        )
 
 
-def prepare(job: DraftJob[Eagle3Draft], draft: EagleDraft, train: Dataset) -> None:
+def prepare(job: DraftJob[StateConfig], draft: EagleDraft, train: Dataset) -> None:
     """Store the target's states if the recipe asks for it; draft only the tokens that the training text uses most."""
     if job.config.store_gb is not None:
         with PartialState().main_process_first():
@@ -143,6 +142,7 @@ def save(job: DraftJob[Eagle3Draft], draft: EagleDraft, directory: Path, train: 
     network, name = draft.model.network, type(draft.target).__name__
     if is_injected(network):
         merge(network)
+    assert isinstance(network, Eagle3)
     with staged_directory(directory / FOLDER, "model", overwrite=True) as staging:
         write_eagle(network, staging, target=job.target, architecture=name, tokens=job.config.steps)
         identify(job.target, draft.target, job.tokenizer).write(staging)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape
+from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape, StateNetwork
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
 WEIGHTS = "model.safetensors"
-_FORMAT = "0.9.0"  # of speculators, whose names these are
+FORMAT = "0.9.0"  # of speculators, whose names these are
 _SGLANG = ["LlamaForCausalLMEagle3"]
 _OTHER_NAMES = {"midlayer.": "layers.0."}  # in the files of EAGLE's authors and of SpecForge
 
@@ -29,16 +30,40 @@ def is_eagle(directory: str | Path) -> bool:
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
     """Return the tensors of the file by speculators' names.
 
-    ``d2t`` is the target's id of each drafted token less its place, ``t2d`` which of the target's tokens are drafted;
-    both are absent where all are. The embeddings are the target's and not written: engines share them.
+    The embeddings are the target's and not written: engines share them.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    if network.tokens is not None:
-        tokens = network.tokens.cpu()
-        drafted = torch.zeros(network.vocab_size, dtype=torch.bool)
-        drafted[tokens] = True
-        tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
-    return tensors
+    return tensors | token_maps(network)
+
+
+def token_maps(network: StateNetwork) -> dict[str, Tensor]:
+    """Return which tokens a network drafts, as it is written; nothing where it drafts all.
+
+    ``d2t`` is the target's id of each drafted token less its place, ``t2d`` which of the target's tokens are drafted.
+    """
+    if network.tokens is None:
+        return {}
+    tokens = network.tokens.cpu()
+    drafted = torch.zeros(network.vocab_size, dtype=torch.bool)
+    drafted[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
+
+
+def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, directory: Path) -> Tensor | None:
+    """Take ``token_maps`` out of a file's tensors; return the tokens [V_d], None for all.
+
+    Raises:
+        PeftlabError: they are not a map of ``drafted`` tokens.
+    """
+    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    tokens = None if offsets is None else offsets + torch.arange(len(offsets))
+    if (tokens is None) != (drafted == vocabulary) or (tokens is not None and len(tokens) != drafted):
+        raise PeftlabError(f"{directory}: d2t is not the map of {drafted} drafted tokens")
+    if tokens is not None:
+        rising = bool((tokens.diff() > 0).all()) and 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+        if not rising or (mask is not None and mask.nonzero().flatten().tolist() != tokens.tolist()):
+            raise PeftlabError(f"{directory}: d2t and t2d are not the same rising token ids below {vocabulary}")
+    return tokens
 
 
 def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
@@ -71,7 +96,7 @@ def speculators_config(network: Eagle3, *, target: str, architecture: str, token
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": _FORMAT,
+        "speculators_version": FORMAT,
         "transformer_layer_config": layer_config(shape, network.fc.weight.dtype),
         "draft_vocab_size": len(network.lm_head.weight),
         "target_hidden_size": shape.hidden_size,
@@ -127,6 +152,16 @@ def read_shape(directory: Path) -> tuple[EagleShape, int]:
             raise PeftlabError(f"{file}: {key} is true, which is not supported")
     if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
         raise PeftlabError(f"{file}: not one layer of a Llama")
+    shape = replace(sizes(layer, file), features=_features(config, file))
+    return shape, member(config, "draft_vocab_size", int, file)
+
+
+def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
+    """Return the sizes of a network by the configuration of its layer; it names no features.
+
+    Raises:
+        PeftlabError: they are not those of a layer.
+    """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     v, width, between, heads, kv_heads, dim = (member(layer, name, int, file) for name in names)
     if (
@@ -141,9 +176,7 @@ def read_shape(directory: Path) -> tuple[EagleShape, int]:
     eps, limit = layer.get("rms_norm_eps", 1e-6), layer.get("max_position_embeddings", 2048)
     if not isinstance(theta, float | int) or not isinstance(eps, float | int) or not isinstance(limit, int):
         raise PeftlabError(f"{file}: rope_theta, rms_norm_eps and max_position_embeddings must be numbers")
-    features = _features(config, file)
-    shape = EagleShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features)
-    return shape, member(config, "draft_vocab_size", int, file)
+    return EagleShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
 
 
 def _features(config: dict[str, Json], file: Path) -> tuple[int, ...]:
@@ -177,15 +210,8 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
     tensors, _ = read_tensors(directory / WEIGHTS)
     for old, new in _OTHER_NAMES.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
     tensors.pop("embed_tokens.weight", None)  # others write the target's own
-    tokens = None if offsets is None else offsets + torch.arange(len(offsets))
-    if (tokens is None) != (drafted == shape.vocab_size) or (tokens is not None and len(tokens) != drafted):
-        raise PeftlabError(f"{directory}: d2t is not the map of {drafted} drafted tokens")
-    if tokens is not None:
-        rising = bool((tokens.diff() > 0).all()) and 0 <= int(tokens.min()) <= int(tokens.max()) < shape.vocab_size
-        if not rising or (mask is not None and mask.nonzero().flatten().tolist() != tokens.tolist()):
-            raise PeftlabError(f"{directory}: d2t and t2d are not the same rising token ids below {shape.vocab_size}")
     with torch.device("meta"):
         network = Eagle3(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size))
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}

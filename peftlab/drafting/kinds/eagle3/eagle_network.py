@@ -75,29 +75,36 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
 
 
-class EagleAttention(nn.Module):
-    """Attention whose queries, keys and values are read from two states next to each other, [..., 2 H]."""
+class LayerAttention(nn.Module):
+    """Attention of a layer.
 
-    def __init__(self, shape: EagleShape):
+    Args:
+        width: of what queries, keys and values are read from. norms: whether queries and keys of each head are normed.
+    """
+
+    def __init__(self, shape: EagleShape, width: int, *, norms: bool = False):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.head_dim = shape.head_dim
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, wide, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
+        self.q_proj = nn.Linear(width, wide, bias=False)
+        self.k_proj = nn.Linear(width, narrow, bias=False)
+        self.v_proj = nn.Linear(width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(shape.head_dim, shape.eps) if norms else nn.Identity() for _ in ("queries", "keys")
+        )
 
-    def forward(self, both: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        b, n = both.shape[:2]
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        b, n = hidden.shape[:2]
         q, k, v = (
-            project(both).view(b, n, -1, self.head_dim).transpose(1, 2)
+            project(hidden).view(b, n, -1, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        seen = attend(_rotated(q, *rotation), _rotated(k, *rotation), v)
+        seen = attend(_rotated(self.q_norm(q), *rotation), _rotated(self.k_norm(k), *rotation), v)
         return self.o_proj(seen.transpose(1, 2).reshape(b, n, -1))
 
 
-class EagleMLP(nn.Module):
+class LayerMLP(nn.Module):
     """down(SiLU(gate h) · up h)."""
 
     def __init__(self, shape: EagleShape):
@@ -115,7 +122,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, shape: EagleShape):
         super().__init__()
-        self.self_attn, self.mlp = EagleAttention(shape), EagleMLP(shape)
+        self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size), LayerMLP(shape)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             RMSNorm(shape.hidden_size, shape.eps) for _ in range(3)
         )
@@ -126,29 +133,27 @@ class EagleLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3(nn.Module):
-    """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
+class StateNetwork(nn.Module):
+    """What drafts from the target's states with frozen rows of its LM head, token by token on its own output.
 
-    Row t reads token t + 1 and g_t, or in its place the output of row t - 1; its output, before the final norm, is the
-    state of the next row, and after the norm gives the logits of token t + 2. Parameters are named as in the files of
-    speculators' ``eagle3``; the embeddings are the target's and no parameter.
+    Row t reads token t + 1 and a state of the target, or in its place the output of row t - 1; its output is the state
+    of the next row and gives the logits of token t + 2.
 
     Args:
         shape: sizes. embedding: the target's, [V, H]. head: rows of the target's LM head, [V_d, H], frozen.
         tokens: whose rows they are, rising, [V_d]; None for all.
 
     Attributes:
-        ranks: how often each choice is right at each depth, as measured; None: not measured.
+        norm: between an output and the LM head. ranks: how often each choice is right at each depth, as measured; None:
+            not measured.
     """
 
     ranks: RankRates | None = None
+    norm: nn.Module
 
     def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__()
         self.shape, self.features, self.vocab_size = shape, shape.features, shape.vocab_size
-        self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([EagleLayer(shape)])
-        self.norm = RMSNorm(shape.hidden_size, shape.eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(head), bias=False, device="meta")
         self.embedding: Tensor
         self.tokens: Tensor | None
@@ -180,17 +185,20 @@ class Eagle3(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.fc.weight.device
+        return self.lm_head.weight.device
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return g for the target's states, [..., F] -> [..., H]."""
-        return self.fc(features.to(self.fc.weight.dtype))
+        """Return the states that are read for the target's, [..., F] -> [..., H]."""
+        raise NotImplementedError
+
+    def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the outputs of rows that read these embeddings and states, [b, n, H] each."""
+        raise NotImplementedError
 
     def rows(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the outputs of rows that read these tokens [b, n] and states [b, n, H] at [b or 1, n], [b, n, H]."""
         embedded = F.embedding(tokens, self.embedding).to(states.dtype)
-        layer = self.layers[0]
-        return layer(embedded, states, self._rotation(positions, states.dtype), attend)
+        return self.layer(embedded, states, self._rotation(positions, states.dtype), attend)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
@@ -200,6 +208,30 @@ class Eagle3(nn.Module):
         """Cosines and sines, [b or 1, 1, n, D]."""
         angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class Eagle3(StateNetwork):
+    """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
+
+    The output, before the final norm, is the next g. Parameters are named as in the files of speculators' ``eagle3``;
+    the embeddings are the target's and no parameter.
+    """
+
+    norm: RMSNorm
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__(shape, embedding, head, tokens)
+        self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([EagleLayer(shape)])
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See ``StateNetwork``."""
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """See ``StateNetwork``."""
+        return self.layers[0](embedded, states, rotation, attend)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training-time test of an EAGLE-3 layer: it drafts several tokens at every position of a text, on its own states."""
+"""Training-time test: a layer on the target's states drafts several tokens at every position, on its own states."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from transformers.utils import ModelOutput
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, unwrapped
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3
+from peftlab.drafting.kinds.eagle3.eagle_network import StateNetwork
 from peftlab.drafting.objectives import Objective
 from peftlab.methods.modes import eval_mode
 
 
 class EagleModel(nn.Module):
-    """A frozen target and the layer on it, as they train together."""
+    """A frozen target and the network on its states, as they train together."""
 
-    def __init__(self, trunk: PreTrainedModel, network: Eagle3):
+    def __init__(self, trunk: PreTrainedModel, network: StateNetwork):
         super().__init__()
         self.trunk, self.network = trunk, network
 
@@ -68,7 +68,7 @@ class StepAttention:
         return seen
 
 
-def unroll(network: Eagle3, features: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(network: StateNetwork, features: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield the outputs [b, n, H] of each step of the training-time test.
 
     In step k row t reads token t + 1 + k of the text, at position t + k, and its own output of the step before: step 0
@@ -147,7 +147,7 @@ class FeatureLoss:
         """Return the sum over tokens and steps."""
         ids, weights = inputs["input_ids"], inputs["weights"]
         features, final = target_states(model, ids, inputs["attention_mask"], self.known)
-        network: Eagle3 = unwrapped(model).network
+        network: StateNetwork = unwrapped(model).network
         head = network.lm_head.weight
         total = head.new_zeros(())
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):

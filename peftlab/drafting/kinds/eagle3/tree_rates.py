@@ -1,4 +1,4 @@
-"""How often each choice of an EAGLE-3 layer is right at each depth of a tree, measured on held-out text."""
+"""How often each choice of a layer on the target's states is right at each depth, measured on held-out text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each choice of each Medusa head is right, measured on held-out text: what a tree's shape is made from."""
+"""How often each choice of each head is right, measured on held-out text: what a tree's shape is made from."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.acceptance import batches
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel, ReducedHeads
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
+from peftlab.drafting.kinds.medusa.heads_loss import known_tokens
 from peftlab.drafting.rank_rates import RANKS, greedy_tokens, right_choices
 
 
 @torch.no_grad()
-def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: Dataset, batch_size: int) -> RankRates:
+def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dataset, batch_size: int) -> RankRates:
     """Return how often the choice of each rank is the model's own greedy token, head by head.
 
     Head i counts at a place where the right tokens of all earlier heads were among their choices and are the text's
-    own: there a tree can reach it. A Markov bias reads the text's token.
+    own: there a tree can reach it. Heads that read tokens read the text's.
 
     Args:
         model: the target as served. heads: on it, as they draft.
@@ -40,15 +41,15 @@ def measure_ranks(model: MedusaModel, heads: MedusaHeads | ReducedHeads, data: D
             alive = alive[:, :n] & places[:, i + 1 :]
             if i:
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
-            hits = _hits(heads, i, hidden[:, :n][alive], ids[:, i + 1 :][alive], own[:, i + 1 :][alive])
+            hits = _hits(heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive])
             right[i] += hits.sum(0).cpu().double()
             tried[i] += len(hits)
             alive = alive.masked_scatter(alive, hits.any(-1))
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
-def _hits(heads: MedusaHeads | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
-    """Return which of a head's best choices are right: [T, H], [T], [T] -> booleans [T, ranks]."""
+def _hits(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
+    """Return which of a head's best choices are right: [T, H], [T, i + 1], [T] -> booleans [T, ranks]."""
     inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
     features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
     return right_choices(features, weight, right, ids)

@@ -11,23 +11,15 @@ from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 
-class MedusaDraft(DraftConfig):
-    """K heads on the target's last hidden state, each guessing one token further ahead (arXiv 2401.10774)."""
+class HeadsConfig(DraftConfig):
+    """What kinds of heads on the target's last hidden state have in common."""
 
-    kind: Literal["medusa"] = "medusa"
     usual_method: ClassVar[str | None] = None
     heads: int = Field(default=4, ge=1, description="K: head i (from 0) predicts the token i + 2 positions ahead.")
-    bias: bool = Field(default=False, description="Whether each head's inner map W1 has a bias.")
     shared_head: bool = Field(
         default=False,
         description="Every head uses the target's own LM head, which stays frozen (multi-token "
         "prediction); false: each trains a copy W2.",
-    )
-    markov: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rank of a bias W2 W1[x] on the heads' logits, x the token drafted before; it trains with the "
-        "heads. null: heads do not see each other's choices.",
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
     preserve: float = Field(
@@ -53,6 +45,19 @@ class MedusaDraft(DraftConfig):
             yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
         if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"
+
+
+class MedusaDraft(HeadsConfig):
+    """K heads on the target's last hidden state, each guessing one token further ahead (arXiv 2401.10774)."""
+
+    kind: Literal["medusa"] = "medusa"
+    bias: bool = Field(default=False, description="Whether each head's inner map W1 has a bias.")
+    markov: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rank of a bias W2 W1[x] on the heads' logits, x the token drafted before; it trains with the "
+        "heads. null: heads do not see each other's choices.",
+    )
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -14,10 +15,11 @@ from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
-from peftlab.drafting.kinds.medusa.config import MedusaDraft
-from peftlab.drafting.kinds.medusa.head_files import check_heads, is_medusa, read_medusa, write_medusa, write_ranks
+from peftlab.drafting.kinds.medusa.config import HeadsConfig, MedusaDraft
+from peftlab.drafting.kinds.medusa.head_files import check_heads, is_heads, read_medusa, write_medusa, write_ranks
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads, MedusaModel
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
@@ -32,10 +34,10 @@ _CONSUMERS = "Medusa heads, which no released engine loads; peftlab generate and
 class HeadDraft(Draft):
     """A target and the heads on it."""
 
-    model: MedusaModel
+    model: HeadedModel
 
 
-def put_heads(target: PreTrainedModel, config: MedusaDraft) -> MedusaModel:
+def put_heads(target: PreTrainedModel, config: MedusaDraft) -> HeadedModel:
     """Return ``target`` with new heads on it; the target's parameters stop requiring a gradient.
 
     The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
@@ -43,19 +45,29 @@ def put_heads(target: PreTrainedModel, config: MedusaDraft) -> MedusaModel:
     Raises:
         PeftlabError: the target has no linear LM head.
     """
-    head = target.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise PeftlabError(
-            f"draft.kind medusa: {type(target).__name__} has no linear LM head; the heads need a causal language model"
-        )
-    target.requires_grad_(False)
-    weight, dtype = head.weight, trainable_dtype(head.weight)
-    own = weight if config.shared_head else weight.to(dtype)
+    own, dtype = first_rows(target, config)
     heads = MedusaHeads(own, config.heads, config.bias, config.shared_head, config.markov)
     for new in (heads.blocks, heads.markov_head):
         if new is not None:
-            new.to(weight.device, dtype)
-    return MedusaModel(target, heads)
+            new.to(own.device, dtype)
+    return HeadedModel(target, heads)
+
+
+def first_rows(target: PreTrainedModel, config: HeadsConfig) -> tuple[Tensor, torch.dtype]:
+    """Freeze the target; return what each W2 starts with, or is, and the dtype in which heads train.
+
+    Raises:
+        PeftlabError: the target has no linear LM head.
+    """
+    head = target.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise PeftlabError(
+            f"draft.kind {config.kind}: {type(target).__name__} has no linear LM head; the heads need a causal "
+            "language model"
+        )
+    target.requires_grad_(False)
+    weight, dtype = head.weight, trainable_dtype(head.weight)
+    return weight if config.shared_head else weight.to(dtype), dtype
 
 
 def check(job: DraftJob[MedusaDraft], target: PretrainedConfig) -> None:
@@ -84,14 +96,14 @@ def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
         )
 
 
-def loss(job: DraftJob[MedusaDraft], draft: HeadDraft) -> Loss:
+def loss(job: DraftJob[HeadsConfig], draft: HeadDraft) -> Loss:
     """Return the weighted sum of the heads' losses."""
     return HeadsLoss(make_objective(job.objective), job.config.decay, job.config.preserve)
 
 
 def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
     """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
-    assert isinstance(model, MedusaModel)
+    assert isinstance(model, HeadedModel)
     measured, trunk = measure_heads(model, data, batch_size)
     heads = [head.rates() for head in measured]
     each = {f"{key}_{i + 1}": rates[key] for i, rates in enumerate(heads) for key in ("acceptance", "agreement")}
@@ -122,7 +134,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
 
 def find(reference: str) -> str | None:
     """Return the directory of heads that ``reference`` is, or that it has as a run."""
-    return next((str(p) for p in (Path(reference) / "heads", Path(reference)) if is_medusa(p)), None)
+    return next((str(p) for p in (Path(reference) / "heads", Path(reference)) if is_heads(p, "medusa")), None)
 
 
 def open(reference: str, opening: Opening) -> Opened:

@@ -1,4 +1,4 @@
-"""The loss and the acceptance of Medusa heads, both against the model as it was."""
+"""The loss and the acceptance of heads, both against the model as it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden, unwrapped
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaModel
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import following
 from peftlab.methods.injection import disabled, is_injected
@@ -20,14 +20,14 @@ from peftlab.methods.modes import eval_mode
 
 @dataclass
 class HeadsLoss:
-    """Medusa heads' loss: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
+    """The loss of heads: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
 
     ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
     trunk's backward pass runs once, with the heads' sum.
 
-    Head i reads the state at t and predicts token t+2+i; a Markov bias reads the text's token t+1+i. The target of its
-    objective is what the frozen base model predicts at t+1+i, or for ``ce`` the token itself. With a trained trunk
-    (Medusa-2) ``preserve``·KL(base's next-token distribution ‖ the trunk's) keeps the model what it was.
+    Head i reads the state at t, and where it reads tokens the text's t+1 to t+1+i, and predicts token t+2+i. The target
+    of its objective is what the frozen base model predicts at t+1+i, or for ``ce`` the token itself. With a trained
+    trunk (Medusa-2) ``preserve``·KL(base's next-token distribution ‖ the trunk's) keeps the model what it was.
 
     Attributes:
         objective: what each head minimises. decay: λ of the weights λ^i.
@@ -41,12 +41,12 @@ class HeadsLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sum over tokens and heads."""
         ids, mask, weights = inputs["input_ids"], inputs["attention_mask"], inputs["weights"]
-        medusa = unwrapped(model)
-        base_weight, trained = head_weight(medusa).detach(), is_injected(medusa.trunk)
+        headed = unwrapped(model)
+        base_weight, trained = head_weight(headed).detach(), is_injected(headed.trunk)
         if trained:
             hidden = last_hidden(model, ids, mask)
-            with disabled(medusa.trunk):
-                base = frozen_hidden(medusa.trunk, ids, mask)
+            with disabled(headed.trunk):
+                base = frozen_hidden(headed.trunk, ids, mask)
         else:
             # The heads alone train: no graph goes into the trunk, which is read as it will decode. The gradient mode
             # stays on, because DDP prepares to gather gradients only then.
@@ -54,15 +54,16 @@ class HeadsLoss:
                 hidden = base = last_hidden(model, ids, mask).detach()
         total = hidden.new_zeros(())
         n = ids.shape[1]
-        for i, (block, weight) in enumerate(medusa.heads):
+        for i, (_, weight) in enumerate(headed.heads):
             ahead = i + 1
             if n - ahead < 2:
                 continue
             # Place t counts if its prediction, that of place t+1+i, is one of the continuation.
             places = (weights[:, : n - ahead] > 0) & (weights[:, ahead:] > 0)
-            states = block(hidden[:, : n - ahead][places])
-            if not len(states):
+            if not places.any():
                 continue
+            before = known_tokens(ids, ahead)[places]
+            states = headed.heads.states(i, hidden[:, : n - ahead][places], before)
             if self.objective.name == "ce":
                 target, target_head = following(ids)[:, ahead:][places], None
             else:
@@ -74,11 +75,11 @@ class HeadsLoss:
                 target_head,
                 self.objective.name,
                 settings=self.objective.settings,
-                addend=_bias(medusa, ids[:, ahead:][places]),
+                addend=headed.heads.addend(before),
             )
             total = total + self.decay**i * mean * len(states)
         if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
-            total = total + 0 * sum(p.sum() for p in medusa.heads.parameters())
+            total = total + 0 * sum(p.sum() for p in headed.heads.parameters())
         if trained:
             places = weights > 0
             kept = chunked_loss(hidden[places], base_weight, base[places], base_weight, "kl")
@@ -86,15 +87,14 @@ class HeadsLoss:
         return total
 
 
-def _bias(medusa: MedusaModel, before: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the factors of the Markov bias after the text's tokens [T]; None for heads without one."""
-    markov = medusa.heads.markov_head
-    return None if markov is None else (markov.markov_w1(before), markov.markov_w2.weight)
+def known_tokens(ids: Tensor, ahead: int) -> Tensor:
+    """Return the ``ahead`` tokens after each place of texts [b, n] that has them, [b, n - ahead, ahead]."""
+    return ids[:, 1:].unfold(1, ahead, 1)
 
 
 @torch.no_grad()
-def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
-    """Return the acceptance of each Medusa head by the base model, and of the model as trained by the base model.
+def measure_heads(model: HeadedModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
+    """Return the acceptance of each head by the base model, and of the model as trained by the base model.
 
     Head i's prediction at place t, of token t+2+i, is compared with the base model's at t+1+i; examples too
     short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
@@ -111,7 +111,7 @@ def measure_heads(model: MedusaModel, data: Dataset, batch_size: int = 16) -> tu
         for i in range(count):
             both = places[:, : -(i + 1)] & places[:, i + 1 :]
             late = base[:, i + 1 :][both]
-            early, weight = model.heads.product(i, hidden[:, : -(i + 1)][both], ids[:, i + 1 :][both])
+            early, weight = model.heads.product(i, hidden[:, : -(i + 1)][both], known_tokens(ids, i + 1)[both])
             add_rates(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head, weight)
         kept = rows[places.nonzero()[:, 0].cpu()]
         add_rates(sums[-1], kept, base[places], hidden[places], head, head)

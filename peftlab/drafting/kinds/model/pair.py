@@ -175,6 +175,11 @@ def find(reference: str) -> str:
 
 def open(reference: str, opening: Opening) -> Opened:
     """Load the draft and check it against the target; its tokenizer is compared before weights are read."""
+    return open_model(reference, opening, beside=True)
+
+
+def open_model(reference: str, opening: Opening, *, beside: bool) -> Opened:
+    """Return what ``open`` returns; ``beside``: as one that shares its first layers with the target, where they are."""
     load_config(reference)  # a wrong name is found before any weights are read
     tokenizer = _tokenizer_of(reference)
     check_tokens(opening.tokenizer, tokenizer)
@@ -182,7 +187,8 @@ def open(reference: str, opening: Opening) -> Opened:
     model = opening.load(reference, opening.draft_dtype)
     vocabulary = common_vocabulary(target, model, tokenizer)
     size = model.num_parameters()
-    first = 0 if model.config.is_encoder_decoder or structure_of(target) is None else shared_layers(target, model)
+    alone = not beside or model.config.is_encoder_decoder or structure_of(target) is None
+    first = 0 if alone else shared_layers(target, model)
     engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)
     return opened_beside(Opened(size, engine=engine, vocabulary=vocabulary), first)
 

@@ -1,0 +1,1 @@
+"""Draft kind ``hydra``: heads that read the tokens drafted before."""

@@ -1,0 +1,34 @@
+"""The section ``draft: {kind: hydra}``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.drafting.kinds.medusa.config import HeadsConfig
+
+
+class HydraDraft(HeadsConfig):
+    """K heads on the target's last hidden state that also read the tokens drafted before (arXiv 2402.05109)."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    kind: Literal["hydra"] = "hydra"
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such heads to continue from; null: new ones."
+    )
+
+
+def costs(target: TargetWeights) -> list[DraftCost]:
+    """Return what three heads on one LM head cost: level by level, two maps of all that a head reads, and the LM head.
+
+    Embeddings count as wide as states.
+    """
+    heads, rows = 3, min(target.vocabulary, REDUCED)
+    recipe = f"kind: hydra, heads: {heads}, shared_head: true"
+    recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+    maps = sum(2 * (i + 2) * target.hidden**2 for i in range(heads)) / heads
+    each = (maps + rows * target.hidden) / target.total
+    return [DraftCost("hydra", f"{heads} heads", recipe, 0.0, each, heads, tree=True)]

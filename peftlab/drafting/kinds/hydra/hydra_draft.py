@@ -1,0 +1,156 @@
+"""Hydra heads as a draft: put on the target, trained with it frozen or with a method in it, read back for decoding."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.drafting.checks import end_ids
+from peftlab.drafting.hidden_states import input_embedding
+from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.hydra.config import HydraDraft
+from peftlab.drafting.kinds.hydra.hydra_files import read_hydra, write_hydra
+from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
+from peftlab.drafting.kinds.medusa import head_draft
+from peftlab.drafting.kinds.medusa.calibration import measure_ranks
+from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, first_rows
+from peftlab.drafting.kinds.medusa.head_files import check_heads, is_heads, write_ranks
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
+from peftlab.drafting.vocabulary import response_tokens
+from peftlab.errors import PeftlabError
+
+FOLDER = "heads"  # of a run
+
+
+def check(job: DraftJob[HydraDraft], target: PretrainedConfig) -> None:
+    """Refuse heads to continue from that are none."""
+    start = job.config.from_
+    if start is not None and find(start) is None:
+        raise PeftlabError(f"draft.from: {start} contains no Hydra heads (config.json, model_type hydra)")
+
+
+def load(job: DraftJob[HydraDraft], target: PreTrainedModel) -> HeadDraft:
+    """Return the target with new heads, or those to continue from.
+
+    Raises:
+        PeftlabError: the method would train the LM head, or the heads to continue from are for another target or of
+            other settings.
+    """
+    if job.method is not None:
+        check_trunk(target, job.method)
+    model = put_heads(target, job.config)
+    return HeadDraft(model, target, target, job.target, end_ids(target, job.tokenizer))
+
+
+def put_heads(target: PreTrainedModel, config: HydraDraft) -> HeadedModel:
+    """Return ``target`` with heads on it, which train in fp32 where it is in half precision; the target is frozen.
+
+    Raises:
+        PeftlabError: see ``load``, or the target has no linear LM head.
+    """
+    own, dtype = first_rows(target, config)
+    heads = HydraHeads(own, config.heads, input_embedding(target), config.shared_head)
+    heads.blocks.to(own.device, dtype)
+    if config.from_ is not None:
+        place = find(config.from_)
+        assert place is not None
+        check_heads(place, target)
+        _continue(heads, read_hydra(place, input_embedding(target)), config.from_)
+    return HeadedModel(target, heads)
+
+
+@torch.no_grad()
+def _continue(heads: HydraHeads, stored: HeadStack | ReducedHeads, source: str) -> None:
+    """Give ``heads`` the weights of stored ones; rows of W2 that those were written without stay the target's."""
+    inner = stored.heads if isinstance(stored, ReducedHeads) else stored
+    shared = len(heads.lm_heads) < heads.depth
+    if (inner.depth, len(inner.lm_heads)) != (heads.depth, len(heads.lm_heads)):
+        raise PeftlabError(
+            f"draft.from: {source} has {inner.depth} heads with {len(inner.lm_heads)} LM heads; the recipe asks for "
+            f"{heads.depth} with {len(heads.lm_heads)} (draft.heads, draft.shared_head)"
+        )
+    heads.blocks.load_state_dict(inner.blocks.state_dict())
+    if shared:
+        return
+    for (_, mine), (_, theirs) in zip(heads, inner, strict=True):
+        rows = stored.kept if isinstance(stored, ReducedHeads) else torch.arange(len(mine))
+        mine[rows.to(mine.device)] = theirs.to(mine)
+
+
+def loss(job: DraftJob[HydraDraft], draft: HeadDraft) -> Loss:
+    """Return the weighted sum of the heads' losses."""
+    return head_draft.loss(job, draft)
+
+
+def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
+    return head_draft.score(draft, model, data, batch_size)
+
+
+def save(job: DraftJob[HydraDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
+    """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
+    tokens, heads = response_tokens(train, job.config.vocabulary, draft.target), draft.model.heads
+    assert isinstance(heads, HydraHeads)
+    write_hydra(heads, directory / FOLDER, tokens=tokens, overwrite=True)
+    return tokens
+
+
+def calibrate(draft: HeadDraft, directory: Path, held_out: Dataset, batch_size: int) -> None:
+    """Measure on held-out text how often each choice of the written heads is right, and store it with them."""
+    heads = read_hydra(directory / FOLDER, input_embedding(draft.target)).to(draft.target.device)
+    write_ranks(directory / FOLDER, measure_ranks(draft.model, heads, held_out, batch_size))
+
+
+def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
+    """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
+    if saved is None:
+        return None
+    served = saved.merged if saved.merged is not None else draft.adapted
+    heads = read_hydra(saved.directory / FOLDER, input_embedding(served)).to(draft.target.device)
+    return Served(served, partial(HeadsDrafter, heads))
+
+
+def find(reference: str) -> str | None:
+    """Return the directory of Hydra heads that ``reference`` is, or that it has as a run."""
+    places = (Path(reference) / FOLDER, Path(reference))
+    return next((str(place) for place in places if is_heads(place, "hydra")), None)
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Read the heads and check them against the target, whose embeddings they read as they are."""
+    check_heads(reference, opening.target)
+    heads = read_hydra(reference, input_embedding(opening.target))
+    inner = heads.heads if isinstance(heads, ReducedHeads) else heads
+    for part in (inner.blocks, inner.lm_heads):
+        part.to(opening.draft_dtype)
+    heads.to(opening.device)
+    return Opened(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
+
+
+def export(place: str, consumer: str) -> Path:
+    """Refuse: no released engine loads them."""
+    raise PeftlabError(
+        f"--for {consumer}: {place} contains Hydra heads, which no released engine loads; peftlab generate and peftlab "
+        "draft bench do"
+    )
+
+
+def update(config: HydraDraft, newest: Path, log: Path) -> HydraDraft:
+    """Return the section that continues from the heads of ``newest``; heads of a target that trains, too, are refused.
+
+    The served target must not change between requests.
+    """
+    if not is_heads(newest / FOLDER, "hydra"):
+        raise PeftlabError(f"{newest}: contains no {FOLDER}/ to continue from; did the run end?")
+    if (newest / "adapter").exists():
+        raise PeftlabError(
+            f"{newest}: its method trains the target, which must not change between requests; train heads on its "
+            f"merged/ with method: null and data.replay={log}"
+        )
+    return config.model_copy(update={"from_": str(newest / FOLDER)})

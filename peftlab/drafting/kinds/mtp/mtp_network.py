@@ -1,0 +1,112 @@
+"""FastMTP: one transformer layer over the target's last state and the next token (arXiv 2509.18362)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines.products import pack_linears
+from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.kinds.eagle3.eagle_network import (
+    Attend,
+    EagleShape,
+    LayerAttention,
+    LayerMLP,
+    RMSNorm,
+    StateNetwork,
+)
+
+
+class MtpLayer(nn.Module):
+    """norm(layer(W [norm(E); norm(h)])): a layer of a Qwen3, whose queries and keys are normed, between map and norm.
+
+    At the start W is the map to the state, and attention and MLP add 0: the layer repeats the state's direction.
+    """
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        width = shape.hidden_size
+        self.self_attn, self.mlp = LayerAttention(shape, width, norms=True), LayerMLP(shape)
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.hidden_layernorm, self.token_layernorm, self.final_layernorm = (
+            RMSNorm(width, shape.eps) for _ in range(3)
+        )
+        self.input_layernorm, self.post_attention_layernorm = (RMSNorm(width, shape.eps) for _ in range(2))
+        for added in (self.self_attn.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(added.weight)
+        with torch.no_grad():
+            self.input_proj.weight.copy_(torch.eye(width).repeat(1, 2))
+            self.input_proj.weight[:, :width] = 0
+
+    def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        both = torch.cat((self.token_layernorm(embedded), self.hidden_layernorm(states)), -1)
+        hidden = self.input_proj(both)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attend)
+        return self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Mtp(StateNetwork):
+    """One layer, used for every drafted token, on the state that the LM head reads; its output is the next such state.
+
+    Parameters are named as in the files of speculators' ``mtp``; the LM head's rows are the target's and not written.
+    """
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__(shape, embedding, head, tokens)
+        self.mtp_layers = nn.ModuleList([MtpLayer(shape)])
+        self.norm = nn.Identity()  # the layer ends with its own
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See ``StateNetwork``."""
+        return features.to(self.mtp_layers[0].get_parameter("input_proj.weight").dtype)
+
+    def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """See ``StateNetwork``."""
+        return self.mtp_layers[0](embedded, states, rotation, attend)
+
+
+class MtpStep(nn.Module):
+    """What ``Mtp`` computes row by row, with a cache; see ``decoding.drafters.feature_drafter.FeatureNetwork``.
+
+    Args:
+        network: trained; its weights must not change any more. pack: pack them for the CPU.
+    """
+
+    def __init__(self, network: Mtp, pack: bool = True):
+        super().__init__()
+        self.network = network
+        self.features, self.vocab_size = network.features, network.vocab_size
+        self.ranks: RankRates | None = network.ranks
+        if pack:
+            pack_linears(network)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Ids of the tokens that it can draft, rising, [V_d]; None for all."""
+        return self.network.tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.network.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the states as they are, in the layer's dtype."""
+        return self.network.fuse(features)
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        """Return the outputs of rows, and store their keys and values."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.write(0, torch.cat((k, v), 1), block)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
+
+        return self.network.rows(tokens, states, positions, attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
+        return self.network.logits(states)

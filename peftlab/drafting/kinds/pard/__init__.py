@@ -1,0 +1,1 @@
+"""Draft kind ``pard``: a draft model that writes several tokens in one pass."""

@@ -1,0 +1,142 @@
+"""A draft model that writes several tokens in one pass: trained beside its target, read back for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.model import pair
+from peftlab.drafting.kinds.model.config import Layers
+from peftlab.drafting.kinds.model.on_policy import OnPolicy
+from peftlab.drafting.kinds.model.pair import PairDraft, draft_engine
+from peftlab.drafting.kinds.pard.config import PardDraft, eighth
+from peftlab.drafting.kinds.pard.mask_rows import check_parallel
+from peftlab.drafting.kinds.pard.pard_files import PardExport, is_pard, read_masks, write_masks
+from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
+from peftlab.drafting.objectives import make_objective
+from peftlab.errors import PeftlabError
+
+
+@dataclass
+class ParallelDraft(PairDraft):
+    """A draft beside its target, and what it reads in the place of tokens to be written."""
+
+    masks: Masks = field(kw_only=True)
+
+
+def check(job: DraftJob[PardDraft], target: PretrainedConfig) -> None:
+    """Refuse what ``pair.check`` refuses, a mask that is no token, and a method without a fold."""
+    if not job.folds:
+        raise PeftlabError("draft.kind pard: is stored as merged weights, and the method has no linear fold")
+    size, mask = target.get_text_config(decoder=True).vocab_size, job.config.mask_token
+    if mask is not None and mask >= size:
+        raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
+    pair.check(_whole(job, target), target)
+
+
+def _whole(job: DraftJob[PardDraft], target: PretrainedConfig) -> DraftJob[PardDraft]:
+    """Return the job with a start: the first layers of the target where the recipe names none."""
+    config = job.config
+    if config.from_ is not None or config.truncate is not None:
+        return job
+    layers = list(range(eighth(target.get_text_config(decoder=True).num_hidden_layers)))
+    return replace(job, config=config.model_copy(update={"truncate": Layers(layers=layers)}))
+
+
+def load(job: DraftJob[PardDraft], target: PreTrainedModel) -> ParallelDraft:
+    """Return the draft, cut from the target or loaded, and checked against it.
+
+    Raises:
+        PeftlabError: as ``pair.load``, or the model does not read rows of masks.
+    """
+    found, config = pair.load(_whole(job, target.config), target), job.config
+    check_parallel(found.adapted)
+    token = config.mask_token
+    if token is None and config.from_ is not None:
+        token = getattr(found.adapted.config, "pard_token", None)
+    masks = Masks(token if isinstance(token, int) else -1, config.tokens)
+    return ParallelDraft(
+        found.model, found.adapted, target, found.base, found.eos, base_model=found.base_model, masks=masks
+    )
+
+
+def prepare(job: DraftJob[PardDraft], draft: ParallelDraft, train: Dataset) -> None:
+    """Choose the mask where the recipe names none: the highest token id that the training text does not contain.
+
+    Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
+    """
+    if draft.masks.token >= 0:
+        return
+    used = {token for text in train["input_ids"] for token in text}
+    free = next((token for token in reversed(range(len(head_weight(draft.target)))) if token not in used), None)
+    if free is None:
+        raise PeftlabError("draft.mask_token: the training text contains every token; name one that it may stand for")
+    draft.masks = replace(draft.masks, token=free)
+
+
+def loss(job: DraftJob[PardDraft], draft: ParallelDraft) -> Loss:
+    """Return the objective between target and draft on the text and on rows of masks."""
+    config, data = job.config, job.data
+    rewrite = OnPolicy(data.on_policy, data.temperature, draft.eos) if data.on_policy else None
+    settings = (config.tokens, config.retain, config.retain_least)
+    return PardLoss(make_objective(job.objective), draft.target, *settings, lambda: draft.masks.token, rewrite)
+
+
+def score(draft: ParallelDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return the mean acceptance over the K tokens of a pass, and each one's own."""
+    measured = measure_depths(draft.target, model, data, draft.masks.length, draft.masks.token, batch_size)
+    depths = [depth.rates() for depth in measured]
+    each = {f"{key}_{i + 1}": rates[key] for i, rates in enumerate(depths) for key in ("acceptance", "agreement")}
+    return {"acceptance": sum(rates["acceptance"] for rates in depths) / len(depths), **each}
+
+
+def save(job: DraftJob[PardDraft], draft: ParallelDraft, directory: Path, train: Dataset) -> Tensor | None:
+    """Name the mask in the merged draft's configuration, and which tokens it is restricted to, if it is."""
+    write_masks(directory / "merged", draft.masks)
+    return pair.save(job, draft, directory, train)
+
+
+def drafter(draft: ParallelDraft, saved: Saved | None) -> Served | None:
+    """Return the target with the merged draft; an untrained one, whose mask is not chosen yet, drafts nothing."""
+    if saved is None:
+        return None
+    assert saved.merged is not None
+    return Served(draft.target, partial(ParallelDrafter, draft_engine(saved.merged, tokens=saved.tokens), draft.masks))
+
+
+def find(reference: str) -> str | None:
+    """Return the merged draft of a run, or the directory of such a draft."""
+    return next((str(place) for place in (Path(reference) / "merged", Path(reference)) if is_pard(place)), None)
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Load the draft as a draft model is loaded, and its mask."""
+    masks = read_masks(reference)
+    return replace(pair.open_model(reference, opening, beside=False), masks=masks)
+
+
+def export(place: str, consumer: str) -> PardExport:
+    """Return what writes the draft for vLLM; others would draft with it token by token."""
+    if consumer != "vllm":
+        raise PeftlabError(
+            f"--for {consumer}: {place} writes several tokens in one pass (pard), which vllm alone drafts with"
+        )
+    return PardExport(Path(place))
+
+
+def update(config: PardDraft, newest: Path, log: Path) -> PardDraft:
+    """Return the section that continues from the merged draft of ``newest``, with its mask."""
+    merged = newest / "merged"
+    if not is_pard(merged):
+        raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end?")
+    continued = pair.update(config, newest, log)
+    assert isinstance(continued, PardDraft)
+    return continued

@@ -1,0 +1,125 @@
+"""Each kind of draft from recipe to export on a real, small model: a resumed run, trees in batches, an update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.drafting.export import export_draft
+from peftlab.drafting.load import find_draft, load_pair, make_drafter
+from peftlab.errors import PeftlabError
+from peftlab.pipelines import run_recipe
+from peftlab.pipelines.draft import run_draft
+from peftlab.pipelines.drafts.measure_draft import plan_draft
+from peftlab.pipelines.update import update_draft
+from peftlab.recipe.loading import load_recipe
+
+SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
+KINDS = {
+    "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
+    "mtp": ("{kind: mtp, steps: 2, vocabulary: 300, store_gb: 1}", "null", "mtp/model.safetensors"),
+    "pard": ("{kind: pard, tokens: 3, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
+}
+REFUSED = {
+    "hydra": ("vllm", "Hydra heads, which no released engine loads"),
+    "mtp": ("vllm", "only for targets that come with them"),
+    "pard": ("sglang", "which vllm alone drafts with"),
+}
+
+
+def recipe(stories: Path, out: Path, kind: str, *overrides: str) -> Any:
+    draft, method, _ = KINDS[kind]
+    wanted = [f"target={stories}", f"draft={draft}", f"method={method}", *SMALL, f"output_dir={out}", *overrides]
+    return load_recipe("draft/ci", wanted)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, stories: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    place = tmp_path_factory.mktemp(request.param) / "run"
+    run_recipe(recipe(stories, place, request.param))
+    return request.param, place
+
+
+def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Path], stories: Path) -> None:
+    kind, place = run
+    results = json.loads((place / "results.json").read_text())
+    assert results["draft"] == kind and results["decoding"]["after"]["lossless"] is True
+    assert 0 < results["metrics"]["prompts"]["acceptance"] <= 1
+    weights, metrics = load_file(place / KINDS[kind][2]), (place / "metrics.jsonl").read_bytes()
+    sorted((place / "checkpoints").glob("step-*.pt"))[-1].unlink()
+    (place / "results.json").unlink()
+    run_draft(recipe(stories, place, kind), resume=True)
+    again = load_file(place / KINDS[kind][2])
+    assert again.keys() == weights.keys() and all(tensor.equal(again[name]) for name, tensor in weights.items())
+    assert (place / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
+    kind, place = run
+    assert find_draft(str(place))[0].config.endswith(f"{kind}.config:{kind.title()}Draft")
+    pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
+    prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
+    plain = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))]
+    for width, gamma in ((1, 2), (1, 5), (3, 6)):
+        drafter = make_drafter("draft", pair, width)
+        outputs = decode(pair.target, prompts, StoppingCriteria(20), drafter, policy=lambda n=gamma: Fixed(n))
+        assert [output.tokens for output in outputs] == plain, (width, gamma)
+        assert any(step.drafted for output in outputs for step in output.steps)
+
+
+def test_an_update_continues_and_an_export_says_what_loads_it(
+    run: tuple[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    kind, place = run
+    rows = [{"prompt_ids": [1, 403 + i], "response_ids": [410, 411, 412 + i, 420]} for i in range(5)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = json.loads((place / "results.json").read_text())["last_metrics"]["prompts"]["acceptance"]
+    updated = update_draft(place, tmp_path / "log.jsonl", overrides=("train.max_steps=2",))
+    assert updated.baseline_metrics["prompts"]["acceptance"] == pytest.approx(before, abs=1e-3)
+    assert find_draft(str(place / "updates" / "0001"))[0] is find_draft(str(place))[0]
+    consumer, words = REFUSED[kind]
+    with pytest.raises(PeftlabError, match=words):
+        export_draft(place, tmp_path / "out", consumer, str(stories))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("run", ["pard"], indirect=True)
+def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
+    _, place = run
+    exported = export_draft(place, tmp_path / "out", "vllm", str(stories), gamma=3)
+    assert '"num_speculative_tokens": 3, "parallel_drafting": true' in exported.command
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["spd_type"], config["pard_length"], config["vocab_size"]) == ("pard", 3, 512)
+    assert 0 <= config["pard_token"] < 512
+    with pytest.raises(PeftlabError, match="trained to write 3 tokens"):
+        export_draft(place, tmp_path / "other", "vllm", str(stories), gamma=4)
+    with pytest.raises(PeftlabError, match="no step for each token to plan"):
+        plan_draft(str(stories), str(place))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("hydra", ["draft={kind: hydra, from: nowhere}"], "nowhere contains no Hydra heads"),
+        ("hydra", ["policy=confidence:0.5"], "heads draft trees"),
+        ("mtp", ["draft={kind: mtp, from: nowhere}"], "nowhere is no mtp draft"),
+        ("mtp", ["method={name: lora}"], "a new mtp layer trains whole"),
+        ("pard", ["draft={kind: pard, mask_token: 512}"], "512 is no token; the target has 0 to 511"),
+        ("pard", ["draft={kind: pard, from: a, truncate: {layers: [0]}}"], "needs exactly one of from: REF"),
+        ("pard", ["policy=confidence:0.5"], "pard writes all at once"),
+        ("pard", ["merge=false"], "remove merge: false"),
+        ("pard", ["method={name: houlsby}"], "the method has no linear fold"),
+        ("pard", ["objective.name=topk_kl", "data.top_k=4"], "pard trains without topk_kl"),
+    ],
+)
+def test_mistakes_in_a_recipe(stories: Path, tmp_path: Path, kind: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(PeftlabError) as caught:
+        run_recipe(recipe(stories, tmp_path / "out", kind, *overrides))
+    assert message in str(caught.value) and not (tmp_path / "out").exists()
