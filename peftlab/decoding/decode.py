@@ -253,7 +253,7 @@ class _Batch:
         self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int
     ) -> bool:
         """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it."""
-        self.cache.move(row.slot, len(row.tokens), path)
+        self.cache.settle(row.slot, len(row.tokens), path)
         depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
         drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
         row.policy.update(drafted, len(path))

@@ -109,6 +109,8 @@ class ModelDrafter(Drafter):
                 if read + 1 >= len(row.tokens) or row.tokens[read] != token:
                     break
                 self._read[row.index] = read + 1
+            if not self.shares_cache:
+                self._cache.settle(row.slot, self._read[row.index])
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:

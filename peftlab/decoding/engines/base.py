@@ -65,6 +65,10 @@ class Engine(Protocol):
     device: torch.device
     encoder: Encoder | None
 
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """Return an empty cache; see ``KVCache`` for the arguments."""
+        ...
+
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """Run tokens [b, n] whose slots in the cache ``block`` gives.
 
@@ -86,3 +90,7 @@ class Wrapper:
         self.kind, self.packed = f"{engine.kind}{note}", engine.packed
         self.vocab_size, self.limit, self.layers = engine.vocab_size, engine.limit, engine.layers
         self.device, self.encoder = engine.device, engine.encoder
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """See ``Engine.new_cache``."""
+        return self._engine.new_cache(batch, capacity, context)

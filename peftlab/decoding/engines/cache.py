@@ -134,8 +134,11 @@ class KVCache:
                 copies.states[layer] = state
         return copies
 
-    def move(self, row: int, start: int, nodes: Sequence[int]) -> None:
-        """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
+    def settle(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+        """Let a row continue after its tokens before ``start`` and the accepted ones of those that follow.
+
+        Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
+        """
         if list(nodes) == list(range(len(nodes))):
             return
         for stored in self.states:

@@ -48,7 +48,7 @@ def empty_cache(engine: Engine, capacity: int, sources: Sequence[Sequence[int]])
         capacity: slots per row. sources: empty or not, they count as rows alone for any other engine.
     """
     context = None if engine.encoder is None else engine.encoder.encode(sources)
-    return KVCache(engine.layers, len(sources), capacity, context)
+    return engine.new_cache(len(sources), capacity, context)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], n: int, filler: int = 0) -> Tensor:
