@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.table import MODEL_FREE, model_free
+from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
@@ -40,6 +40,7 @@ class Pair:
         weights: what a step of the target reads.
         own: the draft, where it is some of the target's own layers.
         corpus: text to copy from; None: only the sequence itself.
+        window: what the draft sees of a text; None: all of it.
         warnings: what to show the user.
     """
 
@@ -52,6 +53,7 @@ class Pair:
     heads: Heads | None = None
     network: FeatureNetwork | None = None
     corpus: SuffixAutomaton | None = None
+    window: Window | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -163,6 +165,10 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     if name != "draft":
         names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
+    return with_window(_of_pair(pair, width, grow), pair.window)
+
+
+def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:
@@ -176,6 +182,21 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     if isinstance(pair.own.trees, str):
         raise PeftlabError(f"draft {pair.own.trees} drafts chains, no trees")
     return pair.own.trees(pair.draft, grow)
+
+
+def with_window(drafter: Drafter, window: Window | None) -> Drafter:
+    """Return a drafter that sees the first and the last tokens of a text only; None: as it is.
+
+    Raises:
+        PeftlabError: it is no chain from a draft with a cache of its own.
+    """
+    if window is None:
+        return drafter
+    if type(drafter) is ModelDrafter and not drafter.shares_cache:
+        return replace(drafter, window=window)
+    if isinstance(drafter, FeatureDrafter) and drafter.width == 1:
+        return replace(drafter, window=window)
+    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 layer; leave it out")
 
 
 def drafts_with_heads(draft: str | None) -> bool:

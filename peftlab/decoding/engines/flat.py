@@ -75,6 +75,8 @@ class FlatEngine:
         self.packed = tuple(products.stored)
         self.kind = ", ".join(["flat", *self.packed])
 
+    positioned = True
+
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """See ``Engine.new_cache``."""
         return KVCache(self.layers, batch, capacity, context)

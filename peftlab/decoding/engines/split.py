@@ -22,6 +22,7 @@ class EqualLengths(Wrapper):
 
     def __init__(self, engine: Engine):
         super().__init__(engine, ", rows of one length at a time")
+        self.positioned = False
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -59,6 +60,7 @@ class PathByPath(Wrapper):
 
     def __init__(self, engine: Engine):
         super().__init__(engine, ", trees path by path")
+        self.positioned = False
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:

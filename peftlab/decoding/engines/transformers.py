@@ -52,6 +52,7 @@ class TransformersEngine:
         self.limit = limit_of(config)
         self.layers = config.num_hidden_layers
         self.device = model.device
+        self.positioned = masks
         self._masks, self._features = masks, tuple(features)
         self._window = getattr(config, "sliding_window", None)
         self._types = set(getattr(config, "layer_types", None) or ())

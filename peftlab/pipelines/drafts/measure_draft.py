@@ -12,6 +12,7 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench, fits
 from peftlab.decoding.analysis.pool import check_pool, measure_pool
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
+from peftlab.decoding.cache_memory import CacheMemory, cache_memory
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
@@ -104,14 +105,16 @@ class MeasuredDraftPlan(Measured):
 
     Attributes:
         alpha: the acceptance asked about.
+        memory: bytes of the caches at the context measured and at the target's limit, 4,096 tokens without one.
     """
 
     alpha: float
+    memory: list[CacheMemory]
     result: planning.MeasuredPlan | planning.MeasuredAdvice
 
     def as_json(self) -> dict[str, object]:
         """Return the settings, and the keys of the result beside them."""
-        return self.settings() | to_json(self.result)
+        return self.settings() | {"memory": to_json(self.memory)} | to_json(self.result)
 
 
 def benchmark(
@@ -250,6 +253,7 @@ def plan_draft(
         draft_dtype=options.draft_dtype or options.dtype,
         warnings=list(pair.warnings),
         alpha=alpha,
+        memory=cache_memory(pair.target, pair.draft, batches, (context, pair.target.limit or 4096), pair.window),
         result=result,
     )
 

@@ -35,6 +35,7 @@ class RecurrentEngine:
         self._body, self._head = known.backbone, known.lm_head
         self._mix, self._features = mix, tuple(features)
         self.kind = "states, trees path by path"
+        self.positioned = False
         self.packed: tuple[str, ...] = ()
         self.encoder: Encoder | None = None
         self.limit: int | None = None
