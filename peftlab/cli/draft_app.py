@@ -44,6 +44,7 @@ Corpus = Annotated[
     str | None,
     typer.Option("--corpus", help="Texts that suffix copies from and ngram counts, beside the prompt and the output."),
 ]
+PEARL = "pearl, the draft at work while the target verifies"
 Lossy = Annotated[
     str | None,
     typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
@@ -148,7 +149,10 @@ def bench(
     draft: DraftName = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}. Default: one of each."),
+        typer.Option(
+            "--drafter",
+            help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}; {PEARL}. Default: one of each, without pearl.",
+        ),
     ] = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
@@ -247,7 +251,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. suffix goes with --draft, too."),
+        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. With --draft: suffix, too; {PEARL}."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
@@ -29,7 +30,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 from peftlab.untyped import Unwrapped
 
-SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
+SUFFIX, SUFFIX_AND_DRAFT, PEARL = "suffix", "suffix+draft", "pearl"
 
 
 @dataclass
@@ -146,7 +147,8 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
-    elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
+    elsewhere joins copy and draft in one tree; ``PEARL`` is the pair's model at work beside the target; the others are
+    ``decoding.table.MODEL_FREE``.
 
     Args:
         width: choices of each Medusa head, or children of an eagle3 layer's node, that a tree may use; 1 is a chain,
@@ -162,8 +164,12 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
         return resolve(free.row.make)(pair.corpus, free.value)
     if name == SUFFIX_AND_DRAFT:
         return with_copies(make_drafter("draft", pair, width, grow), pair.corpus)
+    if name == PEARL:
+        if pair.draft is None or pair.own is not None or grow is not None or width not in (None, 1):
+            raise PeftlabError(f"drafter {PEARL}: chains of a draft model alone, which works beside the target")
+        return with_window(AheadDrafter(pair.draft), pair.window)
     if name != "draft":
-        names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
+        names = ("draft", SUFFIX_AND_DRAFT, PEARL, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     return with_window(_of_pair(pair, width, grow), pair.window)
 
@@ -192,7 +198,8 @@ def with_window(drafter: Drafter, window: Window | None) -> Drafter:
     """
     if window is None:
         return drafter
-    if type(drafter) is ModelDrafter and not drafter.shares_cache:
+    chain = type(drafter) in (ModelDrafter, AheadDrafter)
+    if chain and isinstance(drafter, ModelDrafter) and not drafter.shares_cache:
         return replace(drafter, window=window)
     if isinstance(drafter, FeatureDrafter) and drafter.width == 1:
         return replace(drafter, window=window)

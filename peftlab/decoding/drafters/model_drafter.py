@@ -116,6 +116,7 @@ class ModelDrafter(Drafter):
         # Slots past the first token that differs from the output contain rejected tokens; a smaller length is the whole
         # crop. The output may have followed a branch that another drafter proposed.
         for row in rows:
+            self._read[row.index] = min(self._read[row.index], len(row.tokens) - 1)
             for token in self._ahead.pop(row.index, ()):
                 read = self._read[row.index]
                 if read + 1 >= len(row.tokens) or row.tokens[read] != token:

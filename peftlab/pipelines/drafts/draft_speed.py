@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, compare
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.table import HEAD, policy, window
+from peftlab.decoding.table import HEAD, Window, policy, window
 from peftlab.decoding.trace import drafted_text
 from peftlab.drafting.kinds.base import Served
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
@@ -44,11 +45,7 @@ def decoding_speed(
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
     engine = build_engine(served.model, features=served.features)
-    seen = None if recipe.draft_window is None else window(recipe.draft_window)
-
-    def drafter() -> Drafter:
-        return with_window(served.drafter(), seen)
-
+    drafter = partial(_drafter, served, None if recipe.draft_window is None else window(recipe.draft_window))
     drafters: dict[str, Callable[[], Drafter]] = {
         "draft": drafter,
         SUFFIX: SuffixLookup,
@@ -84,3 +81,7 @@ def decoding_speed(
         conditions=run.conditions,
         example=example,
     )
+
+
+def _drafter(served: Served, seen: Window | None) -> Drafter:
+    return with_window(served.drafter(), seen)

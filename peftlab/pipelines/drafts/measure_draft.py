@@ -17,7 +17,7 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.decoding.trace import DraftedText, drafted_text
-from peftlab.drafting.load import SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
+from peftlab.drafting.load import PEARL, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -137,7 +137,8 @@ def benchmark(
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults.
-        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each.
+        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
+            the draft at work beside the target.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
@@ -146,7 +147,7 @@ def benchmark(
     """
     options = options or DecodingOptions()
     length = options.length()
-    free = [model_free(name).text for name in dict.fromkeys(drafters or MODEL_FREE)]
+    beside = _beside(drafters or [*MODEL_FREE], draft)
     settings = _settings(options, batch_size, repeats)
     if pool:
         check_pool(batch_size)
@@ -154,7 +155,7 @@ def benchmark(
     pair = options.load(target, draft)
     settings.eos = pair.eos
     watches = watched(pair)
-    made = _drafters(pair, free, options)
+    made = _drafters(pair, beside, options)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.policies = lengths.policies
@@ -190,6 +191,13 @@ def _example(
 ) -> DraftedText:
     asked = next(question.ids for question in questions if fits(pair.target, question))
     return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
+
+
+def _beside(names: Sequence[str], draft: str | None) -> list[str]:
+    """Return the drafters that were asked for beside the draft, each once."""
+    if PEARL in names and draft is None:
+        raise PeftlabError(f"drafter {PEARL}: needs a draft model, which works beside the target; give a draft")
+    return [name if name == PEARL else model_free(name).text for name in dict.fromkeys(names)]
 
 
 def _drafters(pair: Pair, free: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
