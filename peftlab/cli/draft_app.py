@@ -44,6 +44,7 @@ Corpus = Annotated[
     str | None,
     typer.Option("--corpus", help="Texts that suffix copies from and ngram counts, beside the prompt and the output."),
 ]
+PEARL = "pearl, the draft at work while the target verifies"
 Lossy = Annotated[
     str | None,
     typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
@@ -56,6 +57,10 @@ Tree = Annotated[
 ]
 Verify = Annotated[
     str | None, typer.Option("--verify", help=f"How sampled drafts are verified, all lossless: {spelled(VERIFIERS)}.")
+]
+DraftWindow = Annotated[
+    str | None,
+    typer.Option("--draft-window", help="SINKS:LAST: the draft sees only the first and last tokens. Default: all."),
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page to this file.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Store the weights in the layout of fast kernels (CPU).")]
@@ -82,6 +87,7 @@ def plan(
     ] = False,
     dtype: Dtype = "fp32",
     draft_dtype: DraftDtype = None,
+    draft_window: DraftWindow = None,
     pack: Pack = True,
     device: Device = "auto",
     html: Html = None,
@@ -97,11 +103,12 @@ def plan(
         return _show_theory(target or draft, html)
     if target is None:
         raise PeftlabError("--target: missing; give the model to measure, or --theory for the formulas alone")
-    options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack, device=device)
+    options = DecodingOptions(dtype=dtype, draft_dtype=draft_dtype, pack=pack, device=device, draft_window=draft_window)
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), **how)
     plan = found.result
-    tables, facts = pages.plan_tables(plan), pages.plan_facts(plan, found.warnings, alpha)
+    tables = [*pages.plan_tables(plan), pages.memory_table(found.memory)]
+    facts = pages.plan_facts(plan, found.warnings, alpha)
     pages.show(tables, facts)
     if html is not None:
         write_text(html, pages.page("Draft plan", tables, facts, pages.plan_plots(plan)))
@@ -142,7 +149,10 @@ def bench(
     draft: DraftName = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}. Default: one of each."),
+        typer.Option(
+            "--drafter",
+            help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}; {PEARL}. Default: one of each, without pearl.",
+        ),
     ] = None,
     max_new_tokens: NewTokens = 64,
     gamma: Gamma = 4,
@@ -168,6 +178,7 @@ def bench(
     lossy: Lossy = None,
     tree: Tree = None,
     verify: Verify = None,
+    draft_window: DraftWindow = None,
     device: Device = "auto",
     html: Html = None,
 ) -> object:
@@ -179,7 +190,7 @@ def bench(
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy, tree, verify,
+        lossy, tree, verify, draft_window,
     )  # fmt: skip
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
@@ -240,7 +251,7 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. suffix goes with --draft, too."),
+        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. With --draft: suffix, too; {PEARL}."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,
@@ -265,6 +276,7 @@ def generate(
     lossy: Lossy = None,
     tree: Tree = None,
     verify: Verify = None,
+    draft_window: DraftWindow = None,
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
@@ -276,7 +288,7 @@ def generate(
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy, tree, verify,
+        lossy, tree, verify, draft_window,
     )  # fmt: skip
     if prompt is not None:
         answer = generated(

@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 from peftlab.decoding.draft_length import Fixed, Policy
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
-from peftlab.decoding.verification.accept import TRAVERSAL, Verifier, accept
+from peftlab.decoding.verification.accept import TRAVERSAL, Accepted, Verifier, accept
 from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import depths_of, shape_of
@@ -157,6 +158,11 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
         raise PeftlabError(f"pool: {pool} of {len(prompts)} prompts; an encoder-decoder model reads all at once")
 
 
+def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
+    if lossy is not None and isinstance(drafter, AheadDrafter):
+        raise PeftlabError(f"lossy {lossy.name}: drafter {drafter.name} verifies exactly only; leave one of them out")
+
+
 def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
     """How many tokens a row may still emit."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
@@ -195,6 +201,7 @@ class _Batch:
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
+        _check_lossy(self.drafter, self.lossy)
         every = [*self.rows, *self.waiting]
         longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in every)
         self.cache = empty_cache(self.target, longest + _SLACK, [row.source for row in self.rows])
@@ -214,7 +221,9 @@ class _Batch:
             self.observe(rows, verified)
         draft = verified.draft
         parents = [None] * len(rows) if draft.parents is None else draft.parents
-        outcome = zip(rows, parents, draft.tokens.tolist(), verified.paths, verified.next_tokens, strict=True)
+        ahead = verified.ahead or [False] * len(rows)
+        emitted = verified.paths, verified.next_tokens, ahead
+        outcome = zip(rows, parents, draft.tokens.tolist(), *emitted, strict=True)
         ended = {row.index for row, *emitted in outcome if self._emit(row, *emitted)}
         if self.drafter is not None:
             self.drafter.accept(rows, verified)
@@ -240,23 +249,32 @@ class _Batch:
         starts = [len(row.tokens) - 1 for row in rows]
         block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
         output = self.target.forward(self.cache, inputs, block)
+        accepted = partial(self._accepted, rows)
+        if isinstance(self.drafter, AheadDrafter):
+            return self.drafter.verify(rows, inputs, draft, output, accepted)
+        return Verified(inputs, draft, output, *accepted(draft, output))
+
+    def _accepted(self, rows: list[Row], draft: Proposal, output: Output) -> Accepted:
         generators = [row.generator for row in rows]
         if self.lossy is not None:
             parents = [draft.parents_of(i) for i in range(len(rows))]
-            accepted = accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)
-        else:
-            drafted = draft.tokens, draft.probs, draft.parents
-            accepted = accept(output.logits, *drafted, self.sampling, generators, self.verifier)
-        return Verified(inputs, draft, output, *accepted)
+            return accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)
+        drafted = draft.tokens, draft.probs, draft.parents
+        return accept(output.logits, *drafted, self.sampling, generators, self.verifier)
 
     def _emit(
-        self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int
+        self, row: Row, parents: Sequence[int] | None, tokens: list[int], path: list[int], following: int, ahead: bool
     ) -> bool:
-        """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it."""
-        self.cache.move(row.slot, len(row.tokens), path)
+        """Append the accepted ones of a row's drafted tokens and the one after them; return whether that ends it.
+
+        Args:
+            ahead: whether that one was drafted, too.
+        """
+        self.cache.settle(row.slot, len(row.tokens), path)
         depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
         drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
-        row.policy.update(drafted, len(path))
+        accepted = len(path) + ahead
+        row.policy.update(drafted, accepted)
         run = [*(tokens[node] for node in path), following]
         result = self.results[row.index]
         kept, reason = self._cut(result.tokens, run, row)
@@ -264,7 +282,7 @@ class _Batch:
         row.tokens += run[:kept]
         # Tokens past the end were never output: neither they nor their acceptance count.
         whole = kept == len(run)
-        result.steps.append(Step(drafted if whole else kept, len(path) if whole else kept, kept))
+        result.steps.append(Step(drafted if whole else kept, accepted if whole else kept, kept))
         if self.on_tokens is not None:
             self.on_tokens(row.index, run[:kept])
         result.reason = reason or result.reason

@@ -1,4 +1,4 @@
-"""What a user names as NAME or NAME:X: rules of draft length, drawn trees, verifiers, drafters without a model."""
+"""What a user names as NAME or NAME:X: rules of draft length, drawn trees, verifiers, drafters; draft windows."""
 
 from __future__ import annotations
 
@@ -226,3 +226,33 @@ MODEL_FREE: dict[str, Row] = {
 def model_free(text: str) -> Chosen:
     """Return the drafter without a model that ``text`` names; errors as for ``choose``."""
     return choose("drafter", MODEL_FREE, text)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a draft sees of a text: the first tokens, on which attention rests in any text, and the last ones.
+
+    They need a cache of constant size, whatever the length of the text (StreamingLLM, Xiao et al. 2023, arXiv
+    2309.17453; for drafts LongSpec, Yang et al. 2025, arXiv 2502.17421). Positions stay those of the whole text.
+
+    Attributes:
+        sinks: how many of the first. last: how many of the last, a token itself among them.
+    """
+
+    sinks: int
+    last: int
+
+
+def window(text: str) -> Window:
+    """Return the window that ``text``, SINKS:LAST, names.
+
+    Raises:
+        PeftlabError: it is not two whole numbers, or LAST is 0.
+    """
+    try:
+        sinks, last = (int(part) for part in text.split(":"))
+    except ValueError:
+        sinks, last = -1, 0
+    if sinks < 0 or last < 1:
+        raise PeftlabError(f"draft_window {text}: SINKS:LAST, two whole numbers such as 4:512, LAST at least 1")
+    return Window(sinks, last)

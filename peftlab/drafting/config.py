@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from peftlab.checkpoints.merge.config import MergeConfig
-from peftlab.decoding.table import Chosen
+from peftlab.decoding.table import Chosen, Window
 from peftlab.methods.config import MethodConfig
 from peftlab.section import Section, Seed
 
@@ -106,6 +106,7 @@ class OtherKeys:
     merge: bool | MergeConfig | None
     acceptance_head: bool
     policy: Chosen
+    draft_window: Window | None
 
 
 class DraftConfig(Section):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
@@ -18,7 +19,7 @@ from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.table import MODEL_FREE, model_free
+from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
@@ -30,7 +31,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 from peftlab.untyped import Unwrapped
 
-SUFFIX, SUFFIX_AND_DRAFT = "suffix", "suffix+draft"
+SUFFIX, SUFFIX_AND_DRAFT, PEARL = "suffix", "suffix+draft", "pearl"
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Pair:
         own: the draft, where it is some of the target's own layers.
         masks: of a draft that writes several tokens in one pass; None: it writes one.
         corpus: text to copy from; None: only the sequence itself.
+        window: what the draft sees of a text; None: all of it.
         warnings: what to show the user.
     """
 
@@ -55,6 +57,7 @@ class Pair:
     network: FeatureNetwork | None = None
     masks: Masks | None = None
     corpus: SuffixAutomaton | None = None
+    window: Window | None = None
     target_parameters: int = 0
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
@@ -148,7 +151,8 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
-    elsewhere joins copy and draft in one tree; the others are ``decoding.table.MODEL_FREE``.
+    elsewhere joins copy and draft in one tree; ``PEARL`` is the pair's model at work beside the target; the others are
+    ``decoding.table.MODEL_FREE``.
 
     Args:
         width: choices of each Medusa head or place of a pard draft, or children of an eagle3 layer's node, that a tree
@@ -165,9 +169,17 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
         return resolve(free.row.make)(pair.corpus, free.value)
     if name == SUFFIX_AND_DRAFT:
         return with_copies(make_drafter("draft", pair, width, grow), pair.corpus)
+    if name == PEARL:
+        if pair.draft is None or pair.own is not None or grow is not None or width not in (None, 1):
+            raise PeftlabError(f"drafter {PEARL}: chains of a draft model alone, which works beside the target")
+        return with_window(AheadDrafter(pair.draft), pair.window)
     if name != "draft":
-        names = ("draft", SUFFIX_AND_DRAFT, *MODEL_FREE)
+        names = ("draft", SUFFIX_AND_DRAFT, PEARL, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
+    return with_window(_of_pair(pair, width, grow), pair.window)
+
+
+def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:
@@ -183,6 +195,22 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     if isinstance(pair.own.trees, str):
         raise PeftlabError(f"draft {pair.own.trees} drafts chains, no trees")
     return pair.own.trees(pair.draft, grow)
+
+
+def with_window(drafter: Drafter, window: Window | None) -> Drafter:
+    """Return a drafter that sees the first and the last tokens of a text only; None: as it is.
+
+    Raises:
+        PeftlabError: it is no chain from a draft with a cache of its own.
+    """
+    if window is None:
+        return drafter
+    chain = type(drafter) in (ModelDrafter, AheadDrafter)
+    if chain and isinstance(drafter, ModelDrafter) and not drafter.shares_cache:
+        return replace(drafter, window=window)
+    if isinstance(drafter, FeatureDrafter) and drafter.width == 1:
+        return replace(drafter, window=window)
+    raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 layer; leave it out")
 
 
 def drafts_with_heads(draft: str | None) -> bool:

@@ -9,7 +9,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from peftlab.checkpoints.merge.config import MergeConfig
-from peftlab.decoding.table import HEAD, POLICIES, policy, spelled
+from peftlab.decoding.table import HEAD, POLICIES, policy, spelled, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
 from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
@@ -236,6 +236,11 @@ class DraftRecipe(Section):
     policy: str = Field(
         default="fixed", description=f"How the draft length is chosen then, at most gamma: {spelled(POLICIES)}."
     )
+    draft_window: str | None = Field(
+        default=None,
+        description="SINKS:LAST, such as 4:512: the first and the last tokens that the draft sees when it is measured; "
+        "null: all.",
+    )
     merge: bool | MergeConfig | None = Field(
         default=None,
         description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
@@ -280,7 +285,12 @@ class DraftRecipe(Section):
             length = policy("fixed")
         if length.row.needs == HEAD and not self.acceptance_head:
             found.append(("policy", f"{length.text}: reads a trained head; set acceptance_head: true"))
-        keys = OtherKeys(self.method, objective, data, self.merge, self.acceptance_head, length)
+        try:
+            seen = None if self.draft_window is None else window(self.draft_window)
+        except PeftlabError as error:
+            found.append(("draft_window", str(error).removeprefix("draft_window ")))
+            seen = None
+        keys = OtherKeys(self.method, objective, data, self.merge, self.acceptance_head, length, seen)
         found += self.draft.problems(keys)
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]

@@ -21,6 +21,7 @@ from peftlab.decoding.analysis.planning import (
 )
 from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
 from peftlab.decoding.analysis.statistics import Interval
+from peftlab.decoding.cache_memory import CacheMemory
 from peftlab.files import to_json
 from peftlab.reporting.draft_views import acceptance_plots, example_view, plot_of
 from peftlab.reporting.html import render, require
@@ -58,6 +59,19 @@ def plan_tables(plan: DraftPlan | MeasuredAdvice) -> list[tuple[str, list[str], 
         ("best draft length", ["alpha", "gamma", "gain", "PEARL"], alphas),
         *(_batch_tables(plan.batches) if isinstance(plan, MeasuredPlan) else ()),
     ]
+
+
+def memory_table(memory: Sequence[CacheMemory]) -> tuple[str, list[str], Rows]:
+    """Return what the caches take in memory."""
+    rows = [
+        (str(of.batch), f"{of.tokens:,}", _mebibytes(of.target), "-" if of.draft is None else _mebibytes(of.draft))
+        for of in memory
+    ]
+    return "memory of the caches", ["sequences", "tokens", "target", "draft"], rows
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def _length(best: AcceptanceGain) -> str:

@@ -37,6 +37,7 @@ EIGHT = {**LLAMA, "head_dim": 8, "sliding_window": WINDOW}
 NEO = {"num_layers": 3, "num_heads": 4, "window_size": WINDOW, "attention_types": [[["global", "local", "local"], 1]]}
 FALCON = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
 OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+SSM = {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
 STEEP = {"alibi_bias_max": 2}  # slopes of 1/4 and more, so that a token in the wrong place is seen
 MODELS = {
     "Llama": ("llama", LLAMA),
@@ -53,6 +54,9 @@ MODELS = {
     "GPT-Neo": ("gpt_neo", {"hidden_size": 32, "max_position_embeddings": CONTEXT, **NEO}),
     "BLOOM": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "Falcon with ALiBi": ("falcon", {**FALCON, "alibi": True, "multi_query": False, "bias": True}),
+    "Mamba": ("mamba", SSM),
+    "Mamba 2": ("mamba2", {**SSM, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    "FalconMamba": ("falcon_mamba", SSM),
 }
 
 

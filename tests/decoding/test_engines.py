@@ -19,10 +19,10 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -185,7 +185,7 @@ def test_each_rows_tree_sees_its_ancestors_only(built):
             close(out.logits[row, node + 1], model(line[None]).logits[0, -1])
     # Node by node the accepted path moves up, and decoding continues after it.
     path = line_of(trees[1], 5)
-    cache.move(1, starts[1] + 1, path)
+    cache.settle(1, starts[1] + 1, path)
     line = torch.cat((ids[1, : starts[1] + 1], drafted[1, path], ids[1, :1]))
     after = engine.forward(cache, ids[1:, :1], Block((len(line) - 1,), 1, rows=(1,)))
     close(after.logits[0, 0], model(line[None]).logits[0, -1])
@@ -248,7 +248,7 @@ def test_a_changed_model_is_not_flattened(change):
     ("model", "reason"),
     [
         (
-            lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)),
+            lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "conv", "full_attention"])),
             "cannot be cropped",
         ),
         (
@@ -256,7 +256,7 @@ def test_a_changed_model_is_not_flattened(change):
             "not a language model",
         ),
     ],
-    ids=["mamba", "bert"],
+    ids=["hybrid", "bert"],
 )
 def test_models_that_cannot_be_decoded_here(model, reason):
     with pytest.raises(PeftlabError, match=reason):

@@ -313,6 +313,11 @@ class TestRefused:
             (["policy=confidnce:0.3"], "policy: confidnce:0.3: one of fixed[:N], confidence[:T], heuristic"),
             (["policy=head"], "policy: head: reads a trained head; set acceptance_head: true"),
             (["policy=goodput", "method=null", "draft={kind: medusa}"], "heads draft trees"),
+            (["draft_window=4:0"], "draft_window: 4:0: SINKS:LAST"),
+            (
+                ["draft_window=4:64", "method=null", "draft={kind: medusa}"],
+                "limits the cache of a draft; heads have none",
+            ),
             (["policy=goodput", "method=null", "draft={kind: eagle3}"], "needs the time of a draft step"),
             (["data.samples=4", "data.temperature=0"], "greedy continuations are all the same"),
             (["method={name: lora, target_modules: [lm_head]}"], "cannot be trained as part of a draft"),

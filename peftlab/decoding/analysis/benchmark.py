@@ -31,9 +31,10 @@ from peftlab.decoding.analysis.statistics import (
     divergence,
     rate_intervals,
 )
-from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, TimedDrafter
+from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, timed_drafter
 from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, MakePolicy
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.engines.base import Engine
@@ -167,6 +168,8 @@ class Comparison:
         policy = self.settings.policy_of(name)()
         if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
             return None
+        if isinstance(drafter, AheadDrafter):  # the parts do not add up: they are done at once
+            return None
         return measured_gain(
             self.target,
             drafter,
@@ -182,7 +185,7 @@ class Comparison:
         record = self.records[name]
         whole = sum(map(sum, record.seconds))
         target, draft = record.target_seconds / whole, self.drafting[name].seconds / whole
-        return TimeShares(target, draft, 1 - target - draft)
+        return TimeShares(target, draft, max(0.0, 1 - target - draft))  # less than 0 where the two work at once
 
     def _divergences(self, name: str) -> list[PromptDivergence]:
         """Where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
@@ -233,7 +236,7 @@ def bench(
     return BenchmarkResult(
         drafter=first,
         drafters=found,
-        overhead=1 - within / everything if models else None,
+        overhead=max(0.0, 1 - within / everything) if models else None,
         gain=run.gain(first, drafters[first]()),
         batch_size=settings.batch_size,
         temperature=settings.sampling.temperature,
@@ -283,7 +286,7 @@ def compare(
     watched, drafting = Stopwatch(target), {name: Clock(target.device) for name in drafters}
     contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, PLAIN, None)}
     for name, make in drafters.items():
-        contenders[name] = partial(_decoder, watched, settings, name, partial(_timed_drafter, make, drafting[name]))
+        contenders[name] = partial(_decoder, watched, settings, name, partial(timed_drafter, make, drafting[name]))
     contenders |= others
     for make_decoder in contenders.values():
         make_decoder()(batches[0])
@@ -292,10 +295,6 @@ def compare(
     with Watch(target.device) as watch:
         records = _timed(batches, contenders, settings.repeats, watched)
     return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
-
-
-def _timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
-    return TimedDrafter(make(), clock)
 
 
 def fits(target: Engine, question: Question) -> bool:

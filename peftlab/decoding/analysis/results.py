@@ -29,7 +29,8 @@ class TimeShares:
     """Where the time of decoding went, as shares of 1.
 
     Attributes:
-        target: in the target's forward passes. draft: in the drafter and its model. outside: in neither.
+        target: in the target's forward passes. draft: in the drafter and its model (of ``pearl``, at the same time).
+        outside: in neither.
     """
 
     target: float

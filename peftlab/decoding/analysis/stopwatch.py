@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
@@ -61,6 +62,18 @@ class Stopwatch(Wrapper, Clock):
         return _TimedNetwork(network, self)
 
 
+class _TimedEngine(Wrapper):
+    """An engine whose forward passes a clock adds up; to a drafter it is the engine."""
+
+    def __init__(self, engine: Engine, clock: Clock):
+        super().__init__(engine)
+        self._clock = clock
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        return self._clock.timed(self._engine.forward, cache, tokens, block, keep)
+
+
 @dataclass(frozen=True)
 class TimedDrafter(Drafter):
     """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
@@ -97,6 +110,14 @@ class TimedDrafter(Drafter):
 
     def select(self, slots: list[int]) -> None:
         self.clock.timed(self.drafter.select, slots)
+
+
+def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
+    """Return a new drafter whose time ``clock`` adds up."""
+    drafter = make()
+    if isinstance(drafter, AheadDrafter):  # its own calls return at once: its model works beside the target
+        return replace(drafter, engine=_TimedEngine(drafter.engine, clock))
+    return TimedDrafter(drafter, clock)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class Verified:
         output: the target's output for the inputs.
         paths: accepted nodes of each row, as indices into the draft.
         next_tokens: the token after each path.
+        ahead: of each row, whether that token was drafted, too, and accepted (``AheadDrafter``); None: of none.
     """
 
     inputs: Tensor
@@ -89,6 +90,7 @@ class Verified:
     output: Output
     paths: list[list[int]]
     next_tokens: list[int]
+    ahead: list[bool] | None = None
 
 
 @dataclass

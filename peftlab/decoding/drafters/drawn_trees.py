@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row
+from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, TargetState
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.engines.recurrent.state_cache import StateCache
 from peftlab.decoding.verification.drawing import GrowTree, rsd_c
 from peftlab.decoding.verification.sampling import RowRandomSource, forked
 from peftlab.decoding.verification.tree import shape_of
+from peftlab.errors import PeftlabError
 
 
 @dataclass
@@ -32,6 +34,11 @@ class DrawnTrees(ModelDrafter):
     def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
         """Return none: how often the nodes of its trees are accepted was not measured."""
         return []
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        super().start(rows, state)
+        if isinstance(self._cache, StateCache):
+            raise PeftlabError("draft: a state-space model drafts chains only, no trees; give width 1")
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]

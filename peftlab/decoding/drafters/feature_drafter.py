@@ -17,8 +17,9 @@ from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.drafters.growing_trees import GrowingTrees
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, seen_from
-from peftlab.decoding.engines.prefill import right_padded
-from peftlab.decoding.table import DRAWN
+from peftlab.decoding.engines.prefill import right_padded, spans
+from peftlab.decoding.engines.windowed_cache import WindowedCache
+from peftlab.decoding.table import DRAWN, Window
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import RankRates, best_tree, expected_tokens
 from peftlab.errors import PeftlabError
@@ -82,12 +83,14 @@ class FeatureDrafter(Drafter):
     Attributes:
         network: what drafts. width: children of a node, and nodes expanded per level. depth: levels, at most.
         name: for reports.
+        window: what the layer sees of a text, in a cache of constant size, for chains only; None: all of it.
     """
 
     network: FeatureNetwork
     width: int = 1
     depth: int = 6
     name: str = "features"
+    window: Window | None = None
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
@@ -104,7 +107,8 @@ class FeatureDrafter(Drafter):
             )
         self._sampling = state.sampling
         # Rows that have not read for several steps are read together with one that is nearly at its end.
-        self._cache = KVCache(1, len(rows), 2 * state.cache.capacity + self.width * self.depth)
+        size = len(rows), 2 * state.cache.capacity + self.width * self.depth
+        self._cache = KVCache(1, *size) if self.window is None else WindowedCache(1, *size, self.window)
         self._read, self._new = {}, {}
         self.join(rows, state)
 
@@ -138,18 +142,22 @@ class FeatureDrafter(Drafter):
 
     def _catch_up(self, rows: list[Row]) -> Tensor:
         """Read the target's new states of each row; return the output of the last one, [b, 1, H]."""
-        starts, news = [self._read[row.index] for row in rows], [self._new.pop(row.index, None) for row in rows]
-        counts = [0 if new is None else len(new) for new in news]
-        n, some = max(counts), next(new for new in news if new is not None)
-        features = pad_sequence([some[:0] if new is None else new for new in news], batch_first=True)
-        spans = zip(rows, starts, counts, strict=True)
-        tokens = right_padded([row.tokens[start + 1 : start + 1 + count] for row, start, count in spans], n)
-        block = self._cache.block([row.slot for row in rows], starts, n)
-        states = self._advance(tokens.to(features.device), self.network.fuse(features), block)
+        some = next(new for row in rows if (new := self._new.get(row.index)) is not None)
+        news = [self._new.pop(row.index, some[:0]) for row in rows]
+        starts, counts = [self._read[row.index] for row in rows], [len(new) for new in news]
+        last: dict[int, Tensor] = {}
+        for places, first, n in spans(counts, self._cache.most):
+            parts = [news[i][first : first + n] for i in places]
+            begins = [starts[i] + first for i in places]
+            tokens = [rows[i].tokens[at + 1 : at + 1 + len(x)] for i, at, x in zip(places, begins, parts, strict=True)]
+            features, ids = pad_sequence(parts, batch_first=True), right_padded(tokens, n).to(some.device)
+            block = self._cache.block([rows[i].slot for i in places], begins, n)
+            states = self._advance(ids, self.network.fuse(features), block)
+            last |= {i: row[len(x) - 1] for i, row, x in zip(places, states, parts, strict=True)}
         for row, count in zip(rows, counts, strict=True):
             self._read[row.index] += count
-        last = torch.tensor([max(0, count - 1) for count in counts], device=states.device)
-        return states[torch.arange(len(rows), device=states.device), last][:, None]
+        nothing = torch.zeros_like(next(iter(last.values())))  # a row without a state drafts nothing
+        return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
 
     def _advance(self, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
         """Compute the rows of a block of chains."""

@@ -11,8 +11,9 @@ from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, 
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
-from peftlab.decoding.table import DRAWN, HEAD, TIMES
+from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded, spans
+from peftlab.decoding.engines.windowed_cache import WindowedCache
+from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
@@ -27,12 +28,14 @@ class ModelDrafter(Drafter):
         shares_cache: the draft is the target's first layers (``truncate(target, range(k), share=True)``): what
             the target has cached for them is the draft's cache, and nothing is read twice.
         least: a draft ends after a token before which no probability was as large; 0: at its policy's length.
+        window: what the draft sees of a text, in a cache of constant size; None for all of it.
     """
 
     engine: Engine
     name: str = "draft"
     shares_cache: bool = False
     least: float = 0.0
+    window: Window | None = None
     gives = frozenset({DRAWN, HEAD, TIMES})
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
@@ -56,8 +59,15 @@ class ModelDrafter(Drafter):
         self._read, self._ahead = {}, {}
         self._cache = state.cache
         if not self.shares_cache:
-            self._cache = empty_cache(self.engine, state.cache.capacity, [row.source for row in rows])
+            self._cache = self._own_cache(rows, state.cache.capacity)
         self.join(rows, state)
+
+    def _own_cache(self, rows: list[Row], capacity: int) -> KVCache:
+        if self.window is None:
+            return empty_cache(self.engine, capacity, [row.source for row in rows])
+        if not self.engine.positioned:
+            raise PeftlabError("draft_window: the draft does not place its tokens by position, as a window needs")
+        return WindowedCache(self.engine.layers, len(rows), capacity, self.window)
 
     def join(self, rows: list[Row], state: TargetState) -> None:
         self._read |= {row.index: len(row.tokens) - 1 for row in rows}
@@ -90,25 +100,30 @@ class ModelDrafter(Drafter):
         """Read the tokens that the last steps added; return the output of each row's last token."""
         starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
-        n = max(map(len, new))
-        keep = sorted({len(tokens) - 1 for tokens in new})
-        block = self._cache.block([row.slot for row in rows], starts, n)
-        output = self.engine.forward(self._cache, right_padded(new, n).to(self.engine.device), block, keep)
-        if len(keep) == 1:
-            return output
-        last = torch.tensor([keep.index(len(tokens) - 1) for tokens in new], device=self.engine.device)
-        each = torch.arange(len(rows), device=self.engine.device)
-        return Output(output.logits[each, last][:, None], output.hidden[each, last][:, None])
+        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+        hidden = list(logits)
+        for places, first, n in spans([len(tokens) for tokens in new], self._cache.most):
+            parts = [new[place][first : first + n] for place in places]
+            keep = sorted({len(part) - 1 for part in parts})
+            block = self._cache.block([rows[i].slot for i in places], [starts[i] + first for i in places], n)
+            output = self.engine.forward(self._cache, right_padded(parts, n).to(self.engine.device), block, keep)
+            for i, (place, part) in enumerate(zip(places, parts, strict=True)):
+                last = keep.index(len(part) - 1)
+                logits[place], hidden[place] = output.logits[i, last], output.hidden[i, last]
+        return Output(torch.stack(logits)[:, None], torch.stack(hidden)[:, None])
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         # Slots past the first token that differs from the output contain rejected tokens; a smaller length is the whole
         # crop. The output may have followed a branch that another drafter proposed.
         for row in rows:
+            self._read[row.index] = min(self._read[row.index], len(row.tokens) - 1)
             for token in self._ahead.pop(row.index, ()):
                 read = self._read[row.index]
                 if read + 1 >= len(row.tokens) or row.tokens[read] != token:
                     break
                 self._read[row.index] = read + 1
+            if not self.shares_cache:
+                self._cache.settle(row.slot, self._read[row.index])
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:

@@ -54,16 +54,22 @@ class Engine(Protocol):
         layers: layers of the cache.
         device: where tokens go.
         encoder: of an encoder-decoder model; None of others, whose prompts are the beginnings of their outputs.
+        positioned: whether tokens are placed by the positions of their block, whatever slots they are stored in.
         packed: how the CPU's products have the weights, beside the model's own; empty: as the model has them.
     """
 
     kind: str
+    positioned: bool
     packed: tuple[str, ...]
     vocab_size: int
     limit: int | None
     layers: int
     device: torch.device
     encoder: Encoder | None
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """Return an empty cache; see ``KVCache`` for the arguments."""
+        ...
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """Run tokens [b, n] whose slots in the cache ``block`` gives.
@@ -83,6 +89,10 @@ class Wrapper:
 
     def __init__(self, engine: Engine, note: str = ""):
         self._engine = engine
-        self.kind, self.packed = f"{engine.kind}{note}", engine.packed
+        self.kind, self.packed, self.positioned = f"{engine.kind}{note}", engine.packed, engine.positioned
         self.vocab_size, self.limit, self.layers = engine.vocab_size, engine.limit, engine.layers
         self.device, self.encoder = engine.device, engine.encoder
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """See ``Engine.new_cache``."""
+        return self._engine.new_cache(batch, capacity, context)

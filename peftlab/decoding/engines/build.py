@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.flat import FlatEngine
-from peftlab.decoding.engines.proof import Trial
+from peftlab.decoding.engines.proof import StateTrial, Trial
+from peftlab.decoding.engines.recurrent.mixers import mix_of
+from peftlab.decoding.engines.recurrent.recurrent_engine import RecurrentEngine
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
 from peftlab.decoding.engines.structure import structure_of
 from peftlab.decoding.engines.transformers import TransformersEngine
@@ -28,7 +30,8 @@ def build_engine(
     """Return the fastest engine that gives ``model``'s own logits.
 
     For the families of ``structure.py`` that is a flattened step (``flat.py``), else the forward of ``transformers``
-    with peftlab's masks, else with its own; so it is for the decoder of an encoder-decoder model. Each is tried on
+    with peftlab's masks, else with its own; so it is for the decoder of an encoder-decoder model. State-space models
+    have an engine of their own (``recurrent``). Each is tried on
     chains, on a batch of rows of different lengths and on a tree (``proof.py``); where only chains are right, rows of
     one length are read at a time and trees path by path (``split.py``). ``Engine.kind`` says which it is.
 
@@ -48,25 +51,35 @@ def build_engine(
     """
     name = type(model).__name__
     language_model = Decoder(model) if model.config.is_encoder_decoder else model
-    library = TransformersEngine(language_model, vocabulary, features=features)
-    try:
-        trial = Trial(language_model)
-    except _FAULTS as fault:
-        raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
-    if not trial.causal:
-        raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
-    if flat and library.encoder is None and (structure := structure_of(model)) is not None:
-        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
-        if engine is not None:
-            return engine
+    if (mix := mix_of(model)) is not None:
+        trial: Trial = _trial(StateTrial, model, name)
+        engines: list[Engine] = [RecurrentEngine(model, mix, vocabulary, features=features)]
+    else:
+        library = TransformersEngine(language_model, vocabulary, features=features)
+        trial = _trial(Trial, language_model, name)
+        engines = [library, TransformersEngine(language_model, vocabulary, masks=False, features=features)]
+        if flat and library.encoder is None and (structure := structure_of(model)) is not None:
+            engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
+            if engine is not None:
+                return engine
     failures: list[str] = []
-    for engine in (library, TransformersEngine(language_model, vocabulary, masks=False, features=features)):
+    for engine in engines:
         if exact := _exact(engine, trial, failures):
             return exact
     raise PeftlabError(
         f"{name} cannot be decoded losslessly here ({failures[-1]}): "
         "decode it with transformers' generate, or take another target"
     )
+
+
+def _trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
+    try:
+        trial = make(model)
+    except _FAULTS as fault:
+        raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
+    if not trial.causal:
+        raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
+    return trial
 
 
 # What a model raises when it is given a mask, a position or a cache of a form that it does not know.

@@ -63,15 +63,24 @@ class KVCache:
 
     Attributes:
         batch: rows B.
-        capacity: slots per row.
+        capacity: tokens per row. slots: how many of them are stored.
+        most: tokens that may be read at once; None for any number.
         states: one tensor per layer.
         context: what the prompts gave in an encoder-decoder model; None in others.
     """
 
+    most: int | None = None
+
     def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
         self.batch, self.capacity, self.context = batch, capacity, context
+        self.slots = capacity
         self.states: list[Tensor | None] = [None] * layers
         self._ahead: Ahead | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory, without what the prompts of an encoder-decoder model gave."""
+        return sum(stored.nbytes for stored in self.states if stored is not None)
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
@@ -81,7 +90,7 @@ class KVCache:
         """
         stored = self.states[layer]
         if stored is None:
-            stored = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
+            stored = new.new_zeros(self.batch, new.shape[1], self.slots, new.shape[3])
             self.states[layer] = stored
         if block.rows is None and block.even:
             stored[:, :, block.starts[0] : block.end] = new
@@ -134,8 +143,11 @@ class KVCache:
                 copies.states[layer] = state
         return copies
 
-    def move(self, row: int, start: int, nodes: Sequence[int]) -> None:
-        """Move slots ``start + node`` to ``start, start + 1, ...``: an accepted path of a tree becomes a chain."""
+    def settle(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+        """Let a row continue after its tokens before ``start`` and the accepted ones of those that follow.
+
+        Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
+        """
         if list(nodes) == list(range(len(nodes))):
             return
         for stored in self.states:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Encoder, Output
-from peftlab.decoding.engines.cache import Ahead, Block, KVCache, additive
+from peftlab.decoding.engines.cache import Ahead, Block, Context, KVCache, additive
 from peftlab.decoding.engines.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
 
@@ -74,6 +74,12 @@ class FlatEngine:
         self._head: Product = lambda h: logits(h * shrink)
         self.packed = tuple(products.stored)
         self.kind = ", ".join(["flat", *self.packed])
+
+    positioned = True
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """See ``Engine.new_cache``."""
+        return KVCache(self.layers, batch, capacity, context)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +28,30 @@ class Prefilled:
 def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> Prefilled:
     """Read all tokens but the last of each sequence into its slot of the cache."""
     lengths = [len(sequence) - 1 for sequence in sequences]
-    if not any(lengths):
-        return Prefilled([None] * len(sequences), [None] * len(sequences))
-    block = cache.block(slots, [0] * len(sequences), max(lengths))
-    tokens = right_padded([sequence[:-1] for sequence in sequences], block.n).to(engine.device)
-    keep = sorted({length - 1 for length in lengths if length})
-    output = engine.forward(cache, tokens, block, keep)
-    features = output.features
-    return Prefilled(
-        [output.hidden[i, keep.index(n - 1)] if n else None for i, n in enumerate(lengths)],
-        [features[i, :n] if n and features is not None else None for i, n in enumerate(lengths)],
-    )
+    hidden: list[Tensor | None] = [None] * len(sequences)
+    features: list[list[Tensor]] = [[] for _ in sequences]
+    for rows, first, n in spans(lengths, cache.most):
+        counts = [min(n, lengths[row] - first) for row in rows]
+        keep = sorted({count - 1 for count in counts})
+        parts = [sequences[row][first : first + count] for row, count in zip(rows, counts, strict=True)]
+        block = cache.block([slots[row] for row in rows], [first] * len(rows), n)
+        output = engine.forward(cache, right_padded(parts, n).to(engine.device), block, keep)
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            hidden[row] = output.hidden[i, keep.index(count - 1)]
+            if output.features is not None:
+                features[row].append(output.features[i, :count])
+    return Prefilled(hidden, [torch.cat(parts) if parts else None for parts in features])
+
+
+def spans(counts: Sequence[int], most: int | None) -> Iterator[tuple[list[int], int, int]]:
+    """Yield how rows of ``counts`` tokens are read: which rows, from which of their tokens, and how many tokens.
+
+    Args:
+        most: tokens at once; None for all.
+    """
+    longest = max(counts)
+    for first in range(0, longest, most or max(1, longest)):
+        yield [i for i, count in enumerate(counts) if count > first], first, min(longest - first, most or longest)
 
 
 def empty_cache(engine: Engine, capacity: int, sources: Sequence[Sequence[int]]) -> KVCache:
@@ -48,7 +61,7 @@ def empty_cache(engine: Engine, capacity: int, sources: Sequence[Sequence[int]])
         capacity: slots per row. sources: empty or not, they count as rows alone for any other engine.
     """
     context = None if engine.encoder is None else engine.encoder.encode(sources)
-    return KVCache(engine.layers, len(sources), capacity, context)
+    return engine.new_cache(len(sources), capacity, context)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], n: int, filler: int = 0) -> Tensor:

@@ -63,27 +63,19 @@ class Trial:
         self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
         self._prompt = self._prompt[: self._long]
         with _evaluating(model), torch.inference_mode():
-            cache = DynamicCache(config=self._config)
-            self._prompt_logits = self._read(self._prompt, cache)
-            self._states = [
-                (i, layer.keys, layer.values)
-                for i, layer in enumerate(cache.layers)
-                if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None
-            ]
+            self._prompt_logits = self._begin()
             self._paths = {
-                n: [self._read(self._tree[path], self._library_cache(n)) for path in _PATHS]
-                for n in (self._short, self._long)
+                n: [self._after(n, self._tree[path])[0] for path in _PATHS] for n in (self._short, self._long)
             }
             self.tolerance = _precision(model.dtype) ** 0.5
-            cache = self._library_cache(self._long)
-            parts = [self._read(part, cache) for part in self._tree[_PATHS[0]].split(2)]
+            parts = self._after(self._long, *self._tree[_PATHS[0]].split(2))
             self.causal = self._agree(torch.cat(parts), self._paths[self._long][0])
 
     def chains(self, engine: Engine) -> bool:
         """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
         prompt, path = self._prompt[None], self._tree[None, _PATHS[0]]
         with _evaluating(self._model), torch.inference_mode():
-            empty = KVCache(engine.layers, 1, len(self._prompt))
+            empty = engine.new_cache(1, len(self._prompt))
             first = engine.forward(empty, prompt, Block((0,), prompt.shape[1]))
             cache = self._cache(engine, [self._long])
             block = engine.forward(cache, path, Block((self._long,), path.shape[1]))
@@ -116,6 +108,22 @@ class Trial:
             for path, want in zip(_PATHS, self._paths[n], strict=True)
         )
 
+    def _begin(self) -> Tensor:
+        """The model's own logits of the prompt, [n, V], whose keys and values are kept."""
+        cache = DynamicCache(config=self._config)
+        logits = self._read(self._prompt, cache)
+        self._states = [
+            (i, layer.keys, layer.values)
+            for i, layer in enumerate(cache.layers)
+            if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None
+        ]
+        return logits
+
+    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+        """The model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
+        cache = self._library_cache(length)
+        return [self._read(part, cache) for part in parts]
+
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
         """The model's own forward of one row, [n, V]."""
         return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
@@ -136,7 +144,7 @@ class Trial:
         return cache
 
     def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
-        cache = KVCache(engine.layers, len(lengths), max(lengths) + _NODES)
+        cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
         for row, length in enumerate(lengths):
             for i, keys, values in self._context(length):
                 cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
@@ -144,6 +152,26 @@ class Trial:
 
     def _agree(self, logits: Tensor, expected: Tensor, times: int = 1) -> bool:
         return difference(logits, expected[..., : logits.shape[-1]]) <= times * self.tolerance
+
+
+class StateTrial(Trial):
+    """The same of a state-space model: its own forward reads everything anew, from the first token on."""
+
+    def _begin(self) -> Tensor:
+        return self._after(0, self._prompt)[0]
+
+    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+        read, logits = self._prompt[:length], []
+        for part in parts:
+            read = torch.cat((read, part))
+            logits.append(self._model(input_ids=read[None], use_cache=False).logits[0, -len(part) :])
+        return logits
+
+    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+        cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
+        for row, length in enumerate(lengths):
+            engine.forward(cache, self._prompt[None, :length], Block((0,), length, rows=(row,)))
+        return cache
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:

@@ -22,6 +22,7 @@ class EqualLengths(Wrapper):
 
     def __init__(self, engine: Engine):
         super().__init__(engine, ", rows of one length at a time")
+        self.positioned = False
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
@@ -59,13 +60,14 @@ class PathByPath(Wrapper):
 
     def __init__(self, engine: Engine):
         super().__init__(engine, ", trees path by path")
+        self.positioned = False
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
         if block.tree is None:
             return self._engine.forward(cache, tokens, block, keep)
-        paths = _paths(block.tree.below.to(self.device))
+        paths = paths_of(block.tree.below.to(self.device))
         slots, rows = block.rows or range(len(tokens)), paths.row.tolist()
         starts = tuple(block.starts[row] for row in rows)
         copies = cache.copy([slots[row] for row in rows], max(starts) + paths.nodes.shape[1])
@@ -82,7 +84,7 @@ class PathByPath(Wrapper):
 
 
 @dataclass(frozen=True)
-class _Paths:
+class Paths:
     """The paths from root to leaf of b trees of n nodes, those of the first tree first.
 
     Attributes:
@@ -96,7 +98,7 @@ class _Paths:
     depth: Tensor
 
 
-def _paths(below: Tensor) -> _Paths:
+def paths_of(below: Tensor) -> Paths:
     """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
     row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
     within = below[row, leaf]  # [paths, n]
@@ -105,4 +107,4 @@ def _paths(below: Tensor) -> _Paths:
     nodes = torch.stack([torch.cat((line, line[-1:].expand(longest - len(line)))) for line in lines])
     own = row == torch.arange(len(below), device=row.device)[:, None]  # [b, paths]
     first = (own[:, :, None] & within).int().argmax(1)
-    return _Paths(row, nodes, first, below.sum(2) - 1)
+    return Paths(row, nodes, first, below.sum(2) - 1)

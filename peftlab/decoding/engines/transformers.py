@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from peftlab.decoding.engines.base import Encoder, Output
-from peftlab.decoding.engines.cache import Block, KVCache, additive
+from peftlab.decoding.engines.cache import Block, Context, KVCache, additive
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.errors import PeftlabError
 
@@ -52,9 +52,14 @@ class TransformersEngine:
         self.limit = limit_of(config)
         self.layers = config.num_hidden_layers
         self.device = model.device
+        self.positioned = masks
         self._masks, self._features = masks, tuple(features)
         self._window = getattr(config, "sliding_window", None)
         self._types = set(getattr(config, "layer_types", None) or ())
+
+    def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
+        """See ``Engine.new_cache``."""
+        return KVCache(self.layers, batch, capacity, context)
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier
+from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier, window
 from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
 from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.decoding.verification.lossy import LossyRule
@@ -36,6 +36,7 @@ class DecodingOptions:
             the target's; None: exactly.
         tree: NAME:W of ``decoding.table.TREES``: a tree of ``gamma`` nodes drawn from a draft model; None: a chain.
         verify: NAME of ``decoding.table.VERIFIERS``, how sampled drafts are verified; None: ``traversal``.
+        draft_window: SINKS:LAST, the first and the last tokens that the draft sees; None: all.
     """
 
     max_new_tokens: int = 64
@@ -54,6 +55,7 @@ class DecodingOptions:
     lossy: str | None = None
     tree: str | None = None
     verify: str | None = None
+    draft_window: str | None = None
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen."""
@@ -111,10 +113,14 @@ class DecodingOptions:
         """Load target and draft in their dtypes; a tree that does not fit the draft is found before."""
         heads = drafts_with_heads(draft)
         check_tree(self.width, self.tree is not None, drafted=draft is not None, heads=heads)
+        seen = None if self.draft_window is None else window(self.draft_window)
+        if seen is not None and draft is None:
+            raise PeftlabError(f"draft_window {self.draft_window}: no draft is given to see it")
         dtype = torch_dtype(self.dtype)
         draft_dtype = dtype if self.draft_dtype is None else torch_dtype(self.draft_dtype, "draft_dtype")
         documents = None if self.corpus is None else read_documents(self.corpus)
         pair = load_pair(target, draft, dtype=dtype, draft_dtype=draft_dtype, device=self.device, pack=self.pack)
+        pair.window = seen
         if documents is not None:
             pair.corpus = index_corpus(documents, pair.tokenizer)
         return pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,10 +12,10 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, compare
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.table import HEAD, policy
+from peftlab.decoding.table import HEAD, Window, policy, window
 from peftlab.decoding.trace import drafted_text
 from peftlab.drafting.kinds.base import Served
-from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT
+from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
 from peftlab.pipelines.drafts.draft_lengths import draft_lengths
 from peftlab.pipelines.drafts.draft_results import DecodingSpeed
 from peftlab.recipe.schema import DraftRecipe
@@ -44,10 +45,11 @@ def decoding_speed(
     """
     questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
     engine = build_engine(served.model, features=served.features)
+    drafter = partial(_drafter, served, None if recipe.draft_window is None else window(recipe.draft_window))
     drafters: dict[str, Callable[[], Drafter]] = {
-        "draft": served.drafter,
+        "draft": drafter,
         SUFFIX: SuffixLookup,
-        SUFFIX_AND_DRAFT: lambda: with_copies(served.drafter()),
+        SUFFIX_AND_DRAFT: lambda: with_copies(drafter()),
     }
     length = policy(recipe.policy)
     if length.row.needs == HEAD and head is None:
@@ -59,7 +61,7 @@ def decoding_speed(
     example = None
     if tokenizer is not None:
         how = (prompts[0], settings, settings.policy_of("draft"), tokenizer)
-        example = drafted_text(engine, served.drafter(), *how)
+        example = drafted_text(engine, drafter(), *how)
     return DecodingSpeed(
         block_efficiency=found.statistics.tau,
         tau_without_bonus=found.statistics.tau_without_bonus,
@@ -74,8 +76,12 @@ def decoding_speed(
         verdict=found.verdict,
         beside={name: round(run.result(name).speedup, 3) for name in (SUFFIX, SUFFIX_AND_DRAFT)},
         time=found.time,
-        gain=run.gain("draft", served.drafter()),
+        gain=run.gain("draft", drafter()),
         kernel=run.target.kind,
         conditions=run.conditions,
         example=example,
     )
+
+
+def _drafter(served: Served, seen: Window | None) -> Drafter:
+    return with_window(served.drafter(), seen)

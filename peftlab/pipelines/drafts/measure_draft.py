@@ -12,11 +12,12 @@ from peftlab.decoding.analysis.benchmark import Question, Settings, bench, fits
 from peftlab.decoding.analysis.pool import check_pool, measure_pool
 from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
+from peftlab.decoding.cache_memory import CacheMemory, cache_memory
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.decoding.trace import DraftedText, drafted_text
-from peftlab.drafting.load import SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
+from peftlab.drafting.load import PEARL, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -104,14 +105,16 @@ class MeasuredDraftPlan(Measured):
 
     Attributes:
         alpha: the acceptance asked about.
+        memory: bytes of the caches at the context measured and at the target's limit, 4,096 tokens without one.
     """
 
     alpha: float
+    memory: list[CacheMemory]
     result: planning.MeasuredPlan | planning.MeasuredAdvice
 
     def as_json(self) -> dict[str, object]:
         """Return the settings, and the keys of the result beside them."""
-        return self.settings() | to_json(self.result)
+        return self.settings() | {"memory": to_json(self.memory)} | to_json(self.result)
 
 
 def benchmark(
@@ -134,7 +137,8 @@ def benchmark(
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults.
-        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each.
+        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
+            the draft at work beside the target.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
@@ -143,14 +147,14 @@ def benchmark(
     """
     options = options or DecodingOptions()
     length = options.length()
-    free = [model_free(name).text for name in dict.fromkeys(drafters or MODEL_FREE)]
+    beside = _beside(drafters or [*MODEL_FREE], draft)
     settings = _settings(options, batch_size, repeats)
     if pool:
         check_pool(batch_size)
     asked = _asked(prompts, max_prompts)
     pair = options.load(target, draft)
     watches = watched(pair)
-    made = _drafters(pair, free, options)
+    made = _drafters(pair, beside, options)
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     lengths = draft_lengths(length, options.gamma, pair.target, made, batch=batch_size, head=head)
     settings.eos, settings.policies = pair.eos, lengths.policies
@@ -186,6 +190,13 @@ def _example(
 ) -> DraftedText:
     asked = next(question.ids for question in questions if fits(pair.target, question))
     return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
+
+
+def _beside(names: Sequence[str], draft: str | None) -> list[str]:
+    """Return the drafters that were asked for beside the draft, each once."""
+    if PEARL in names and draft is None:
+        raise PeftlabError(f"drafter {PEARL}: needs a draft model, which works beside the target; give a draft")
+    return [name if name == PEARL else model_free(name).text for name in dict.fromkeys(names)]
 
 
 def _drafters(pair: Pair, free: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:
@@ -250,6 +261,7 @@ def plan_draft(
         draft_dtype=options.draft_dtype or options.dtype,
         warnings=list(pair.warnings),
         alpha=alpha,
+        memory=cache_memory(pair.target, pair.draft, batches, (context, pair.target.limit or 4096), pair.window),
         result=result,
     )
 

@@ -46,7 +46,12 @@ def usual_features(layers: int) -> tuple[int, ...]:
 def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> EagleShape:
     """Return the sizes of a network for a target: those of its own layers, where it names them as a Llama does."""
     config = target.get_text_config(decoder=True)
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:  # a state-space model, whose ``head_dim`` is not that of an attention
+        heads, head_dim = max(1, width // 64), None
+    else:
+        head_dim = getattr(config, "head_dim", None)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     return EagleShape(
@@ -55,7 +60,7 @@ def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None)
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * width,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or width // heads,
+        head_dim=head_dim or width // heads,
         eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
         theta=float(theta),
         limit=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 2048,

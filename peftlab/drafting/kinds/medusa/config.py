@@ -43,6 +43,8 @@ class HeadsConfig(DraftConfig):
             yield "acceptance_head", "reads a draft model's states; there is none with heads"
         if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits the cache of a draft; heads have none"
         if recipe.method is None and recipe.merge:
             yield "merge", "method: null leaves the target as it is; there is nothing to merge"
 
