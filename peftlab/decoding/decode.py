@@ -21,7 +21,7 @@ from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
 from peftlab.decoding.verification.accept import TRAVERSAL, Accepted, Verifier, accept
 from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verification.sampling import Sampling, forked
 from peftlab.decoding.verification.tree import depths_of, shape_of
 from peftlab.errors import PeftlabError
 
@@ -199,10 +199,12 @@ class _Batch:
     lossy: LossyRule | None
     verifier: Verifier
     cache: KVCache = field(init=False)
+    _seeds: dict[int, torch.Generator] = field(init=False)
 
     def __post_init__(self) -> None:
         _check_lossy(self.drafter, self.lossy)
         every = [*self.rows, *self.waiting]
+        self._seeds = {row.index: row.generator for row in every}
         longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in every)
         self.cache = empty_cache(self.target, longest + _SLACK, [row.source for row in self.rows])
         state = self._read(self.rows)
@@ -216,6 +218,8 @@ class _Batch:
 
     def step(self, rows: list[Row]) -> None:
         """Draft for some of the rows, verify, and append what they emit."""
+        for row, generator in zip(rows, self._generators(rows), strict=True):
+            row.generator = generator
         verified = self._verify(rows, self._propose(rows))
         if self.observe is not None:
             self.observe(rows, verified)
@@ -229,6 +233,10 @@ class _Batch:
             self.drafter.accept(rows, verified)
         if ended:
             self._replace(ended)
+
+    def _generators(self, rows: list[Row]) -> list[torch.Generator]:
+        """Return new generators, for one number of each row: what it draws later is the same however many they give."""
+        return forked(self._seeds[row.index] for row in rows)
 
     def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:
@@ -255,7 +263,7 @@ class _Batch:
         return Verified(inputs, draft, output, *accepted(draft, output))
 
     def _accepted(self, rows: list[Row], draft: Proposal, output: Output) -> Accepted:
-        generators = [row.generator for row in rows]
+        generators = self._generators(rows)
         if self.lossy is not None:
             parents = [draft.parents_of(i) for i in range(len(rows))]
             return accept_lossy(self.lossy, output.logits, draft.tokens, parents, self.sampling, generators)

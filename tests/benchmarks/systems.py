@@ -31,6 +31,7 @@ class System:
 
 _GATE = "decoding/test_lossless_gate.py::test_every_drafter"
 _POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
+_TREES = "decoding/test_tree_laws.py"
 _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 
 DRAFTS: dict[str, str] = {
@@ -52,7 +53,11 @@ SYSTEMS = (
     System("n-grams: bigram", "draft bench --drafter ngram:2 --temperature 1", _LAWS),
     System("Draft model, greedy (2211.17192)", "draft bench --draft {model} --gamma 2", _GATE),
     System("Block verification (2403.10444)", "draft bench --draft {model} --gamma 2 --temperature 1", "decoding/test_verify_chains.py::test_a_block_follows_the_target_exactly_and_accepts_no_less"),
-    System("RSD-C: fixed branching (2402.14160)", "draft bench --draft {model} --width 2 --gamma 4 --temperature 1", "decoding/test_drawn_trees.py::test_bench_with_branches"),
+    System("RSD-C: fixed branching (2402.14160)", "draft bench --draft {model} --tree rsd_c:2 --verify tokens --gamma 4 --temperature 1", f"{_TREES}::test_chains_with_shared_beginnings"),
+    System("RSD-C by traversal verification (2505.12398)", "draft bench --draft {model} --tree rsd_c:2 --gamma 4 --temperature 1", f"{_TREES}::test_whole_paths_accept_more_than_token_by_token"),
+    System("RSD-S: stochastic beam (2402.14160), by traversal", "draft bench --draft {model} --tree rsd_s:2 --gamma 4 --temperature 1", f"{_TREES}::test_a_stochastic_beam_follows_the_target_exactly"),
+    System("SpecInfer: multi-round (2305.09781)", "draft bench --draft {model} --tree specinfer:2 --verify tokens --gamma 4 --temperature 1", f"{_TREES}::test_chains_with_shared_beginnings"),
+    System("SpecTr: K-SEQ (2310.15141)", "draft bench --draft {model} --tree specinfer:2 --verify kseq --gamma 4 --temperature 1", "decoding/test_multidraft.py::test_several_drafts_follow_the_target_exactly"),
     System("SAM-Decoding with a draft, as RASD (2503.03434)", "draft bench --draft {model} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
     System("Early exit, not trained (LayerSkip, 2404.16710)", "draft bench --draft exit:6 --gamma 2", _GATE),
     System("Medusa, chain (2401.10774)", "draft bench --draft {medusa} --width 1 --gamma 3", _GATE),

@@ -217,6 +217,17 @@ def test_a_row_with_a_tree_draws_alone_what_it_draws_in_a_batch(stories_model, t
     assert outputs(2, [prompt[:-1]], 12) == [together[1]] and outputs(3, [prompt], 12) == [together[2]]
 
 
+def test_a_row_with_a_chain_draws_alone_what_it_draws_in_a_batch(stories_model, target, prompt):
+    """In its last step nothing is drafted for it, while the others draft."""
+    drafter, policy, ending = first_layers(stories_model), partial(Fixed, 5), StoppingCriteria(9)
+    for seed in (3, 24):
+        sampling, prompts = Sampling(temperature=1.0, seed=seed), [prompt, prompt[:-2], prompt[:4]]
+        together = decode(target, prompts, ending, drafter, policy=policy, sampling=sampling)
+        for i, own in enumerate(prompts):
+            alone = decode(target, [own], ending, drafter, policy=policy, sampling=replace(sampling, seed=seed + i))
+            assert alone[0].tokens == together[i].tokens
+
+
 def test_the_check_would_see_a_slight_error(target, prompt, law):
     warmer = Sampling(temperature=1.6, top_k=5, seed=7)
     assert p_value(law, decode(target, [prompt] * SAMPLES, StoppingCriteria(3), sampling=warmer)) < 1e-4

@@ -19,6 +19,7 @@ from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomato
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.multidraft import verify_tree
 from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verification.traversal import verify_traversal
 from peftlab.drafting.load import Pair, make_drafter
 from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.drafting.truncation import truncate
@@ -172,7 +173,15 @@ def test_a_copy_that_the_draft_model_finds_unlikely_is_dropped():
     assert (4, 5, 1) in paths(fuse(draft, [[4, 5, 1]], [4], top=2))  # the model said nothing there
 
 
-def test_a_fused_tree_follows_the_target_exactly(enumerate_law, model, assert_follows):
+def test_a_copy_follows_the_eldest_of_equal_siblings():
+    """The others have no children: a node below them would never be accepted."""
+    draft = Proposal(torch.tensor([[5, 5, 7]]), torch.full((1, 3, 10), 0.1), parents=[(-1, -1, 0)])
+    found = fuse(draft, [[5, 7, 9]], [4], 10)
+    assert found.tokens.tolist() == [[5, 5, 7, 9]] and found.parents == [(-1, -1, 0, 2)]
+
+
+@pytest.mark.parametrize("verify", [verify_tree, verify_traversal])
+def test_a_fused_tree_follows_the_target_exactly(enumerate_law, model, assert_follows, verify):
     """Every drafted chain, coin and draw, with the copy cut where the chain leaves it."""
     for seed in range(3):
         target, q = model(3, 2 * seed, True), model(3, 2 * seed + 1)
@@ -187,7 +196,7 @@ def test_a_fused_tree_follows_the_target_exactly(enumerate_law, model, assert_fo
             before = [(), *paths(tree)]
             p = torch.stack([target(path) for path in before])
             parents = tree.parents[0] if tree.parents else tuple(range(-1, len(before) - 2))
-            path, token = verify_tree(p, tree.probs[0], tree.tokens[0], parents, random)
+            path, token = verify(p, tree.probs[0], tree.tokens[0], parents, random)
             return (*(int(tree.tokens[0, node]) for node in path), token)
 
         assert_follows(enumerate_law(step), target, 3)

@@ -27,7 +27,7 @@ class Row:
             output alone, behind the tokens that every output begins with.
         prompt_length: tokens before the output.
         policy: its draft length.
-        generator: its randomness.
+        generator: its randomness in the drafting of a step.
         source: the prompt that an encoder-decoder target's encoder reads; empty with any other target.
     """
 

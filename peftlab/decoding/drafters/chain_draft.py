@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peftlab.decoding.drafters.base import Proposal, Row
 from peftlab.decoding.engines.base import Output
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, forked
+from peftlab.decoding.verification.sampling import RowRandomSource, Sampling
 
 
 def draft_chain(
@@ -32,8 +32,7 @@ def draft_chain(
         least: a row drafts no further after a token before which no probability was as large.
         known: of a draft with logits of some tokens only, these tokens [V_d] and V; None: logits are of all.
     """
-    # A row draws as long as the longest draft of the batch, which must not change what it draws afterwards.
-    random, greedy = RowRandomSource(forked(row.generator for row in rows)), sampling.greedy
+    random, greedy = RowRandomSource([row.generator for row in rows]), sampling.greedy
     # Only then is a greedy q worth its softmax.
     watched = least > 0 or any(row.policy.needs_confidence for row in rows)
     tokens, probs, logits = [], [], []

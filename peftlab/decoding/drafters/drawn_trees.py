@@ -12,7 +12,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, TargetS
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.recurrent.state_cache import StateCache
 from peftlab.decoding.verification.drawing import GrowTree, rsd_c
-from peftlab.decoding.verification.sampling import RowRandomSource, forked
+from peftlab.decoding.verification.sampling import RowRandomSource
 from peftlab.decoding.verification.tree import shape_of
 from peftlab.errors import PeftlabError
 
@@ -45,7 +45,7 @@ class DrawnTrees(ModelDrafter):
         nodes, device, greedy = max(budgets), self.engine.device, self._sampling.greedy
         if nodes == 0:
             return Proposal.empty(len(rows), device)
-        random = None if greedy else RowRandomSource(forked(row.generator for row in rows))
+        random = None if greedy else RowRandomSource([row.generator for row in rows])
         growth, logits = self.grow(), self._catch_up(rows).logits[:, -1:]
         # What lies past these tokens is a tree: the next step reads the accepted ones again.
         self._read |= {row.index: len(row.tokens) for row in rows}

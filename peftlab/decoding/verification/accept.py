@@ -10,7 +10,13 @@ from torch import Tensor
 
 from peftlab.decoding.verification.chain import verify_block, verify_chain, verify_greedy, verify_onehot
 from peftlab.decoding.verification.multidraft import verify_kseq_tree, verify_tree
-from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, Sampling, certain
+from peftlab.decoding.verification.sampling import (
+    RandomSource,
+    RowRandomSource,
+    Sampling,
+    TreeRandomSource,
+    certain,
+)
 from peftlab.decoding.verification.traversal import verify_traversal
 from peftlab.decoding.verification.tree import walk_greedy
 
@@ -65,7 +71,7 @@ def accept(
         walks = []
         for i, (drafted, tree, generator) in enumerate(zip(tokens, parents, generators, strict=True)):
             q, verify = (certain(drafted, p[i]), verify_tree) if probs is None else (probs[i], verifier.tree)
-            walks.append(verify(p[i], q, drafted, tree, RandomSource(generator)))
+            walks.append(verify(p[i], q, drafted, tree, TreeRandomSource(generator)))
     return [path for path, _ in walks], [token for _, token in walks]
 
 

@@ -147,6 +147,18 @@ class RandomSource:
         return values.clamp_min_(torch.finfo(values.dtype).tiny)
 
 
+class TreeRandomSource(RandomSource):
+    """A source of one row, whose decisions take one number together, as those of ``RowRandomSource`` do."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__(generator)
+        self._decisions = RandomSource(*forked([generator]))
+
+    def bernoulli(self, probability: Tensor) -> Tensor:
+        """See ``RandomSource.bernoulli``."""
+        return self._decisions.bernoulli(probability)
+
+
 class RowRandomSource(RandomSource):
     """A source with one generator per row, so that a row's output does not depend on its neighbours.
 

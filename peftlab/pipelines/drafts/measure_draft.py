@@ -136,10 +136,9 @@ def benchmark(
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
-        options: of decoding; None for the defaults.
+        options: of decoding; None for the defaults. batch_size: prompts decoded together. repeats: timed passes.
         drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
             the draft at work beside the target.
-        batch_size: prompts decoded together. repeats: timed passes over all prompts.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
     Raises:
