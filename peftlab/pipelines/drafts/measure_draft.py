@@ -128,13 +128,12 @@ def benchmark(
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
-    Drafters without a model run beside the draft, or alone without one.
-
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults.
-        drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each.
+        drafters: those without a model, which run beside the draft or alone, as ``decoding.table.MODEL_FREE`` names
+            them; none: one of each.
         batch_size: prompts decoded together. repeats: timed passes over all prompts.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
