@@ -44,11 +44,14 @@ class Taken:
 
 
 def take(code: str, *arguments: str) -> Taken:
-    """Run ``code`` in a process of its own, which says how many modules it has imported."""
+    """Run ``code`` in a process of its own, which says how many modules it has imported.
+
+    It reads compiled modules, as an installed package has them, and may write those of this checkout.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code, *arguments]
     user, started = os.times().children_user, time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     wall, user = time.perf_counter() - started, os.times().children_user - user
     counts = [line for line in done.stdout.splitlines() if line.startswith("modules ")]
     if done.returncode or not counts:

@@ -14,10 +14,12 @@ from tests.forked import python, two
 
 def launched(*arguments: str, processes: int) -> None:
     """Run ``peftlab`` in this many gloo processes."""
-    start, environment = (two, {"ACCELERATE_USE_CPU": "true"}) if processes == 2 else (python, {})
-    ended = start("-m", "peftlab", *arguments, CUDA_VISIBLE_DEVICES="", **environment)
-    for done in ended if isinstance(ended, list) else [ended]:
-        assert done.returncode == 0, done.stdout + done.stderr
+    program = ("-m", "peftlab", *arguments)
+    if processes == 2:
+        ended = two(*program, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
+    else:
+        ended = [python(*program, CUDA_VISIBLE_DEVICES="")]
+    assert not any(each.returncode for each in ended), "\n".join(each.stdout + each.stderr for each in ended)
 
 
 @pytest.mark.parametrize("method", ["null", "{name: lora, r: 2}"], ids=["frozen target", "trained target"])

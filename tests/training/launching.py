@@ -49,5 +49,5 @@ def launch(*arguments, **options):
 
 def run_in_two(*recipes, **environment):
     """Run recipes, one after the other, as ``launched.py`` does."""
-    for process in two(LAUNCHED, *recipes, **environment):
-        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]
+    both = two(LAUNCHED, *recipes, **environment)  # if one fails, the other is killed
+    assert not any(each.returncode for each in both), "\n".join(e.stdout[-2000:] + e.stderr[-6000:] for e in both)

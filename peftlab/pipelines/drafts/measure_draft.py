@@ -131,8 +131,6 @@ def benchmark(
 ) -> DraftBenchmark:
     """Time plain and speculative decoding in turn on the same prompts.
 
-    Drafters without a model run beside the draft, or alone without one.
-
     Args:
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
