@@ -115,9 +115,14 @@ class ModelDraft(DraftConfig):
 
     @model_validator(mode="after")
     def _one_start(self) -> ModelDraft:
-        if sum(start is not None for start in (self.from_, self.truncate, self.prune, self.new)) != 1:
+        if self.starts != 1:
             raise ValueError(f"needs exactly one of {_STARTS}")
         return self
+
+    @property
+    def starts(self) -> int:
+        """How many models to start from the recipe names."""
+        return sum(start is not None for start in (self.from_, self.truncate, self.prune, self.new))
 
     @property
     def searched(self) -> bool:

@@ -34,7 +34,7 @@ class PardDraft(ModelDraft):
 
     @model_validator(mode="after")
     def _one_start(self) -> PardDraft:
-        if self.from_ is not None or self.truncate is not None:  # else an eighth of the target's layers
+        if self.starts:  # else an eighth of the target's layers
             super()._one_start()  # type: ignore[operator]  # a method, which pydantic's annotation does not say
         return self
 

@@ -14,7 +14,7 @@ from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model import pair
-from peftlab.drafting.kinds.model.config import Layers
+from peftlab.drafting.kinds.model.config import Truncation
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair import PairDraft, draft_engine
 from peftlab.drafting.kinds.pard.config import PardDraft, eighth
@@ -45,10 +45,10 @@ def check(job: DraftJob[PardDraft], target: PretrainedConfig) -> None:
 def _whole(job: DraftJob[PardDraft], target: PretrainedConfig) -> DraftJob[PardDraft]:
     """Return the job with a start: the first layers of the target where the recipe names none."""
     config = job.config
-    if config.from_ is not None or config.truncate is not None:
+    if config.starts:
         return job
     layers = list(range(eighth(target.get_text_config(decoder=True).num_hidden_layers)))
-    return replace(job, config=config.model_copy(update={"truncate": Layers(layers=layers)}))
+    return replace(job, config=config.model_copy(update={"truncate": Truncation(layers=layers)}))
 
 
 def load(job: DraftJob[PardDraft], target: PreTrainedModel) -> ParallelDraft:
@@ -69,10 +69,11 @@ def load(job: DraftJob[PardDraft], target: PreTrainedModel) -> ParallelDraft:
 
 
 def prepare(job: DraftJob[PardDraft], draft: ParallelDraft, train: Dataset) -> None:
-    """Choose the mask where the recipe names none: the highest token id that the training text does not contain.
+    """Find the draft where it is searched for, and choose the mask: the highest token id not in the training text.
 
     Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
     """
+    pair.prepare(job, draft, train)
     if draft.masks.token >= 0:
         return
     used = {token for text in train["input_ids"] for token in text}
