@@ -103,7 +103,7 @@ def bar_svg(
     """Draw a bar over each whole number and return one ``<svg>`` element.
 
     Args:
-        heights: of the bars, by whole number; a number between them has none.
+        heights: of the bars, by whole number; a number between them has none. Of integers the axis has integers.
         salt, summary: as for ``curve_svg``.
         labels: of the two axes.
         text: format of the number over each bar, as in ``"{:.2f}"``; left out where there are more than twelve.
@@ -112,7 +112,7 @@ def bar_svg(
     from matplotlib.ticker import MaxNLocator
 
     first, last = min(heights), max(heights)
-    with figure(salt, summary) as (axes, drawn):
+    with figure(salt, summary, counts=all(isinstance(height, int) for height in heights.values())) as (axes, drawn):
         bars = axes.bar(list(heights), list(heights.values()), width=0.7, color=SERIES[0])
         # A bar of few is no wider than one of many.
         room = max(0, _FEWEST_BARS - (last - first + 1)) / 2
@@ -138,8 +138,12 @@ class Drawing:
 
 
 @contextmanager
-def figure(salt: str, summary: str) -> Iterator[tuple[Axes, Drawing]]:
-    """Yield the axes of a figure in the page's style; the drawing has its ``svg`` once the block ends."""
+def figure(salt: str, summary: str, *, counts: bool = False) -> Iterator[tuple[Axes, Drawing]]:
+    """Yield the axes of a figure in the page's style; the drawing has its ``svg`` once the block ends.
+
+    Args:
+        salt, summary: as for ``curve_svg``. counts: whether the vertical axis has whole numbers only.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -151,7 +155,7 @@ def figure(salt: str, summary: str) -> Iterator[tuple[Axes, Drawing]]:
         yield axes, drawn
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=counts))
         buffer = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)

@@ -54,6 +54,8 @@ def test_positions_and_runs_have_ticks_at_whole_numbers(rates: list[float | None
         texts = re.findall(r">([^<>]+)</text>", str(plot["svg"]))  # the horizontal axis comes first
         label = next(i for i, text in enumerate(texts) if text.startswith(("position", "drafted")))
         assert label and all(text.isdigit() for text in texts[:label]), texts
+        if "target steps" in texts:
+            assert all(text.isdigit() for text in texts[label + 1 : texts.index("target steps")]), texts
 
 
 def test_without_drafted_tokens_there_is_no_plot() -> None:
