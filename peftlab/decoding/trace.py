@@ -76,6 +76,7 @@ def drafted_text(
         sampling=settings.sampling,
         observe=observe,
         lossy=settings.lossy,
+        verifier=settings.verifier,
     )
     known, shown, place = list(prompt), list[Piece](), 0
     for step, behind in zip(output.steps, rejected, strict=True):

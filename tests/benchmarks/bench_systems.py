@@ -86,7 +86,8 @@ def _with_part(page: str, name: str, lines: Sequence[str]) -> str:
 def words(system: System, directory: Path) -> list[str]:
     """Return a measured system's command with what all of them share."""
     drafts = {name: directory / name for name in DRAFTS}
-    shared = ["--target", SMOLLM2, "--prompts", directory / "questions.jsonl", "--max-new-tokens", NEW_TOKENS]
+    shared = ["--prompts", directory / "questions.jsonl", "--max-new-tokens", NEW_TOKENS]
+    shared += [] if "--target" in system.command else ["--target", SMOLLM2]
     beside = ["--drafter", "lookup"] if "--draft " in system.command else []  # and not one of each
     return [*shlex.split(system.command.format(**drafts)), *map(str, [*shared, "--repeats", REPEATS]), *beside]
 

@@ -37,6 +37,10 @@ _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 DRAFTS: dict[str, str] = {
     "model": "run draft/quickstart 'draft={kind: model, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' "
     "method=full acceptance_head=true",
+    "exits": "run draft/quickstart 'draft={kind: early_exit, exits: [6, 12], scale: 0.2, curriculum: rotational}' "
+    "'method={name: lora, r: 16, target_modules: all-linear}'",
+    "kangaroo": "run draft/quickstart 'draft={kind: model, truncate: {layers: [0, 1, 29]}}' "
+    "method=full 'train.layers={from: 2}'",
     "medusa": "run draft/quickstart 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192}'",
     "markov": "run draft/quickstart 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192, markov: 64}'",
     "eagle1": "run draft/quickstart 'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
@@ -59,7 +63,11 @@ SYSTEMS = (
     System("SpecInfer: multi-round (2305.09781)", "draft bench --draft {model} --tree specinfer:2 --verify tokens --gamma 4 --temperature 1", f"{_TREES}::test_chains_with_shared_beginnings"),
     System("SpecTr: K-SEQ (2310.15141)", "draft bench --draft {model} --tree specinfer:2 --verify kseq --gamma 4 --temperature 1", "decoding/test_multidraft.py::test_several_drafts_follow_the_target_exactly"),
     System("SAM-Decoding with a draft, as RASD (2503.03434)", "draft bench --draft {model} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
-    System("Early exit, not trained (LayerSkip, 2404.16710)", "draft bench --draft exit:6 --gamma 2", _GATE),
+    System("Early exit, not trained", "draft bench --draft exit:6 --gamma 2", "decoding/test_self_speculation.py::test_an_exit_is_lossless"),
+    System("LayerSkip (2404.16710)", "draft bench --target {exits} --draft exit:6 --gamma 2", "drafting/test_layerskip.py::test_a_run_with_every_schedule_resumes_exactly"),
+    System("DEL: exit and length of each round (2504.05598)", "draft bench --draft del --gamma 4", "decoding/test_chosen_exit.py::test_the_output_is_the_targets_own"),
+    System("SWIFT: skipped sublayers (2410.06916)", "draft bench --draft swift --gamma 8", "decoding/test_swift.py::test_the_commands_draft_with_it"),
+    System("Kangaroo (2404.18911)", "draft bench --draft {kangaroo} --gamma 6 --policy confidence:0.6", "drafting/test_shared_layers.py::test_it_drafts_what_the_whole_draft_drafts"),
     System("Medusa, chain (2401.10774)", "draft bench --draft {medusa} --width 1 --gamma 3", _GATE),
     System("Medusa, tree of measured rates", "draft bench --draft {medusa} --gamma 6", "decoding/test_trees_and_free_drafters.py::test_a_tree_of_measured_rates"),
     System("Medusa with a Markov bias (DSpark)", "draft bench --draft {markov} --gamma 6", "drafting/test_markov_heads.py::test_heads_that_see_the_token_before_are_accepted_more_often"),
