@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
@@ -159,7 +158,7 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
 
 
 def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
-    if lossy is not None and isinstance(drafter, AheadDrafter):
+    if lossy is not None and drafter is not None and drafter.at_once:
         raise PeftlabError(f"lossy {lossy.name}: drafter {drafter.name} verifies exactly only; leave one of them out")
 
 
@@ -258,9 +257,9 @@ class _Batch:
         block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
         output = self.target.forward(self.cache, inputs, block)
         accepted = partial(self._accepted, rows)
-        if isinstance(self.drafter, AheadDrafter):
-            return self.drafter.verify(rows, inputs, draft, output, accepted)
-        return Verified(inputs, draft, output, *accepted(draft, output))
+        if self.drafter is None:
+            return Verified(inputs, draft, output, *accepted(draft, output))
+        return self.drafter.verify(rows, inputs, draft, output, accepted)
 
     def _accepted(self, rows: list[Row], draft: Proposal, output: Output) -> Accepted:
         generators = self._generators(rows)

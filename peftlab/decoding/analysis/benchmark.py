@@ -34,7 +34,6 @@ from peftlab.decoding.analysis.statistics import (
 from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, timed_drafter
 from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, MakePolicy
-from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.engines.base import Engine
@@ -168,7 +167,7 @@ class Comparison:
         policy = self.settings.policy_of(name)()
         if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
             return None
-        if isinstance(drafter, AheadDrafter):  # the parts do not add up: they are done at once
+        if drafter.at_once:  # the parts do not add up: they are done at once
             return None
         return measured_gain(
             self.target,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
-from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Accept, Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output, Wrapper
@@ -104,6 +104,9 @@ class TimedDrafter(Drafter):
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return self.clock.timed(self.drafter.propose, rows, budgets)
+
+    def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
+        return self.drafter.verify(rows, inputs, draft, output, accepted)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         self.clock.timed(self.drafter.accept, rows, verified)

@@ -8,7 +8,6 @@ the next phase verifies the first new token alone (pre-verify). ``analysis/pearl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Accept, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.recurrent.state_cache import StateCache
-from peftlab.decoding.verification.accept import Accepted
 from peftlab.errors import PeftlabError
 
 
@@ -84,21 +82,14 @@ class AheadDrafter(ModelDrafter):
         with torch.inference_mode():  # which is a thread's own
             return super().propose(rows, budgets)
 
-    def verify(
-        self,
-        rows: list[Row],
-        inputs: Tensor,
-        draft: Proposal,
-        output: Output,
-        accepted: Callable[[Proposal, Output], Accepted],
-    ) -> Verified:
-        """Wait for the new tokens, and verify the first of each row with those that awaited it.
+    @property
+    def at_once(self) -> bool:
+        return True
 
-        Args:
-            inputs, draft, output: what the target has read, and what it gave. accepted: verifies chains.
-        """
+    def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
+        """Wait for the new tokens, and verify the first of each row with those that awaited it."""
         if self._drafting is None:
-            return Verified(inputs, draft, output, *accepted(draft, output))
+            return super().verify(rows, inputs, draft, output, accepted)
         new, self._drafting = self._drafting.result(), None
         chains, read = [], (draft.tokens >= 0).sum(1).tolist()
         for i, row in enumerate(rows):

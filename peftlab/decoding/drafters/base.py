@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from peftlab.decoding.analysis.theory import block_efficiency_by_position
 from peftlab.decoding.draft_length import Policy
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.verification.accept import Accepted
 from peftlab.decoding.verification.sampling import Sampling
 
 
@@ -129,6 +130,10 @@ class PossibleDraft:
     own: bool = True
 
 
+Accept = Callable[[Proposal, Output], Accepted]
+"""A draft and the target's output for it -> the accepted nodes of each row, and the token after them."""
+
+
 class Drafter(Protocol):
     """Anything that proposes the next tokens; what a class that inherits from it leaves out is as here.
 
@@ -136,6 +141,8 @@ class Drafter(Protocol):
         name: for reports.
         gives: what ``decoding.table.POLICIES`` may need of a drafter.
         draft_model: what drafts its chains, a step for each token; None where no model does.
+        at_once: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that the
+            target has not read are verified exactly or not at all.
     """
 
     @property
@@ -148,6 +155,10 @@ class Drafter(Protocol):
     @property
     def draft_model(self) -> Engine | None:
         return None
+
+    @property
+    def at_once(self) -> bool:
+        return False
 
     def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
         """Return the drafts of 1, 2, ... tokens whose acceptance is known; by default chains, drafted token by token.
@@ -170,6 +181,14 @@ class Drafter(Protocol):
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         """Propose at most ``budgets[i]`` tokens for ``rows[i]``; at least one budget is 1 or more."""
         ...
+
+    def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
+        """Return what is accepted of a draft; by default of the tokens that the target has read, and of no others.
+
+        Args:
+            inputs, draft, output: what the target has read, and what it gave. accepted: verifies a draft.
+        """
+        return Verified(inputs, draft, output, *accepted(draft, output))
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         """Learn from the verification, by default nothing; ``rows`` contain their new tokens already.
