@@ -40,7 +40,8 @@ class Pair:
 
     Attributes:
         weights: what a step of the target reads.
-        own: the draft, where it is some of the target's own layers.
+        own: the draft, where it is or begins with some of the target's own layers.
+        whole: the draft as a model of its own; None where it is none.
         masks: of a draft that writes several tokens in one pass; None: it writes one.
         corpus: text to copy from; None: only the sequence itself.
         window: what the draft sees of a text; None: all of it.
@@ -53,6 +54,7 @@ class Pair:
     weights: TargetWeights
     draft: Engine | None = None
     own: OwnLayers | None = None
+    whole: Engine | None = None
     heads: Heads | None = None
     network: FeatureNetwork | None = None
     masks: Masks | None = None
@@ -118,13 +120,11 @@ def load_pair(
     engine = build_engine(model, vocabulary=vocabulary, pack=pack, features=features)
     pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
     if opened is not None:
-        pair.draft, pair.heads, pair.network = opened.engine, opened.heads, opened.network
-        pair.masks = opened.masks
-        if opened.own is not None:
-            pair.own = opened.own(engine)
-            pair.draft = pair.own.engine
+        pair.whole, pair.heads, pair.network, pair.masks = opened.engine, opened.heads, opened.network, opened.masks
+        pair.own = opened.own(engine) if opened.own is not None else None
+        pair.draft = pair.own.engine if pair.own is not None else pair.whole
         pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
-        if opened.engine is not None:
+        if pair.whole is not None:
             pair.warnings += _size_warning(size, opened.parameters)
     return pair
 
@@ -170,9 +170,9 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     if name == SUFFIX_AND_DRAFT:
         return with_copies(make_drafter("draft", pair, width, grow), pair.corpus)
     if name == PEARL:
-        if pair.draft is None or pair.own is not None or grow is not None or width not in (None, 1):
+        if pair.whole is None or grow is not None or width not in (None, 1):
             raise PeftlabError(f"drafter {PEARL}: chains of a draft model alone, which works beside the target")
-        return with_window(AheadDrafter(pair.draft), pair.window)
+        return with_window(AheadDrafter(pair.whole), pair.window)
     if name != "draft":
         names = ("draft", SUFFIX_AND_DRAFT, PEARL, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
@@ -188,10 +188,11 @@ def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
         raise PeftlabError("drafter 'draft': no draft model given")
     if pair.masks is not None:
         return ParallelDrafter(pair.draft, pair.masks, width or 1)
+    if pair.whole is not None and (pair.own is None or grow is not None or pair.window is not None):
+        return ModelDrafter(pair.whole) if grow is None else DrawnTrees(pair.whole, grow=grow)
+    assert pair.own is not None
     if grow is None:
-        return ModelDrafter(pair.draft) if pair.own is None else pair.own.drafter(pair.draft)
-    if pair.own is None:
-        return DrawnTrees(pair.draft, grow=grow)
+        return pair.own.drafter(pair.draft)
     if isinstance(pair.own.trees, str):
         raise PeftlabError(f"draft {pair.own.trees} drafts chains, no trees")
     return pair.own.trees(pair.draft, grow)

@@ -56,10 +56,10 @@ def test_resting_layers_stay_bit_equal_and_drawn_ones_move(deep, rows, tmp_path,
     seen = []
     original = loop._Trainer.step
 
-    def step(self, batch, factor):
+    def step(self, batch, factor, total):
         number = self.progress.step
         before = {name: p.detach().clone() for name, p in trainable_parameters(self.spec.model).items()}
-        result = original(self, batch, factor)
+        result = original(self, batch, factor, total)
         after = trainable_parameters(self.spec.model)
         moved = {layer_index(n) for n, p in after.items() if not torch.equal(p, before[n])} - {None}
         held = {layer_index(n) for n, p in after.items() if p in self.optimiser.state} - {None}

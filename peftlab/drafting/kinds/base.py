@@ -192,12 +192,13 @@ class OwnLayers:
 
     Attributes:
         engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
-        trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none.
+        trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none. Not asked
+            where the draft is a model of its own, too.
     """
 
     engine: Engine
     drafter: Callable[[Engine], Drafter]
-    trees: Callable[[Engine, GrowTree], Drafter] | str
+    trees: Callable[[Engine, GrowTree], Drafter] | str = ""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ class Opened:
 
     Attributes:
         parameters: how many it has.
-        own: (the target's engine) -> some of the target's own layers, which draft in the same cache.
+        engine: the draft as a model of its own.
+        own: (the target's engine) -> some of the target's own layers, which draft in the same cache; None: not there.
         vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
         masks: of an engine that writes several tokens in one pass; None: it writes one.
         features: layers whose entering states ``network`` or ``own`` reads. warnings: what to show the user.
@@ -214,7 +216,7 @@ class Opened:
 
     parameters: int
     engine: Engine | None = None
-    own: Callable[[Engine], OwnLayers] | None = None
+    own: Callable[[Engine], OwnLayers | None] | None = None
     heads: Heads | None = None
     vocabulary: int | None = None
     network: FeatureNetwork | None = None

@@ -274,7 +274,9 @@ def watched(pair: Pair) -> list[Stopwatch]:
     watches = [Stopwatch(pair.target)]
     if pair.draft is not None:
         watches.append(Stopwatch(pair.draft))
-        pair.draft = watches[1]
+        if pair.whole is not None and pair.own is not None:
+            watches.append(Stopwatch(pair.whole))
+        pair.draft, pair.whole = watches[1], watches[-1] if pair.whole is not None else None
     if pair.heads is not None:
         pair.heads = watches[0].including(pair.heads)
     if pair.network is not None:

@@ -27,7 +27,7 @@ class Truncation(Section):
         description="gates: a gate for each layer trains on the target's text, the target frozen, under a price on "
         "open gates that ends where keep of them are open.",
     )
-    steps: int = Field(default=100, ge=1, description="Batches that the gates train on.")
+    steps: int | None = Field(default=None, ge=1, description="With keep: batches that the gates train on; null: 100.")
 
     @model_validator(mode="after")
     def _one_way(self) -> Truncation:
@@ -35,9 +35,14 @@ class Truncation(Section):
             raise ValueError("give either layers, a list, or keep, how many, with by: gates")
         if self.keep is not None and self.by is None:
             raise ValueError("keep needs a way to choose the layers: by: gates")
-        if self.layers is not None and {"by", "steps"} & self.model_fields_set:
+        if self.layers is not None and (self.by is not None or self.steps is not None):
             raise ValueError("by and steps are for keep; the layers are named")
         return self
+
+    @property
+    def batches(self) -> int:
+        """Batches that the gates train on."""
+        return self.steps or 100
 
 
 class Pruning(Section):

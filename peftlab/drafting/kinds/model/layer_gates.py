@@ -39,7 +39,7 @@ def choose_layers(search: Search, config: Truncation) -> Found:
     optimiser = torch.optim.Adam([logits], lr=_LR)
     generator = torch.Generator().manual_seed(search.seed)
     price = losses = 0.0
-    for step, batch in enumerate(search.batches(config.steps), start=1):
+    for step, batch in enumerate(search.batches(config.batches), start=1):
         gates = draw_gates(logits, len(batch["input_ids"]), generator)
         with gated(model, gates.to(model.device)):
             loss = search.loss(model, batch).cpu()
@@ -56,7 +56,7 @@ def choose_layers(search: Search, config: Truncation) -> Found:
         "probabilities": [round(p, 4) for p in probabilities.tolist()],
         "expected": round(float(probabilities.sum()), 4),
         "price": round(price, 4),
-        "steps": config.steps,
+        "steps": config.batches,
     }
     return Found({"layers": kept}, report)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.adapted_exit import AdaptedExitDrafter
 from peftlab.decoding.drafters.own_layers.parts import AdaptedExit, Exit
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.flat import FlatEngine
-from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.kinds.base import Opened, OwnLayers
 from peftlab.drafting.truncation import layer_stack
 
@@ -44,18 +42,14 @@ def opened_beside(opened: Opened, first: int) -> Opened:
     draft = opened.engine
     if not first or not isinstance(draft, FlatEngine):
         return opened
-    own = partial(_adapted, draft, first)
-    return Opened(opened.parameters, own=own, vocabulary=opened.vocabulary, features=(first,), warnings=opened.warnings)
+    return replace(opened, own=partial(_adapted, draft, first), features=(first,))
 
 
-def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers:
-    def trees(_: Engine, grow: GrowTree) -> DrawnTrees:
-        return DrawnTrees(draft, grow=grow)
-
+def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
     if not isinstance(target, FlatEngine):
-        return OwnLayers(draft, ModelDrafter, trees)
+        return None
     adapted = AdaptedExit(Exit(target, first), draft)
-    return OwnLayers(adapted, partial(AdaptedExitDrafter, adapted=adapted), trees)
+    return OwnLayers(adapted, partial(AdaptedExitDrafter, adapted=adapted))
 
 
 def _same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
