@@ -1,7 +1,7 @@
 """The systems of ``docs/reference/decoding.md``: what each is called, the command that runs it, and its test.
 
 A row is one line. In a command ``{NAME}`` is a draft of ``DRAFTS``. A measured row is a ``draft bench``; the options that all
-of them share are added by ``bench_systems``.
+of them share are added by ``measure_systems``.
 """
 
 from __future__ import annotations

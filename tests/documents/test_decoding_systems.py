@@ -26,7 +26,7 @@ from peftlab.decoding.table import (
 from peftlab.drafting.kinds.table import DRAFTS as KINDS
 from peftlab.drafting.load import PEARL
 from peftlab.recipe.loading import load_recipe
-from tests.benchmarks.bench_systems import PAGE, cells, figures, filled, words
+from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, words
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -78,7 +78,7 @@ def _recipe(command: str) -> tuple[str, list[str]]:
 
 def test_the_page_has_the_rows_and_keeps_what_was_measured() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert filled(page, {}) == page, "run python -m tests.benchmarks.bench_systems --only"
+    assert filled(page, {}) == page, "run python -m tests.benchmarks.measure_systems --only"
     first, last = SYSTEMS[0].name, SYSTEMS[-1].name
     once = filled(page, {first: ("1.50", "1.20 (1.10 to 1.30)")}, "Measured here.")
     twice = filled(once, {last: ("2.00", "0.50")})

@@ -1,6 +1,6 @@
 """Fill the measured columns of ``docs/reference/decoding.md``: every system on SmolLM2-135M, by its own command.
 
-    python -m tests.benchmarks.bench_systems [--only [TEXT ...]] [--dir runs/systems]
+    python -m tests.benchmarks.measure_systems [--only [TEXT ...]] [--dir runs/systems]
 
 Run alone on the machine. The drafts of ``systems.DRAFTS`` are trained into ``--dir`` where they are not there yet (minutes
 each). Each command is a process of its own; a row that is not measured this time keeps its figures. ``--only`` alone measures
