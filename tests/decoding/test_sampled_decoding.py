@@ -72,8 +72,10 @@ def p_value(law, outputs):
     common = [outcome for outcome, weight in law.items() if weight * len(outputs) >= 5]
     observed = [counts[outcome] for outcome in common]
     expected = [law[outcome] * len(outputs) for outcome in common]
-    observed.append(len(outputs) - sum(observed))
-    expected.append(len(outputs) - sum(expected))
+    rare = law.keys() - set(common)
+    if rare:
+        observed.append(sum(counts[outcome] for outcome in rare))
+        expected.append(sum(law[outcome] for outcome in rare) * len(outputs))
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     return chi2.sf(statistic, len(observed) - 1)
 
