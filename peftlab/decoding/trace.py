@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peftlab.decoding.analysis.benchmark import Settings
-from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import MakePolicy
+from peftlab.decoding.analysis.benchmark import Question, Settings, decode_batch
 from peftlab.decoding.drafters.base import Drafter, Row, Verified
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.text_stream import BROKEN
@@ -49,10 +47,10 @@ class DraftedText:
 
 def drafted_text(
     target: Engine,
-    drafter: Drafter,
-    prompt: Sequence[int],
     settings: Settings,
-    policy: MakePolicy,
+    name: str,
+    drafter: Drafter,
+    question: Question,
     tokenizer: PreTrainedTokenizerBase,
 ) -> DraftedText:
     """Decode one prompt, in a pass of its own, and return the beginning of its output with all drafted tokens.
@@ -60,24 +58,16 @@ def drafted_text(
     Of a tree the rejected tokens are those of the first branch behind the last accepted token.
 
     Args:
-        settings: how to decode; ``policy`` is the drafter's. tokenizer: decodes the tokens.
+        settings: how to decode, with the policy of the drafter's ``name``. tokenizer: decodes the tokens.
     """
     rejected: list[list[int]] = []
 
     def observe(rows: list[Row], verified: Verified) -> None:
         rejected.append(_rejected(verified))
 
-    (output,) = decode(
-        target,
-        [prompt],
-        StoppingCriteria(min(settings.max_new_tokens, _OUTPUT), settings.eos),
-        drafter,
-        policy=policy,
-        sampling=settings.sampling,
-        observe=observe,
-        lossy=settings.lossy,
-        verifier=settings.verifier,
-    )
+    shorter = replace(settings, max_new_tokens=min(settings.max_new_tokens, _OUTPUT))
+    (output,) = decode_batch(target, shorter, name, drafter, [question], observe)
+    prompt = question.ids
     known, shown, place = list(prompt), list[Piece](), 0
     for step, behind in zip(output.steps, rejected, strict=True):
         emitted = output.tokens[place : place + step.emitted]

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
+from peftlab.decoding.analysis.benchmark import Question, Settings
+from peftlab.decoding.analysis.pool import measure_pool
 from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
@@ -20,6 +22,9 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.verification.accept import Verifier
+from peftlab.decoding.verification.chain import verify_chain
+from peftlab.decoding.verification.multidraft import verify_tree
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
@@ -98,6 +103,20 @@ def test_sampling_in_a_pool_is_that_of_single_sequences(stories_model, target, u
         own = replace(sampling, seed=sampling.seed + i)
         alone = decode(target, [prompt], ends, layers(stories_model), policy=policy, sampling=own)
         assert alone[0].tokens == found[i].tokens
+
+
+def test_a_pool_verifies_as_asked(stories_model, target, uneven_prompts):
+    used = []
+
+    def chain(*arguments):
+        used.append(arguments)
+        return verify_chain(*arguments)
+
+    settings = Settings(6, sampling=Sampling(1.0), batch_size=2, repeats=1, verifier=Verifier(chain, verify_tree))
+    questions = [Question(str(i), "", prompt) for i, prompt in enumerate(uneven_prompts[:3])]
+    measured = measure_pool(target, "draft", partial(layers, stories_model), questions, settings)
+    assert measured.equal is None and set(measured.pooled) == {"plain", "draft"}
+    assert used
 
 
 def test_bench_times_a_pool(stories, tmp_path):

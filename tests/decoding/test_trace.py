@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from peftlab.decoding.analysis.benchmark import Settings
+from peftlab.decoding.analysis.benchmark import Question, Settings
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -20,6 +20,7 @@ from tests.byte_tokens import byte_tokenizer
 
 NEW, GAMMA = 56, 3
 POLICY = partial(Fixed, GAMMA)
+SETTINGS = Settings(NEW, policy=POLICY)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def draft_model(stories_model):
 def test_its_tokens_are_the_output_and_its_counts_the_steps(stories_model, stories_tokenizer, draft_model, drafter):
     make = {"draft": lambda: ModelDrafter(build_engine(draft_model, pack=False)), "recycling": Recycling}[drafter]
     target, prompt = build_engine(stories_model, pack=False), stories_tokenizer("Once upon a time").input_ids
-    found = drafted_text(target, make(), prompt, Settings(NEW), POLICY, stories_tokenizer)
+    found = drafted_text(target, SETTINGS, "draft", make(), Question("0", "", prompt), stories_tokenizer)
     (output,) = decode(target, [prompt], StoppingCriteria(NEW), make(), policy=POLICY)
     kept = [piece for piece in found.pieces if piece.kind != "rejected"]
     assert len(kept) == NEW and found.prompt == "Once upon a time"
@@ -48,7 +49,7 @@ def test_its_tokens_are_the_output_and_its_counts_the_steps(stories_model, stori
 def test_rejected_tokens_are_what_the_draft_would_have_written(stories_model, stories_tokenizer, draft_model):
     target, draft = build_engine(stories_model, pack=False), build_engine(draft_model, pack=False)
     prompt = stories_tokenizer("Tom and Lily").input_ids
-    found = drafted_text(target, ModelDrafter(draft), prompt, Settings(NEW), POLICY, stories_tokenizer)
+    found = drafted_text(target, SETTINGS, "draft", ModelDrafter(draft), Question("0", "", prompt), stories_tokenizer)
     (output,) = decode(target, [prompt], StoppingCriteria(NEW))
     ids, following, checked = list(prompt), iter(output.tokens), 0
     for before, piece in pairwise(found.pieces):

@@ -302,26 +302,28 @@ def fits(target: Engine, question: Question) -> bool:
 
 
 def _decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
-    """Decode with a new drafter, or plainly."""
-    return partial(_decode, target, settings, settings.policy_of(name), make and make())
+    return partial(decode_batch, target, settings, name, make and make())
 
 
-def _decode(
+def decode_batch(
     target: Engine,
     settings: Settings,
-    policy: MakePolicy,
+    name: str,
     drafter: Drafter | None,
     batch: Sequence[Question],
     observe: Observe | None = None,
+    pool: int | None = None,
 ) -> list[Generation]:
+    """Decode prompts as ``settings`` say, with the policy of the drafter's ``name``; the rest is ``decode``'s."""
     return decode(
         target,
         [q.ids for q in batch],
         StoppingCriteria(settings.max_new_tokens, settings.eos),
         drafter,
-        policy=policy,
+        policy=settings.policy_of(name),
         sampling=settings.sampling,
         observe=observe,
+        pool=pool,
         lossy=settings.lossy,
         verifier=settings.verifier,
     )
@@ -368,7 +370,7 @@ def _departure(run: Comparison, name: str, make: Callable[[], Drafter]) -> Lossy
 def _observed(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
     """Decode once more, in a pass of its own, because reading every distribution takes time."""
     for batch in run.batches:
-        _decode(run.target, run.settings, run.settings.policy_of(name), drafter, batch, observe)
+        decode_batch(run.target, run.settings, name, drafter, batch, observe)
 
 
 def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:

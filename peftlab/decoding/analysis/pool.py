@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings
+from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings, decode_batch, fits
 from peftlab.decoding.analysis.results import PoolResult
-from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.errors import PeftlabError
@@ -33,16 +32,8 @@ class _Way:
         step = len(self.questions) if self.pooled else size
         found = []
         for begin in range(0, len(self.questions), step):
-            found += decode(
-                self.target,
-                [question.ids for question in self.questions[begin : begin + step]],
-                StoppingCriteria(self.settings.max_new_tokens, self.settings.eos),
-                drafter,
-                policy=self.settings.policy_of(self.name),
-                sampling=self.settings.sampling,
-                lossy=self.settings.lossy,
-                pool=size,
-            )
+            batch = self.questions[begin : begin + step]
+            found += decode_batch(self.target, self.settings, self.name, drafter, batch, pool=size)
         return [generation.tokens for generation in found]
 
 
@@ -64,7 +55,7 @@ def measure_pool(
         PeftlabError: a batch size below 2.
     """
     check_pool(settings.batch_size)
-    fitting = [q for q in questions if target.limit is None or len(q.ids) < target.limit]
+    fitting = [question for question in questions if fits(target, question)]
     ways = {
         (each, pooled): _Way(target, settings, fitting, each, maker, pooled)
         for each, maker in ((PLAIN, None), (name, make))

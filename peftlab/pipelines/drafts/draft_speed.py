@@ -60,8 +60,7 @@ def decoding_speed(
     found = run.result("draft")
     example = None
     if tokenizer is not None:
-        how = (prompts[0], settings, settings.policy_of("draft"), tokenizer)
-        example = drafted_text(engine, drafter(), *how)
+        example = drafted_text(engine, settings, "draft", drafter(), questions[0], tokenizer)
     return DecodingSpeed(
         block_efficiency=found.statistics.tau,
         tau_without_bonus=found.statistics.tau_without_bonus,

@@ -185,8 +185,8 @@ def _asked(file: str | Path, most: int | None) -> list[Prompt]:
 def _example(
     pair: Pair, name: str, make: Callable[[], Drafter], questions: Sequence[Question], settings: Settings
 ) -> DraftedText:
-    asked = next(question.ids for question in questions if fits(pair.target, question))
-    return drafted_text(pair.target, make(), asked, settings, settings.policy_of(name), pair.tokenizer)
+    asked = next(question for question in questions if fits(pair.target, question))
+    return drafted_text(pair.target, settings, name, make(), asked, pair.tokenizer)
 
 
 def _beside(names: Sequence[str], draft: str | None) -> list[str]:
