@@ -143,13 +143,13 @@ def recipes(context: typer.Context) -> object:
 @recipes_app.command("copy")
 @verb()
 def recipes_copy(
-    name: Annotated[str, typer.Argument(help="Short name of a shipped recipe.")],
+    name: Annotated[str, typer.Argument(help="Short name of a shipped recipe, or launch/FILE.")],
     to: Annotated[Path | None, typer.Option("--to", help="File to write; default: the name, here.")] = None,
 ) -> object:
-    """Copy a shipped recipe to edit; never overwrites."""
+    """Copy a shipped recipe, or a template of a cluster's jobs, to edit; never overwrites."""
     from peftlab.recipe.library import copy
 
-    done = copy(name, to or Path(f"{name.rpartition('/')[2].removesuffix('.yaml')}.yaml"))
+    done = copy(name, to or Path())
     show(str(done))
     return {"out": done}
 

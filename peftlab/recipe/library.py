@@ -1,11 +1,17 @@
-"""The recipes that come with the package. Imports nothing heavy: the command line lists them at once."""
+"""The recipes that come with the package, and the templates that run them on clusters.
+
+Imports nothing heavy: the command line lists them at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import write_text
+
+_LAUNCH = "launch"  # the folder of the templates
 
 
 def recipes_root() -> Path:
@@ -18,7 +24,13 @@ def recipes_root() -> Path:
 def files() -> dict[str, Path]:
     """Return the shipped recipes' files by short name, in order: ``glue/cola-lora``, ..., ``quickstart``."""
     root = recipes_root()
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    found = {path.relative_to(root).with_suffix(""): path for path in sorted(root.rglob("*.yaml"))}
+    return {name.as_posix(): path for name, path in found.items() if name.parts[0] != _LAUNCH}
+
+
+def templates() -> dict[str, Path]:
+    """Return the files that run a table as jobs of a cluster, by name, in order: ``launch/kubernetes.yaml``, ..."""
+    return {f"{_LAUNCH}/{path.name}": path for path in sorted((recipes_root() / _LAUNCH).iterdir())}
 
 
 def shipped() -> list[tuple[str, str]]:
@@ -32,20 +44,23 @@ def find(name: str) -> Path:
     Raises:
         PeftlabError: there is none; the nearest name is in the message.
     """
-    known = files()
-    short = name.removesuffix(".yaml")
+    return _among(files(), name)
+
+
+def _among(known: Mapping[str, Path], name: str) -> Path:
+    short = name if name in known else name.removesuffix(".yaml")
     if short not in known:
         raise PeftlabError(f"no shipped recipe {name!r}{did_you_mean(short, known)}; one of {', '.join(known)}")
     return known[short]
 
 
 def copy(name: str, destination: str | Path) -> Path:
-    """Copy the shipped recipe ``name`` to a file or into a directory, and return the new file.
+    """Copy the shipped recipe or template ``name`` to a file or into a directory, and return the new file.
 
     Raises:
-        PeftlabError: no such recipe, or the new file exists already.
+        PeftlabError: no such recipe or template, or the new file exists already.
     """
-    source = find(name)
+    source = _among({**files(), **templates()}, name)
     target = Path(destination)
     if target.is_dir():
         target = target / source.name
