@@ -35,7 +35,6 @@ from peftlab.decoding.analysis.stopwatch import Clock, Stopwatch, timed_drafter
 from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed, MakePolicy
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
 from peftlab.decoding.verification.lossy import LossyRule
@@ -352,7 +351,7 @@ def _timed(
 
 def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
     overlap, drafter = Overlap(run.settings.sampling), make()
-    if getattr(drafter, "engine", None) is not None or isinstance(drafter, NGram):
+    if drafter.has_logits:
         _observed(run, name, drafter, overlap)
     return overlap.result()
 

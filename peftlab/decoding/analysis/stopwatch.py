@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
-from peftlab.decoding.drafters.base import Accept, Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Around, Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output, Wrapper
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.tree import Path, RankRates
+from peftlab.decoding.verification.tree import Path
 from peftlab.hardware import wait_for
 from peftlab.untyped import Function
 
@@ -74,27 +74,12 @@ class _TimedEngine(Wrapper):
         return self._clock.timed(self._engine.forward, cache, tokens, block, keep)
 
 
-@dataclass(frozen=True)
-class TimedDrafter(Drafter):
+@dataclass
+class TimedDrafter(Around):
     """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
 
     drafter: Drafter
     clock: Clock
-
-    @property
-    def name(self) -> str:
-        return self.drafter.name
-
-    @property
-    def gives(self) -> frozenset[str]:
-        return self.drafter.gives
-
-    @property
-    def draft_model(self) -> Engine | None:
-        return self.drafter.draft_model
-
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        return self.drafter.possible(acceptance, verification)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.clock.timed(self.drafter.start, rows, state)
@@ -104,9 +89,6 @@ class TimedDrafter(Drafter):
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return self.clock.timed(self.drafter.propose, rows, budgets)
-
-    def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
-        return self.drafter.verify(rows, inputs, draft, output, accepted)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         self.clock.timed(self.drafter.accept, rows, verified)
@@ -123,30 +105,16 @@ def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
     return TimedDrafter(drafter, clock)
 
 
-@dataclass(frozen=True)
 class _TimedHeads:
     """Heads whose time a stopwatch adds up; to a drafter they are the heads."""
 
-    heads: Heads
-    stopwatch: Stopwatch
-
-    @property
-    def vocab_size(self) -> int:
-        return self.heads.vocab_size
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.heads.parameters()
-
-    @property
-    def depth(self) -> int:
-        return self.heads.depth
-
-    @property
-    def ranks(self) -> RankRates | None:
-        return self.heads.ranks
+    def __init__(self, heads: Heads, stopwatch: Stopwatch):
+        self._heads, self._stopwatch = heads, stopwatch
+        self.vocab_size, self.depth, self.ranks = heads.vocab_size, heads.depth, heads.ranks
+        self.parameters = heads.parameters
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
-        return self.stopwatch.timed(self.heads.tokens, hidden, last, tree)
+        return self._stopwatch.timed(self._heads.tokens, hidden, last, tree)
 
 
 class _TimedNetwork:

@@ -143,6 +143,7 @@ class Drafter(Protocol):
         draft_model: what drafts its chains, a step for each token; None where no model does.
         at_once: whether it drafts while the target verifies. Its time is then no part of a step's, and tokens that the
             target has not read are verified exactly or not at all.
+        has_logits: whether it proposes chains with the logits of each token's distribution (``Proposal.logits``).
     """
 
     @property
@@ -158,6 +159,10 @@ class Drafter(Protocol):
 
     @property
     def at_once(self) -> bool:
+        return False
+
+    @property
+    def has_logits(self) -> bool:
         return False
 
     def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
@@ -200,3 +205,54 @@ class Drafter(Protocol):
     def select(self, slots: list[int]) -> None:
         """Keep only the sequences in these slots, in this order; by default a drafter has nothing in slots."""
         return
+
+
+class Around(Drafter):
+    """What a drafter around another one has of it: everything.
+
+    Attributes:
+        drafter: the other one.
+    """
+
+    drafter: Drafter
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return self.drafter.gives
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return self.drafter.draft_model
+
+    @property
+    def at_once(self) -> bool:
+        return self.drafter.at_once
+
+    @property
+    def has_logits(self) -> bool:
+        return self.drafter.has_logits
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        return self.drafter.possible(acceptance, verification)
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self.drafter.start(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self.drafter.join(rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        return self.drafter.propose(rows, budgets)
+
+    def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
+        return self.drafter.verify(rows, inputs, draft, output, accepted)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.drafter.accept(rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.drafter.select(slots)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, TargetState
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
+from peftlab.decoding.drafters.model_drafter import ModelDrafter, room
 from peftlab.decoding.engines.recurrent.state_cache import StateCache
 from peftlab.decoding.verification.drawing import GrowTree, rsd_c
 from peftlab.decoding.verification.sampling import RowRandomSource
@@ -30,6 +30,7 @@ class DrawnTrees(ModelDrafter):
 
     grow: GrowTree = field(default_factory=lambda: rsd_c(2))
     gives = frozenset[str]()
+    has_logits = False
 
     def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
         """Return none: how often the nodes of its trees are accepted was not measured."""
@@ -41,7 +42,7 @@ class DrawnTrees(ModelDrafter):
             raise PeftlabError("draft: a state-space model drafts chains only, no trees; give width 1")
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]
+        budgets = [room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
         nodes, device, greedy = max(budgets), self.engine.device, self._sampling.greedy
         if nodes == 0:
             return Proposal.empty(len(rows), device)

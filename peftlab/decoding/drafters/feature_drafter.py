@@ -100,6 +100,10 @@ class FeatureDrafter(Drafter):
     def gives(self) -> frozenset[str]:
         return frozenset({DRAWN} if self.width == 1 else ())
 
+    @property
+    def has_logits(self) -> bool:
+        return self.width == 1
+
     def start(self, rows: list[Row], state: TargetState) -> None:
         if self.network.vocab_size != state.vocab_size:
             raise PeftlabError(

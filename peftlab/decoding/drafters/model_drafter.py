@@ -18,6 +18,27 @@ from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 
+def check_vocabulary(engine: Engine, state: TargetState) -> None:
+    """Raise ``PeftlabError`` for a draft whose vocabulary is not as large as the target's."""
+    if engine.vocab_size != state.vocab_size:
+        raise PeftlabError(
+            f"draft: vocabulary of {engine.vocab_size} rows, but the target's has {state.vocab_size}; "
+            "if the tokenizers are the same, build both engines with vocabulary=len(tokenizer)"
+        )
+
+
+def room(engine: Engine, row: Row, budget: int) -> int:
+    """Return how many tokens of ``budget`` a draft can propose before its own context is full."""
+    return budget if engine.limit is None else max(0, min(budget, engine.limit - len(row.tokens) + 1))
+
+
+def read_rows(engine: Engine, cache: KVCache, rows: list[Row]) -> None:
+    """Let a draft read its rows, all tokens but the last; those for which it has no room are left out."""
+    readable = [row for row in rows if room(engine, row, 1)]
+    if readable:
+        prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable])
+
+
 @dataclass
 class ModelDrafter(Drafter):
     """A smaller model, or the target's own first layers.
@@ -37,6 +58,7 @@ class ModelDrafter(Drafter):
     least: float = 0.0
     window: Window | None = None
     gives = frozenset({DRAWN, HEAD, TIMES})
+    has_logits = True
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
     # Of each row: how many of its tokens are in the cache, and the drafted ones in the slots after them.
@@ -48,11 +70,7 @@ class ModelDrafter(Drafter):
         return self.engine
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        if self.engine.vocab_size != state.vocab_size:
-            raise PeftlabError(
-                f"draft: vocabulary of {self.engine.vocab_size} rows, but the target's has {state.vocab_size}; "
-                "if the tokenizers are the same, build both engines with vocabulary=len(tokenizer)"
-            )
+        check_vocabulary(self.engine, state)
         if (self.engine.encoder is None) != (state.cache.context is None):
             raise PeftlabError("draft: of target and draft only one is an encoder-decoder model; both or none must be")
         self._sampling = state.sampling
@@ -72,16 +90,10 @@ class ModelDrafter(Drafter):
     def join(self, rows: list[Row], state: TargetState) -> None:
         self._read |= {row.index: len(row.tokens) - 1 for row in rows}
         if not self.shares_cache:
-            readable = [row for row in rows if self._room(row) >= 0]
-            if readable:
-                prefill(self.engine, self._cache, [row.tokens for row in readable], [row.slot for row in readable])
-
-    def _room(self, row: Row) -> int:
-        """How many tokens the draft can still propose before its own context is full."""
-        return len(row.tokens) if self.engine.limit is None else self.engine.limit - len(row.tokens) + 1
+            read_rows(self.engine, self._cache, rows)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        budgets = [min(budget, max(0, self._room(row))) for row, budget in zip(rows, budgets, strict=True)]
+        budgets = [room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
         if max(budgets) == 0:
             return Proposal.empty(len(rows), self.engine.device)
         lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]

@@ -61,6 +61,7 @@ class NGram(Drafter):
     corpus: SuffixAutomaton | None = None
     name: str = "ngram"
     gives = frozenset({DRAWN, TIMES})
+    has_logits = True
     _counts: Counts = field(init=False, repr=False)
     _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _size: int = field(init=False, repr=False, default=0)

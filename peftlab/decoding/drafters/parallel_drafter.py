@@ -10,9 +10,10 @@ from torch import Tensor
 
 from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState
 from peftlab.decoding.drafters.chain_draft import draft_chain
+from peftlab.decoding.drafters.model_drafter import check_vocabulary, read_rows, room
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
+from peftlab.decoding.engines.prefill import empty_cache, right_padded
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.decoding.verification.tree import RankRates, best_tree, parents_of
 from peftlab.errors import PeftlabError
@@ -51,11 +52,12 @@ class ParallelDrafter(Drafter):
     _sampling: Sampling = field(init=False, repr=False)
     _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # of each row: tokens in the cache
 
+    @property
+    def has_logits(self) -> bool:
+        return self.width == 1
+
     def start(self, rows: list[Row], state: TargetState) -> None:
-        if self.engine.vocab_size != state.vocab_size:
-            raise PeftlabError(
-                f"draft: vocabulary of {self.engine.vocab_size} rows, but the target's has {state.vocab_size}"
-            )
+        check_vocabulary(self.engine, state)
         if self.engine.encoder is not None or state.cache.context is not None:
             raise PeftlabError("draft: a draft that writes several tokens in one pass is for decoders alone")
         self._sampling, self._read = state.sampling, {}
@@ -66,18 +68,12 @@ class ParallelDrafter(Drafter):
 
     def join(self, rows: list[Row], state: TargetState) -> None:
         self._read |= {row.index: len(row.tokens) - 1 for row in rows}
-        readable = [row for row in rows if self._room(row) >= 0]
-        if readable:
-            prefill(self.engine, self._cache, [row.tokens for row in readable], [row.slot for row in readable])
-
-    def _room(self, row: Row) -> int:
-        """How many places behind a row the draft still has before its own context is full."""
-        return len(row.tokens) if self.engine.limit is None else self.engine.limit - len(row.tokens) + 1
+        read_rows(self.engine, self._cache, rows)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        rooms = [min(self.masks.length, max(0, self._room(row))) for row in rows]
+        rooms = [room(self.engine, row, self.masks.length) for row in rows]
         chain = self.width == 1
-        budgets = [min(b, room) if chain else b * (room > 0) for b, room in zip(budgets, rooms, strict=True)]
+        budgets = [min(b, places) if chain else b * (places > 0) for b, places in zip(budgets, rooms, strict=True)]
         if not any(budgets):
             return Proposal.empty(len(rows), self.engine.device)
         output = self._places(rows, min(max(budgets), max(rooms)))
@@ -110,9 +106,9 @@ class ParallelDrafter(Drafter):
         """Return the most probable nodes of each row, for logits [b, n, V]."""
         best, ids = logits.float().softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
         tokens, parents = [], []
-        for rates, choices, budget, room in zip(best.tolist(), ids.tolist(), budgets, rooms, strict=True):
+        for rates, choices, budget, places in zip(best.tolist(), ids.tolist(), budgets, rooms, strict=True):
             known = RankRates(tuple(tuple(max(rate, 1e-12) for rate in place) for place in rates))
-            tree = best_tree(budget, min(len(rates), max(room, 1)), best.shape[-1], known)
+            tree = best_tree(budget, min(len(rates), max(places, 1)), best.shape[-1], known)
             tokens.append([choices[len(path) - 1][path[-1]] for path in tree])
             parents.append(parents_of(tree))
         size = max(map(len, tokens))

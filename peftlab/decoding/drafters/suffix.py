@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafters.base import Around, Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
-from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.table import TIMES
 from peftlab.decoding.verification.sampling import certain
@@ -74,7 +73,7 @@ class SuffixLookup(Drafter):
 
 
 @dataclass
-class SuffixAndDraft(Drafter):
+class SuffixAndDraft(Around):
     """A long match is copied; elsewhere another drafter proposes, and a copy that differs from it is a branch.
 
     Where every row has a long match, the step costs no drafting. Elsewhere, RASD (Quan et al. 2025, arXiv 2503.03434):
@@ -94,14 +93,7 @@ class SuffixAndDraft(Drafter):
     long: int = 4
     top: int = 10
     name: str = "suffix+draft"
-
-    @property
-    def gives(self) -> frozenset[str]:
-        return self.drafter.gives
-
-    @property
-    def draft_model(self) -> Engine | None:
-        return self.drafter.draft_model
+    has_logits = False  # of copies there are none
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.suffix.start(rows, state)

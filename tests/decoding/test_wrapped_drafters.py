@@ -1,0 +1,99 @@
+"""Drafters around others: what the decoder asks them is answered as by the drafter within."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+
+from peftlab.decoding.analysis.stopwatch import Clock, TimedDrafter
+from peftlab.decoding.decode import StoppingCriteria, decode
+from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
+from peftlab.decoding.drafters.base import Around, Drafter
+from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.drafters.model_drafter import room
+from peftlab.decoding.drafters.suffix import with_copies
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.table import DRAWN, lossy
+from peftlab.decoding.verification.lossy import LossyRule
+from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.errors import PeftlabError
+from tests.decoding.test_architectures import make
+from tests.decoding.test_feature_trees import row
+from tests.decoding.test_lossless_gate import DRAFTERS, FEATURES
+
+MEMBERS = {name: member for name, member in vars(Drafter).items() if not name.startswith("_")}
+METHODS = {name: len(inspect.signature(m).parameters) - 1 for name, m in MEMBERS.items() if inspect.isfunction(m)}
+
+
+def timed(drafter):
+    return TimedDrafter(drafter, Clock(torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def target(stories_model):
+    return build_engine(stories_model, pack=False, features=FEATURES)
+
+
+def test_every_attribute_is_that_of_the_drafter_within(target):
+    class Odd(Drafter):  # which differs from the protocol's defaults in everything
+        name, gives, draft_model, at_once, has_logits = "odd", frozenset({DRAWN}), target, True, True
+
+    assert len(MEMBERS) > len(METHODS) + 4
+    for name in MEMBERS.keys() - METHODS.keys():
+        assert getattr(timed(Odd()), name) == getattr(Odd(), name), name
+        if name not in ("name", "has_logits"):
+            assert getattr(with_copies(Odd()), name) == getattr(Odd(), name), name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_call_reaches_the_drafter_within(name):
+    calls = []
+
+    class Noted(Drafter):
+        name = "noted"
+
+    setattr(Noted, name, lambda self, *given: calls.append(given))
+    given = tuple(range(METHODS[name]))
+    for wrapped in (timed(Noted()), timed(timed(Noted()))):
+        getattr(wrapped, name)(*given)
+    assert calls == [given, given]
+    assert name in vars(Around)
+
+
+def test_with_copies_the_drafts_that_a_drafter_could_make_are_its_own(stories_model):
+    heads = MedusaHeads(stories_model.get_output_embeddings().weight, 2)
+    heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
+    own = HeadsDrafter(heads).possible([0.5], [1.0, 1.1, 1.2, 1.3])
+    assert len(own) == 3
+    assert with_copies(HeadsDrafter(heads)).possible([0.5], [1.0, 1.1, 1.2, 1.3]) == own
+
+
+def test_a_timed_drafter_that_works_beside_the_target_is_still_verified_exactly(target):
+    with pytest.raises(PeftlabError, match="lossy typical: drafter pearl verifies exactly only"):
+        decode(target, [[5]], StoppingCriteria(4), timed(AheadDrafter(target)), lossy=LossyRule.of(lossy("typical")))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_says_whether_its_chains_have_logits(target, stories_model, name):
+    drafter, found = DRAFTERS[name](stories_model, {"pack": False}), []
+
+    def observe(rows, verified):
+        draft = verified.draft
+        if draft.tokens.shape[1]:
+            found.append(draft.logits is not None and draft.parents is None)
+
+    decode(target, [[1, 403, 407, 261, 378]], StoppingCriteria(8), drafter, policy=partial(Fixed, 3), observe=observe)
+    assert found
+    assert drafter.has_logits == (all(found) and not name.startswith("suffix+")), "what is copied has none"
+
+
+def test_only_a_context_limits_what_is_drafted():
+    with_limit, without = (build_engine(make(name)) for name in ("Llama", "Mamba"))
+    assert without.limit is None and [room(without, row([5]), budget) for budget in (1, 4)] == [1, 4]
+    last = with_limit.limit
+    assert [room(with_limit, row([5] * n), 4) for n in (1, last - 2, last, last + 1, last + 2)] == [4, 3, 1, 0, 0]
