@@ -22,6 +22,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_json
 from peftlab.locks import LOCK, is_locked, locked, locks_work, same_file
+from peftlab.remote.remote_directory import is_url
 
 MARK = "peftlab.json"
 
@@ -51,6 +52,11 @@ def read_mark(directory: Path) -> Mark | None:
         value = read_json(directory / MARK)
     except (PeftlabError, OSError):
         return None
+    return parse_mark(value)
+
+
+def parse_mark(value: object) -> Mark | None:
+    """Return the mark that the JSON of a ``peftlab.json`` is; None if it is none."""
     kind, files = (value.get("kind"), value.get("files")) if isinstance(value, dict) else (None, None)
     if not isinstance(kind, str) or not isinstance(files, list):
         return None
@@ -84,6 +90,8 @@ def refuse_loss(
     Raises:
         PeftlabError: the output would destroy something, which is named.
     """
+    if is_url(path):
+        raise PeftlabError(f"{path}: written on this machine alone; only the output_dir of a run may be a URL")
     place = real(path)
     try:
         reason = _obstacle(place, kind, _kept(inputs or {}), overwrite, advice) if os.path.lexists(place) else ""
@@ -173,13 +181,15 @@ class Claim:
     """A directory that this process alone writes files into, one after another.
 
     Attributes:
-        path: the directory as the user named it.
+        path: the directory as the user named it; of a URL, the one of this machine that stands for it.
+        completed: called by the main process whenever what is in the directory could be continued elsewhere.
     """
 
     path: Path
     _mark: Mark
     _inputs: Inputs
     _overwrite: bool
+    completed: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Write the directory's mark; with ``overwrite``, remove first what an earlier run left in it."""
@@ -234,7 +244,7 @@ def claimed(
         PeftlabError: another process writes it; ``refuse_loss`` refuses; or, with ``resume``, it is no run's.
     """
     claim = Claim(Path(path), mark, inputs or {}, overwrite and not resume)
-    if not _main_process():
+    if not main_process():
         yield claim
         return
     place = real(path)
@@ -256,7 +266,7 @@ def claimed(
         yield claim
 
 
-def _main_process() -> bool:
+def main_process() -> bool:
     """Return whether this is the first of a launcher's processes, by the variables that accelerate reads."""
     names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") in ("0", "-1")

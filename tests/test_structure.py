@@ -28,6 +28,7 @@ LAYERS = (
         "patterns",
         "locks",
         "outputs",
+        "remote",
         "hub",
         "quiet",
         "untyped",

@@ -71,7 +71,9 @@ def run(
 
 @app.command()
 @verb()
-def resume(directory: Annotated[Path, typer.Argument(help="A run directory.")], device: Device = "auto") -> object:
+def resume(
+    directory: Annotated[str, typer.Argument(help="A run directory, or its URL.")], device: Device = "auto"
+) -> object:
     """Continue a run that was stopped, from its newest checkpoint."""
     from peftlab import pipelines
 
@@ -219,7 +221,9 @@ def predict(
 @app.command()
 @verb()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.", metavar="RUN")],
+    runs: Annotated[
+        list[str], typer.Argument(help="A run directory, or its URL; several are compared.", metavar="RUN")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")],
     form: Annotated[
         str, typer.Option("--as", help="html, json, or peft: a run on GSM8K as in peft's method_comparison.")

@@ -9,6 +9,8 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 from peftlab.references import locate, similar_path
+from peftlab.remote.mirror import local_copy
+from peftlab.remote.remote_directory import is_url
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -34,13 +36,14 @@ def find_model(reference: str, *, revision: str | None = None) -> ModelParts:
 
     Args:
         reference: a model (hub id, directory, GGUF file, ``package:NAME/path``); a run directory, which stands for its
-            ``merged/`` or, without one, for its ``adapter/``; or an adapter directory, whose base may itself be any
-            of these.
+            ``merged/`` or, without one, for its ``adapter/``; the URL of a run; or an adapter directory, whose base
+            may itself be any of these.
         revision: of a hub model.
 
     Raises:
         PeftlabError: a run that has neither, or an adapter that names no base model or leads back to itself.
     """
+    reference = local_copy(reference)
     adapters: list[Path] = []
     seen: set[str] = set()
     while (place := _directory(reference)) is not None and not (place / "config.json").exists():
@@ -57,6 +60,7 @@ def find_model(reference: str, *, revision: str | None = None) -> ModelParts:
         seen.add(os.path.realpath(adapter))
         adapters.insert(0, adapter)
         reference, revision = _base_of(adapter)
+        reference = local_copy(reference)
     own = next((path for path in reversed(adapters) if (path / "tokenizer_config.json").exists()), None)
     return ModelParts(reference, tuple(adapters), str(own or reference), revision)
 
@@ -88,7 +92,8 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
     if not isinstance(base, str) or not base:
         raise PeftlabError(f"{adapter}: {CONFIG_FILE} names no base model (base_model_name_or_path)")
     try:
-        _directory(base)
+        if not is_url(base):
+            _directory(base)
     except PeftlabError as error:
         raise PeftlabError(f"{adapter}: its base model is not there: {error}{similar_path(base)}") from None
     return base, revision if isinstance(revision, str) else None

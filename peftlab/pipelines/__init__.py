@@ -71,6 +71,8 @@ def run(
 ) -> Results:
     """Run a recipe from its file and return its results, of a type that depends on its kind.
 
+    Where torchrun starts the same command again, the run continues from its newest checkpoint.
+
     Args:
         recipe, overrides: as for ``validate``.
         overwrite: replace an earlier run in the same directory.
@@ -81,26 +83,25 @@ def run(
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
     from peftlab.pipelines.checks.recipe_models import check_models
-    from peftlab.pipelines.directory import check_directory
+    from peftlab.pipelines.directory import check_directory, to_continue
     from peftlab.recipe.loading import load_recipe
 
     checked = load_recipe(recipe, overrides)
     check_models(checked)  # both again when they are used; here before anything heavy is imported
-    check_directory(checked, overwrite=overwrite)
-    return run_recipe(checked, overwrite=overwrite, device=device, shard=shard)
+    overwrite, resume = to_continue(checked, overwrite=overwrite)
+    check_directory(checked, overwrite=overwrite, resume=resume)
+    return run_recipe(checked, overwrite=overwrite, resume=resume, device=device, shard=shard)
 
 
 def resume(directory: str | Path, *, device: str = "auto") -> Results:
-    """Continue the run in ``directory`` from its newest checkpoint, on a device as for ``run``; return its results.
+    """Continue the run in ``directory``, a path or a URL, from its newest checkpoint; return its results.
+
+    Args:
+        device: as for ``run``.
 
     Raises:
         PeftlabError: there is no run in the directory, or it cannot be continued.
     """
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.pipelines.directory import stored_recipe
 
-    file = Path(directory) / "recipe.yaml"
-    if not file.exists():
-        raise PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
-    # Set as a value: a path in an override would be read as YAML.
-    recipe = load_recipe(file).model_copy(update={"output_dir": str(directory)})
-    return run_recipe(recipe, resume=True, device=device)
+    return run_recipe(stored_recipe(directory), resume=True, device=device)

@@ -1,12 +1,24 @@
-"""The output directories of runs and tables: the files written there, and the inputs that must not be overwritten."""
+"""The output directories of runs and tables: the files written there, the inputs that must not be overwritten, and
+which run is continued."""
 
 from __future__ import annotations
 
 import shlex
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from peftlab.errors import PeftlabError
+from peftlab.files import real, write_text
 from peftlab.outputs import Claim, Inputs, Mark, claimed
+from peftlab.pipelines.provenance import launch, launch_in
+from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe, TableRecipe
+from peftlab.remote.mirror import mirrored
+from peftlab.remote.remote_directory import RemoteDirectory, is_url, local_place
 
 RUN = Mark(
     "run",
@@ -26,22 +38,87 @@ RUN = Mark(
 TABLE = Mark("table", ["recipe.yaml", "table.csv", "table.tex", "table.html", "cells/*.log"])
 
 
-def run_directory(
-    recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resume: bool
-) -> AbstractContextManager[Claim]:
-    """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.outputs.claimed``."""
-    path = recipe.output_dir
+@contextmanager
+def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resume: bool) -> Iterator[Claim]:
+    """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.outputs.claimed``.
+
+    Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote.mirror`` uploads from.
+    """
+    path, inputs = recipe.output_dir, recipe_inputs(recipe)
     advice = (
         f"choose another output_dir, continue with `peftlab resume {shlex.quote(path)}`, or pass --overwrite to lose it"
     )
-    return claimed(path, RUN, overwrite=overwrite, resume=resume, inputs=recipe_inputs(recipe), advice=advice)
+    hold = partial(claimed, mark=RUN, resume=resume, inputs=inputs, advice=advice)
+    if not is_url(path):
+        with hold(path, overwrite=overwrite) as claim:
+            yield claim
+        return
+    for name, value in inputs.items():
+        if f"{value}/".startswith(f"{path.rstrip('/')}/"):
+            raise PeftlabError(f"{path} is or contains {name} ({value}); choose another URL")
+    with (
+        mirrored(path, RUN, overwrite=overwrite, resume=resume, advice=advice) as (mirror, place),
+        hold(place) as claim,
+    ):
+        if mirror is not None:
+            claim.completed = mirror.push
+        yield claim
 
 
-def check_directory(recipe: Recipe, *, overwrite: bool) -> None:
+def check_directory(recipe: Recipe, *, overwrite: bool, resume: bool) -> None:
     """Check that a run of ``recipe`` may write its directory; a table's is its runs' and may exist."""
     if not isinstance(recipe, TableRecipe):
-        with run_directory(recipe, overwrite=overwrite, resume=False):
+        with run_directory(recipe, overwrite=overwrite, resume=resume):
             pass
+
+
+def stored_recipe(directory: str | Path) -> Recipe:
+    """Return the recipe of the run in a directory or at a URL, whose ``output_dir`` it is: a run may be moved.
+
+    The directory that stands for a URL on this machine is continued at the URL.
+
+    Raises:
+        PeftlabError: there is no run.
+    """
+    missing = PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
+    if is_url(directory):
+        content = RemoteDirectory.at(str(directory)).read("recipe.yaml")
+        if content is None:
+            raise missing
+        with TemporaryDirectory() as place:
+            write_text(Path(place, "recipe.yaml"), content.decode("utf-8", "replace"))
+            recipe = load_recipe(Path(place, "recipe.yaml"))
+    elif not (Path(directory) / "recipe.yaml").exists():
+        raise missing
+    else:
+        recipe = load_recipe(Path(directory) / "recipe.yaml")
+        at = recipe.output_dir
+        if is_url(at) and real(local_place(at, "runs")) == real(directory):
+            return recipe
+    # Set as a value: a path in an override would be read as YAML.
+    return recipe.model_copy(update={"output_dir": str(directory)})
+
+
+def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
+    """Return whether a run is to overwrite what is in its directory, and whether to resume it.
+
+    torchrun starts the command again when a worker has died. Of what the same launch has begun, the newest checkpoint
+    is resumed; without one it starts again.
+    """
+    if isinstance(recipe, TableRecipe) or (own := launch()) is None:
+        return overwrite, False
+    if is_url(recipe.output_dir):
+        remote = RemoteDirectory.at(recipe.output_dir)
+        begun, names = launch_in(remote.read("provenance.json")), [*remote.versions()]
+    else:
+        directory = Path(recipe.output_dir)
+        file = directory / "provenance.json"
+        begun = launch_in(file.read_bytes() if file.is_file() else None)
+        names = [path.relative_to(directory).as_posix() for path in directory.glob("checkpoints/*")]
+    if begun != own:
+        return overwrite, False
+    resume = any(fnmatch(name, "checkpoints/step-*.pt") for name in names)
+    return not resume, resume
 
 
 def recipe_inputs(recipe: Recipe) -> Inputs:

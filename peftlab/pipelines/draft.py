@@ -98,7 +98,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     if accelerator.is_main_process:
         _start(recipe, directory, job, draft, sets, accelerator, digest)
     accelerator.wait_for_everyone()
-    progress = _train(spec, recipe, accelerator, run_dir, resume)
+    progress = _train(spec, recipe, accelerator, directory, resume)
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
         tokens = _save(recipe, kind, job, draft, sets)
@@ -139,11 +139,13 @@ def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> D
     return draft
 
 
-def _train(spec: TrainingSpec, recipe: DraftRecipe, accelerator: Accelerator, run_dir: Path, resume: bool) -> Progress:
+def _train(
+    spec: TrainingSpec, recipe: DraftRecipe, accelerator: Accelerator, directory: Claim, resume: bool
+) -> Progress:
     if recipe.train.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        return train(spec, recipe.train, accelerator, run_dir, resume=resume)
+        return train(spec, recipe.train, accelerator, directory.path, resume=resume, saved=directory.completed)
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
@@ -173,6 +175,7 @@ def _start(
         with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
             draft.base_model().save_pretrained(staging)
             job.tokenizer.save_pretrained(staging)
+    directory.completed()
 
 
 def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets) -> TrainingSpec:

@@ -152,11 +152,10 @@ def run_finetune(
 
 
 def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) -> FinetuneResults:
-    began, run_dir = time.perf_counter(), directory.path
-    check_trackers(list(recipe.train.trackers))
+    began, run_dir, settings = time.perf_counter(), directory.path, recipe.train
+    check_trackers(list(settings.trackers))
     if recipe.merge is True and not METHODS[recipe.method.name].folds:
         raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
-    settings = recipe.train
     accelerator = make_accelerator(settings, run_dir, device)
     if recipe.base.quantised and accelerator.is_fsdp2:
         raise PeftlabError(
@@ -187,11 +186,12 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
         origin = provenance(settings.seed, task.fingerprint, accelerator.num_processes, accelerator.device)
         write_json(run_dir / "provenance.json", origin)
+        directory.completed()
     accelerator.wait_for_everyone()
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        progress = train(spec, settings, accelerator, run_dir, resume=resume)
+        progress = train(spec, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
     finally:
         for tracker in accelerator.trackers:  # end_training() would destroy the process group as well
             tracker.finish()

@@ -10,6 +10,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
+from peftlab.remote.mirror import local_copy
 
 # The keys that change what the same tensors compute; the tensors' names show which modules they belong to.
 _MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")
@@ -21,13 +22,13 @@ def start_from(model: nn.Module, source: str) -> None:
     The head keeps its new values: it belongs to the task.
 
     Args:
-        source: a run or adapter directory, or a loralib file (whose alpha is taken to be the model's).
+        source: a run or its URL, an adapter directory, or a loralib file (whose alpha is taken to be the model's).
 
     Raises:
         PeftlabError: the method or a shape differs, or the two do not train the same modules.
     """
     config = injection_of(model).config
-    adapter = read_adapter(source, lora_alpha=getattr(config, "lora_alpha", None))
+    adapter = read_adapter(local_copy(source), lora_alpha=getattr(config, "lora_alpha", None))
     for key in _MEANING:
         here, there = getattr(config, key, None), getattr(adapter.config, key, None)
         if here != there:

@@ -20,6 +20,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.hardware import resolve_device
 from peftlab.outputs import read_mark
+from peftlab.remote.mirror import local_copy
+from peftlab.remote.remote_directory import is_url
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.verify import MergeCheck
@@ -70,8 +72,8 @@ def run_merge(
     sentences.
 
     Args:
-        adapters: one (or a run), or a list of several as ``DIR`` or ``DIR:WEIGHT``, which are combined as ``combining``
-            says.
+        adapters: one (or a run, or its URL), or a list of several as ``DIR`` or ``DIR:WEIGHT``, which are combined as
+            ``combining`` says.
         base: reference of the base model; None: the one that the adapter names. out: directory to write.
         options, combining: None for the defaults.
         verify: compare, for which two models are loaded; None: where a recipe is beside the adapter and the
@@ -80,6 +82,7 @@ def run_merge(
     """
     place, options, combining = resolve_device(device), options or MergeOptions(), combining or Combining()
     weighted = [_weighted(str(each)) for each in ([adapters] if isinstance(adapters, str | Path) else adapters)]
+    weighted = [(local_copy(place), weight) for place, weight in weighted]
     adapter: Path | Adapter = Path(weighted[0][0])
     if len(weighted) > 1 or weighted[0][1] is not None:
         read = [read_adapter(directory) for directory, _ in weighted]
@@ -107,7 +110,7 @@ def _comparable(report: MergeReport, options: MergeOptions) -> bool:
 def _weighted(text: str) -> tuple[str, float | None]:
     """Return the directory and the weight that ``DIR`` or ``DIR:WEIGHT`` names; a directory may contain colons."""
     place, colon, weight = text.rpartition(":")
-    if not colon or Path(text).exists():
+    if not colon or (is_url(text) and "/" in weight) or Path(text).exists():
         return text, None
     try:
         return place, float(weight)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peftlab.files import Json, to_json
+from peftlab.files import Json, parse_json, to_json
 from peftlab.hardware import describe_cpu
 from peftlab.version import version_of
 
@@ -78,10 +80,34 @@ def git_state() -> dict[str, Json]:
     return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(status) if status is not None else None}
 
 
+def launch() -> str | None:
+    """Return what identifies the launch of torchrun's that started this process, again perhaps; None without one.
+
+    That is ``--rdzv-id``, which all machines of a launch share. Without one torchrun calls every launch "none", and
+    the directory of its own logs, which has a random name, tells this one from others.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name != "none":
+        return name or None
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents  # LOGS/attempt_N/RANK/error.json
+    return logs[2].name if len(logs) > 3 else None
+
+
+def launch_in(provenance: bytes | None) -> str | None:
+    """Return the launch that a ``provenance.json`` names; None where it names none or cannot be read."""
+    try:
+        found = parse_json(provenance.decode("utf-8")) if provenance is not None else None
+    except ValueError:
+        return None
+    name = found.get("launch") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def provenance(seed: int, data_fingerprint: str, processes: int, device: torch.device) -> dict[str, Json]:
     """Return the contents of ``provenance.json``."""
     return {
         "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "launch": launch(),
         "command": [sys.argv[0].rpartition("/")[2], *sys.argv[1:]],
         "seed": seed,
         "data_fingerprint": data_fingerprint,

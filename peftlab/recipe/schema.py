@@ -17,6 +17,7 @@ from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
 from peftlab.models.config import Base, BaseConfig
+from peftlab.remote.remote_directory import check_url, is_url
 from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig, Problem
@@ -33,6 +34,7 @@ else:
     AnyMethod = Union[tuple(config_class(name) for name in METHODS)]  # noqa: UP007
 
 
+_OUTPUT_DIR = "The run directory: a path, or a URL such as s3://bucket/run that it is uploaded to as it grows."
 OWN_MODULES_LR = 1e-3  # of a draft whose own modules alone train: no method's row describes them
 
 
@@ -43,6 +45,16 @@ def _with_lr(train: TrainConfig, info: ValidationInfo[object]) -> TrainConfig:
     method: MethodConfig | None = info.data["method"]
     lr = OWN_MODULES_LR if method is None else METHODS[method.name].default_lr
     return train.model_copy(update={"lr": lr})
+
+
+def _run_place(path: str) -> str:
+    """Return an ``output_dir``, which may be a URL that runs can be stored at."""
+    if is_url(path):
+        try:
+            check_url(path)
+        except PeftlabError as error:
+            raise ValueError(str(error)) from None
+    return path
 
 
 def injected_method(method: MethodConfig, train: TrainConfig) -> MethodConfig:
@@ -135,9 +147,10 @@ class FinetuneRecipe(Section):
         description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
         "and says how.",
     )
-    output_dir: str = Field(description="The run directory.")
+    output_dir: str = Field(description=_OUTPUT_DIR)
 
     _lr = field_validator("train")(_with_lr)
+    _place = field_validator("output_dir")(_run_place)
 
     @field_validator("task")
     @classmethod
@@ -246,9 +259,10 @@ class DraftRecipe(Section):
         description="Write merged/: true, false, or null for wherever the method has a linear fold; a section is null "
         "and says how.",
     )
-    output_dir: str = Field(description="The run directory.")
+    output_dir: str = Field(description=_OUTPUT_DIR)
 
     _lr = field_validator("train")(_with_lr)
+    _place = field_validator("output_dir")(_run_place)
 
     @field_validator("draft", mode="before")
     @classmethod
@@ -346,6 +360,13 @@ class TableRecipe(Section):
         default=False, description="Write merged/ in every cell whose method has a linear fold; a section says how."
     )
     output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _on_disk(cls, path: str) -> str:
+        if is_url(path):
+            raise ValueError(f"{path}: the cells of a table or sweep share a directory; only single runs have a URL")
+        return path
 
 
 Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe]  # noqa: UP007

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from peftlab.training.log import Log
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
 from peftlab.training.prefetch import GlobalBatch, load_batches
-from peftlab.training.spec import Scores, TrainingSpec
+from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import (
     Progress,
     checkpoint_path,
@@ -44,7 +44,13 @@ from peftlab.training.state import (
 
 
 def train(
-    spec: TrainingSpec, settings: TrainConfig, accelerator: Accelerator, run_dir: Path, *, resume: bool = False
+    spec: TrainingSpec,
+    settings: TrainConfig,
+    accelerator: Accelerator,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    saved: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Train ``spec.model`` and replace it by the model with the best evaluation's adapter, in eval mode.
 
@@ -57,6 +63,7 @@ def train(
 
     Args:
         resume: continue from the newest checkpoint in ``run_dir``.
+        saved: called by the main process after each checkpoint.
 
     Returns:
         The progress made, with the best and the last evaluation.
@@ -73,11 +80,8 @@ def train(
     final = adapter_template(spec.model) if accelerator.is_fsdp2 else spec.model
     trainer = _prepare(spec, settings, accelerator, checkpoints, resume)
     progress = trainer.progress
-    trainer.model.train()
-    with (
-        Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order) as log,
-        StopSignals(accelerator) as signals,
-    ):
+    log = Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order)
+    with log, StopSignals(accelerator) as signals:
         clock = time.perf_counter()
         for batch in trainer.batches(order, selection):
             if settings.early_stopping and progress.stale >= settings.early_stopping:
@@ -88,20 +92,16 @@ def train(
             log.step(progress.step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
             signal = signals.received()
-            evaluating = _evaluates(progress.step, settings, order)
-            if evaluating:
-                log.evaluating()  # a loss that is not finite stops here, before it is scored
-                scores = trainer.evaluate()
-                log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
+            if evaluating := _evaluates(progress.step, settings, order):
+                trainer.evaluate(log)
             if evaluating or signal or (settings.save_every and progress.step % settings.save_every == 0):
                 progress.metrics_bytes = log.position()
-                trainer.save(checkpoints)
+                trainer.save(checkpoints, saved)
             if signal and progress.step < order.total:
                 raise Interrupted(signal, progress.step, run_dir)
             clock = time.perf_counter()
-    spec.model = final
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
-    final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
+    spec.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
     return progress
 
 
@@ -224,8 +224,9 @@ class _Trainer:
         if self.first_steps is not None and self.first_steps.done():
             self.first_steps = None
 
-    def evaluate(self) -> Scores:
-        """Score the model and record the scores in the progress."""
+    def evaluate(self, log: Log) -> None:
+        """Score the model, and record the scores in the progress and the log."""
+        log.evaluating()  # a loss that is not finite stops here, before it is scored
         half = max(1, self.settings.eval_batch_size // 2)
         with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]), self.computing():
             scores = self.spec.evaluate(self.model)
@@ -238,12 +239,14 @@ class _Trainer:
             progress.stale = 0
         else:
             progress.stale += 1
-        return scores
+        log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint."""
+    def save(self, directory: Path, saved: Callable[[], None]) -> None:
+        """Write a checkpoint; the main process then calls ``saved``."""
         keep = self.settings.keep_checkpoints
         save_checkpoint(directory, self.accelerator, self.spec.model, self.optimiser, self.progress, keep)
+        if self.accelerator.is_main_process:
+            saved()
 
 
 def _prepare(
@@ -274,6 +277,7 @@ def _prepare(
         check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
     counted = accelerator.distributed_type == DistributedType.NO and not compiled
     wide = settings.weights is not None
+    model.train()
     meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
     return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
 

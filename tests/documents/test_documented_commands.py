@@ -33,7 +33,7 @@ SHOWN: dict[str, list[Command | Block]] = {
     page: sorted([*commands(page, text), *programs(page, text)], key=lambda shown: shown.line)
     for page, text in sorted(PAGES.items())
 }
-MARKS = ("needs the hub", "needs two GPUs", "needs two machines", "takes hours")
+MARKS = ("needs the hub", "needs two GPUs", "needs two machines", "needs a bucket", "takes hours")
 
 # What makes a recipe short, by the name that `run` takes, and a verb.
 STEP = "train.max_steps=1 train.batch_size=2 train.max_length=64 train.eval_batch_size=4 train.warmup=0"

@@ -11,6 +11,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.checks.recipe_data import columns_read, runs_of
 from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
+from peftlab.remote.remote_directory import is_url, local_place
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
@@ -131,7 +132,8 @@ def _inspected(recipe: FinetuneRecipe, data: CheckedData) -> Inspection:
 
 def _free(directory: str) -> int:
     """Return the bytes that are free where a directory is or would be made."""
-    place = next(p for p in (Path(directory).absolute(), *Path(directory).absolute().parents) if os.path.isdir(p))
+    own = (local_place(directory, "runs") if is_url(directory) else Path(directory)).absolute()
+    place = next(p for p in (own, *own.parents) if os.path.isdir(p))
     return shutil.disk_usage(place).free
 
 

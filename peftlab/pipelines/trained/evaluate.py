@@ -16,6 +16,7 @@ from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.remote.mirror import local_copy
 from peftlab.tasks.prepared import Prepared
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
@@ -127,5 +128,5 @@ def _starting_model(recipe: FinetuneRecipe, task: Prepared) -> nn.Module:
     """Load the model that training started from."""
     model, _ = model_source(recipe).model(task.auto_class, recipe.train.max_length)
     if recipe.init_from is not None:
-        load_adapter(model, read_adapter(recipe.init_from))
+        load_adapter(model, read_adapter(local_copy(recipe.init_from)))
     return model

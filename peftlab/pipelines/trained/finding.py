@@ -13,6 +13,7 @@ from peftlab.models.pretrained import load_config
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.references import similar_path
+from peftlab.remote.mirror import local_copy
 from peftlab.tasks.table import find_task
 
 
@@ -63,13 +64,14 @@ def find_trained(reference: str | Path, recipe_name: str | Path | None, override
     """Return what ``reference`` names.
 
     Args:
-        reference: a run (its adapter), an adapter, or a model as ``models.finetuned.find_model`` takes it.
+        reference: a run (its adapter) or its URL, an adapter, or a model as ``models.finetuned.find_model`` takes it.
         recipe_name: the recipe that names task and data; default: ``recipe.yaml`` in that directory or above it.
         overrides: as for ``peftlab run``.
 
     Raises:
         PeftlabError: no recipe is found, it is of another kind, or there is no such model.
     """
+    reference = local_copy(reference)
     directory = Path(reference)
     if not directory.is_dir() and recipe_name is None:
         raise PeftlabError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, read_object, read_text, write_json, write_text
+from peftlab.remote.mirror import local_copy
 from peftlab.reporting.html import run_page
 from peftlab.reporting.runs.compared_runs import Comparison, compare_runs
 from peftlab.reporting.runs.comparison_views import comparison_page
@@ -32,14 +33,14 @@ def report(runs: str | Path | Sequence[str | Path], out: str | Path, form: str =
     """Write the report of a run, or of several beside each other, to ``out``.
 
     Args:
-        runs: finished runs.
+        runs: finished runs, or their URLs.
         form: ``html`` is a page: the run's own, or the comparison of several; ``json`` a run's recipe, provenance and
             results, or the comparison; ``peft`` the JSON of peft's method_comparison for one run on GSM8K.
 
     Raises:
         PeftlabError: no such form, no finished run, or a run that the form is not for; nothing is written then.
     """
-    places, out = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)], Path(out)
+    places, out = [Path(local_copy(run)) for run in ([runs] if isinstance(runs, str | Path) else runs)], Path(out)
     if form not in FORMS:
         raise PeftlabError(f"--as {form}: one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}")
     for place in places:
