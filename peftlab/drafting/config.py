@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.decoding.table import Chosen, Window
@@ -84,6 +85,44 @@ class DraftData(Section):
         default=None, description="Directory of written data sets; null: draft-data beside output_dir."
     )
     seed: Seed = Field(default=0, description="Seed of the target's sampling.")
+    endpoint: str | None = Field(
+        default=None,
+        description="An OpenAI-compatible server that serves the target and writes the text, http://HOST:PORT/v1; "
+        "null: the target writes here, data.batch_size prompts together.",
+    )
+    endpoint_model: str | None = Field(
+        default=None, description="The target's id at the endpoint; null: the only one that its /models lists."
+    )
+    endpoint_key: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="Environment variable that contains the endpoint's key; null: no key is sent.",
+    )
+    concurrency: int = Field(default=16, ge=1, le=1024, description="Requests that the endpoint answers together.")
+    requests_per_minute: float | None = Field(
+        default=None, gt=0, description="Most requests sent to the endpoint per minute; null: no limit."
+    )
+    tokens_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most tokens per minute, those of a prompt and data.max_new_tokens for each; null: no limit.",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number, a bracket without its other half
+            named = False
+        if not named or not url.isascii() or not url.isprintable() or " " in url:
+            raise ValueError("must be the address of a server, http://HOST:PORT/v1")
+        if "@" in parts.netloc or parts.query or parts.fragment:  # recipes are written to disk
+            raise ValueError("must not contain a key; put it into an environment variable that data.endpoint_key names")
+        return url.rstrip("/")
 
     @model_validator(mode="after")
     def _possible(self) -> DraftData:
@@ -93,6 +132,8 @@ class DraftData(Section):
             raise ValueError("samples: greedy continuations are all the same; give a temperature above 0")
         if self.top_p is not None and self.temperature == 0:
             raise ValueError("top_p: temperature 0 is greedy and ignores it")
+        if self.endpoint is not None and self.prompts is None:
+            raise ValueError("endpoint: continues data.prompts, and there are none")
         return self
 
 

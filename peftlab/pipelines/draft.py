@@ -35,7 +35,15 @@ from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, acceptance_head
-from peftlab.pipelines.drafts.draft_parts import Sets, has_fold, make_job, make_sets, model_options, read_text
+from peftlab.pipelines.drafts.draft_parts import (
+    Sets,
+    has_fold,
+    make_job,
+    make_sets,
+    model_options,
+    read_text,
+    with_served_model,
+)
 from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import provenance
@@ -61,7 +69,7 @@ def run_draft(
         PeftlabError: a mistake of the user's; the run directory changes only once target, draft and data fit.
     """
     with run_directory(recipe, overwrite=overwrite, resume=resume) as directory:
-        return _run(recipe, directory, resume, device)
+        return _run(with_served_model(recipe), directory, resume, device)
 
 
 def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> DraftResults:
@@ -78,6 +86,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     draft = _load(recipe, kind, job)
     digest = weights_digest(draft.target)
     sets = make_sets(recipe, text, draft, job.cache, accelerator.main_process_first())
+    if sets.served is not None:
+        accelerator.print(sets.served.line())
     if kind.prepare:
         resolve(kind.prepare)(job, draft, sets.train)
     before_speed: DecodingSpeed | None = None
@@ -250,6 +260,7 @@ def _results(
         chosen=draft.chosen,
         cost=progress.cost(draft.model),
         selection=progress.selection(),
+        served=sets.served,
     )
 
 

@@ -80,6 +80,9 @@ DRAFT = {
     "`probabilities` that each layer's gate is open, how many are `expected` open, the `price` of one, `steps`. "
     "Pruned: units `kept` `of` how many per layer, and of each of the `rounds` its `steps`, the largest of the "
     "`distances` of each mask from those before it, and whether they were `stable`. Absent elsewhere",
+    "served": "text by `data.endpoint`: the `model` id there, stored `answers`, form of the request -> answers "
+    "(`forms`), reason -> answers that were left out (`dropped`), answers with the text of an earlier sample of their "
+    "prompt (`repeated`); absent elsewhere",
     "repetition": "of the held-out answers: share of the 8-grams `seen` in the training text, share of the 4-grams "
     "`repeated` within an answer",
     "decoding": "`before` and `after` training: `block_efficiency` (tokens per target step), `tau_without_bonus` "

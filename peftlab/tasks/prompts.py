@@ -107,6 +107,19 @@ def read_prompt_ids(
     return [_ids(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
 
 
+def read_conversations(
+    source: str | Path | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    field: str | None = None,
+    chat: bool | None = None,
+    most: int | None = None,
+) -> list[list[Message] | None]:
+    """Return the conversation that each of ``read_prompt_ids`` was made from; None where the template had no part."""
+    chat = _templated(tokenizer, chat)
+    return [conversation(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
+
+
 def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None) -> list[Request]:
     """Return served requests: rows with a prompt (as in ``read_prompt_ids``) and a response.
 
@@ -151,22 +164,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None
     where = prompt.where or f"prompt {prompt.id}"
     if prompt.ids is not None:
         return prompt.ids
-    template = bool(getattr(tokenizer, "chat_template", None))
-    messages, text = prompt.messages, prompt.text
-    if messages is not None and (template if chat is None else chat or text is None):
-        return _through_template(tokenizer, messages, where)
+    text = prompt.text
     if text is None:
-        text = "\n".join(str(message["content"]) for message in messages or ())
+        text = "\n".join(str(message["content"]) for message in prompt.messages or ())
     if not is_unicode(text):
         raise PeftlabError(f"{where}: not valid Unicode (half a surrogate pair)")
-    if chat:
-        return _through_template(tokenizer, [_user_turn(text)], where)
+    messages = conversation(tokenizer, prompt, chat)
+    if messages is not None:
+        return _through_template(tokenizer, messages, where)
     ids = list(tokenizer(text).input_ids)
     if not ids:
         if tokenizer.bos_token_id is None:
             raise PeftlabError(f"{where}: empty, and the tokenizer has no BOS token to begin with")
         ids = [tokenizer.bos_token_id]
     return ids
+
+
+def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[Message] | None:
+    """Return the conversation that ``encode`` puts into the chat template; None for token ids and literal texts."""
+    template = bool(getattr(tokenizer, "chat_template", None))
+    if prompt.messages is not None and (template if chat is None else chat or prompt.text is None):
+        return prompt.messages
+    return [_user_turn(prompt.text)] if chat and prompt.text is not None else None
 
 
 def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
@@ -190,7 +209,12 @@ def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None) 
     """The ids of a prompt to train on, which must not be empty."""
     if prompt.text is not None and not prompt.text.strip():
         raise PeftlabError(f"{prompt.where}: empty")
-    return encode(tokenizer, prompt, bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat)
+    return encode(tokenizer, prompt, _templated(tokenizer, chat))
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    """Whether texts to train on are user turns: as asked, else if there is a template."""
+    return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
 
 
 def _through_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,13 +16,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.base import Draft, DraftJob
 from peftlab.drafting.text.continuations import make_dataset
+from peftlab.drafting.text.endpoint_client import served_model
+from peftlab.drafting.text.endpoint_text import ServedText, Target, served_continuations
+from peftlab.drafting.text.request_forms import ServedPrompt
 from peftlab.drafting.text.stored_top_k import stored_topk
 from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import load_config, load_tokenizer
 from peftlab.recipe.schema import DraftRecipe
-from peftlab.tasks.prompts import Request, read_prompt_ids, read_requests
+from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.untyped import Attributes
 
 
@@ -43,12 +47,29 @@ class Text:
 
 @dataclass
 class Sets:
-    """Tokenised examples: the training set, and held-out ones by split, the one that decides first."""
+    """Tokenised examples: the training set, and held-out ones by split, the one that decides first.
+
+    Attributes:
+        served: how the endpoint answered; None where the target wrote here.
+    """
 
     train: Dataset
     held_out: dict[str, Dataset]
     prompts: list[list[int]]
     fingerprint: str
+    served: ServedText | None
+
+
+def with_served_model(recipe: DraftRecipe) -> DraftRecipe:
+    """Return ``recipe`` with the endpoint's model id, so that what is stored of its text is found without the server.
+
+    Raises:
+        PeftlabError: the endpoint cannot be reached, or lists several models.
+    """
+    if recipe.data.endpoint is None:
+        return recipe
+    data = recipe.data.model_copy(update={"endpoint_model": served_model(recipe.data)})
+    return recipe.model_copy(update={"data": data})
 
 
 def read_text(recipe: DraftRecipe) -> Text:
@@ -114,7 +135,7 @@ def make_sets(
         cache: directory of data sets. first: within it the main process works and the others wait for it.
     """
     data = recipe.data
-    writing = Writing(data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size)
+    served: ServedText | None = None
     train: list[Request] = []
     held: dict[str, list[Request]] = {}
     with first:
@@ -123,14 +144,36 @@ def make_sets(
             train += text.requests[:-newest]
             held["requests"] = text.requests[-newest:]
         if text.prompts:
-            _, written = write_continuations(draft.target, text.prompts, writing, cache, draft.eos)
-            train += written[: -data.held_out * data.samples]
-            held["prompts"] = written[-data.held_out * data.samples :]
+            written, served = _written(recipe, text, draft, cache)
+            train += _kept(written[: -data.held_out * data.samples], served)
+            held["prompts"] = _kept(written[-data.held_out * data.samples :], served)
         stored = stored_topk(draft.target, train, data.top_k, cache) if data.top_k is not None else None
     digest = sha256(json.dumps([[r.prompt, r.response] for r in train]).encode()).hexdigest()
     prompts = [*text.prompts[-data.held_out :]] if text.prompts else [r.prompt for r in held["requests"]]
     splits = {name: make_dataset(requests) for name, requests in held.items()}
-    return Sets(make_dataset(train, stored), splits, prompts, digest)
+    return Sets(make_dataset(train, stored), splits, prompts, digest, served)
+
+
+def _written(
+    recipe: DraftRecipe, text: Text, draft: Draft, cache: Path
+) -> tuple[Sequence[Request | None], ServedText | None]:
+    """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
+    data = recipe.data
+    writing = Writing(data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size)
+    if data.endpoint is None or data.prompts is None:
+        return write_continuations(draft.target, text.prompts, writing, cache, draft.eos)[1], None
+    target = Target(draft.target, text.tokenizer, draft.eos)
+    said = read_conversations(data.prompts, text.tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
+    prompts = [ServedPrompt(ids, messages) for ids, messages in zip(text.prompts, said, strict=True)]
+    return served_continuations(data, target, prompts, writing, cache)
+
+
+def _kept(written: Sequence[Request | None], served: ServedText | None) -> list[Request]:
+    """Return the continuations that were not dropped."""
+    kept = [request for request in written if request is not None]
+    if not kept and served is not None:
+        raise PeftlabError(f"data.endpoint: none of {len(written)} answers can be used; {served.line()}")
+    return kept
 
 
 def model_options(recipe: DraftRecipe) -> Attributes:

@@ -11,6 +11,7 @@ from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.results import TimeShares
 from peftlab.decoding.analysis.statistics import Interval
 from peftlab.decoding.trace import DraftedText
+from peftlab.drafting.text.endpoint_text import ServedText
 from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
@@ -100,6 +101,7 @@ class DraftResults:
         chosen: how the parts of a pruned draft, or of one whose layers gates chose, were chosen.
         cost: of all training steps, scoring included; None with many processes or ``train.compile``.
         selection: what ``train.sample`` chose by a score; None where none chooses.
+        served: how ``data.endpoint`` answered; None where the target wrote here.
     """
 
     task: str
@@ -137,6 +139,7 @@ class DraftResults:
     chosen: Mapping[str, Json] | None = None
     cost: Cost | None = None
     selection: SelectionResult | None = None
+    served: ServedText | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""
