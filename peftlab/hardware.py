@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,17 @@ class Cpu:
     threads: int
 
 
+def check_device_name(name: str) -> None:
+    """Raise ``PeftlabError`` if no device has this name, on whatever machine."""
+    if name not in DEVICES:
+        raise PeftlabError(f"device {name}: one of {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}")
+
+
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device that ``name`` stands for.
 
@@ -43,8 +55,7 @@ def resolve_device(name: str) -> torch.device:
     """
     import torch
 
-    if name not in DEVICES:
-        raise PeftlabError(f"device {name}: one of {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}")
+    check_device_name(name)
     if name == "auto":
         there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return there or torch.device("cpu")

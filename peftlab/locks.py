@@ -1,15 +1,17 @@
 """Locks of the operating system's on files: one process at a time writes a directory.
 
-A lock ends with the process that holds it, however that ends, so that nothing has to be removed by hand afterwards.
+A lock ends with the process that holds it, however that ends, so that nothing has to be removed by hand afterwards. A
+file server may keep the lock of a host that is gone: the file names host and process, for ``remove_lost``.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -72,10 +74,14 @@ def _open_locked(file: Path, path: str | Path, until: float) -> int:
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
+            host, process = _owner(file)
+            who = f" ({host}, process {process})" if host else ""
             raise PeftlabError(
-                f"{path}: another process is writing it; wait for it to end, or choose another directory"
+                f"{path}: another process is writing it{who}; wait for it to end, or choose another directory"
             )
         if same_file(file, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{platform.node()} {os.getpid()}\n".encode())
             return descriptor
         os.close(descriptor)  # its last owner removed the file between the two calls
 
@@ -92,6 +98,22 @@ def _lock(descriptor: int, path: str | Path) -> bool:
         why = error.strerror or str(error)
         print(f"{path}: this system has no file locks ({why}); start no second process that writes it", file=sys.stderr)
     return True
+
+
+def _owner(file: Path) -> tuple[str, str]:
+    """Return host and process id of the owner of a lock; empty texts where it has not written them yet."""
+    with suppress(OSError, ValueError):
+        host, process = file.read_text(encoding="utf-8").split()
+        return host, process
+    return "", ""
+
+
+def remove_lost(directory: str | Path, hosts: Collection[str]) -> None:
+    """Remove the lock on a run directory that a host holds which is not among ``hosts``, those that are alive."""
+    file = real(directory) / LOCK
+    host, _ = _owner(file)
+    if host and host not in hosts:
+        file.unlink(missing_ok=True)
 
 
 def same_file(file: Path, descriptor: int) -> bool:

@@ -13,7 +13,7 @@ from peftlab.cli.adapter_app import adapter_app
 from peftlab.cli.draft_app import draft_app, generate
 from peftlab.cli.merge_app import merge, unmerge
 from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Device, Overrides, Overwrite
+from peftlab.cli.parameters import Cpus, Device, On, Overrides, Overwrite
 from peftlab.errors import PeftlabError
 from peftlab.files import os_error_text
 from peftlab.quiet import quiet_libraries
@@ -62,22 +62,27 @@ def run(
         str | None,
         typer.Option("--shard", help="Of a table or sweep only every N-th cell, from number I on.", metavar="I/N"),
     ] = None,
+    on: On = "local",
+    cpus: Cpus = None,
 ) -> object:
     """Run a recipe: inject, train, score, save, merge, report."""
     from peftlab import pipelines
 
-    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard)
+    return pipelines.run(recipe, overrides or [], overwrite=overwrite, device=device, shard=shard, on=on, cpus=cpus)
 
 
 @app.command()
 @verb()
 def resume(
-    directory: Annotated[str, typer.Argument(help="A run directory, or its URL.")], device: Device = "auto"
+    directory: Annotated[str, typer.Argument(help="A run directory, or its URL.")],
+    device: Device = "auto",
+    on: On = "local",
+    cpus: Cpus = None,
 ) -> object:
     """Continue a run that was stopped, from its newest checkpoint."""
     from peftlab import pipelines
 
-    return pipelines.resume(directory, device=device)
+    return pipelines.resume(directory, device=device, on=on, cpus=cpus)
 
 
 @app.command()

@@ -24,3 +24,17 @@ Overrides = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", help="Where the cells of a table or sweep run: local, ray, or ray://HOST:PORT.", metavar="ENGINE"
+    ),
+]
+Cpus = Annotated[
+    int | None,
+    typer.Option(
+        "--cpus",
+        help="CPU cores and threads of each cell, as many cells at a time as fit; default: 1 on Ray, else all.",
+        metavar="N",
+    ),
+]

@@ -26,18 +26,28 @@ RUNNERS = {
 
 
 def run_recipe(
-    recipe: Recipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto", shard: str | None = None
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    shard: str | None = None,
+    on: str = "local",
+    cpus: int | None = None,
 ) -> Results:
-    """Run a recipe of any kind on a device, or the part ``shard`` of a table, and return its results."""
-    part: dict[str, object] = {}
-    if shard is not None:
+    """Run a recipe of any kind and return its results; arguments as in ``run``."""
+    options: dict[str, object] = {}
+    if recipe.kind == "table":
         from peftlab.pipelines.tables.table_parts import Shard
 
-        if recipe.kind != "table":
-            raise PeftlabError(f"shard {shard}: only tables and sweeps have parts, this is a {recipe.kind}")
-        part = {"shard": Shard.read(shard)}
+        options = {"shard": None if shard is None else Shard.read(shard), "on": on, "cpus": cpus}
+    else:
+        for name, value in {"shard": shard, "on": None if on == "local" else on, "cpus": cpus}.items():
+            if value is not None:
+                raise PeftlabError(f"{name} {value}: only tables and sweeps have cells, this is a {recipe.kind}")
     module, _, function = RUNNERS[recipe.kind].partition(":")
-    return getattr(import_module(module), function)(recipe, overwrite=overwrite, resume=resume, device=device, **part)
+    run_kind = getattr(import_module(module), function)
+    return run_kind(recipe, overwrite=overwrite, resume=resume, device=device, **options)
 
 
 def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -68,6 +78,8 @@ def run(
     overwrite: bool = False,
     device: str = "auto",
     shard: str | None = None,
+    on: str = "local",
+    cpus: int | None = None,
 ) -> Results:
     """Run a recipe from its file and return its results, of a type that depends on its kind.
 
@@ -78,30 +90,37 @@ def run(
         overwrite: replace an earlier run in the same directory.
         device: ``auto`` (the accelerator that there is, cuda or mps, else the CPU), ``cpu``, ``cuda`` or ``mps``.
         shard: of a table or sweep, ``"I/N"``: only every N-th cell, from number I on; other processes run the others.
+        on: where the cells of a table or sweep run: ``local``, in processes of this machine; ``ray``, on the Ray
+            cluster that RAY_ADDRESS names or that runs on this machine, else on one that is started for the call;
+            ``ray://HOST:PORT``, on that cluster.
+        cpus: of a table or sweep, each cell's CPU cores and threads. None: one on Ray; on this machine the cells of a
+            CPU run one at a time, with as many threads as PyTorch chooses.
 
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
     from peftlab.pipelines.checks.recipe_models import check_models
     from peftlab.pipelines.directory import check_directory, to_continue
+    from peftlab.pipelines.tables.engines import check_engine
     from peftlab.recipe.loading import load_recipe
 
+    check_engine(on)
     checked = load_recipe(recipe, overrides)
     check_models(checked)  # both again when they are used; here before anything heavy is imported
     overwrite, resume = to_continue(checked, overwrite=overwrite)
     check_directory(checked, overwrite=overwrite, resume=resume)
-    return run_recipe(checked, overwrite=overwrite, resume=resume, device=device, shard=shard)
+    return run_recipe(checked, overwrite=overwrite, resume=resume, device=device, shard=shard, on=on, cpus=cpus)
 
 
-def resume(directory: str | Path, *, device: str = "auto") -> Results:
+def resume(directory: str | Path, *, device: str = "auto", on: str = "local", cpus: int | None = None) -> Results:
     """Continue the run in ``directory``, a path or a URL, from its newest checkpoint; return its results.
 
     Args:
-        device: as for ``run``.
+        device, on, cpus: as for ``run``.
 
     Raises:
         PeftlabError: there is no run in the directory, or it cannot be continued.
     """
     from peftlab.pipelines.directory import stored_recipe
 
-    return run_recipe(stored_recipe(directory), resume=True, device=device)
+    return run_recipe(stored_recipe(directory), resume=True, device=device, on=on, cpus=cpus)

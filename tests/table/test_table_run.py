@@ -21,7 +21,7 @@ from peftlab.locks import locked
 from peftlab.outputs import claimed, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
-from peftlab.pipelines.tables.cell_processes import Stopped
+from peftlab.pipelines.tables.schedule import Stopped
 from peftlab.pipelines.tables.score_table import CellsFailed, run_table
 from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import load_recipe
@@ -89,7 +89,7 @@ def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path) -
     pytest.importorskip("torchao")
     program = tmp_path / "program.py"
     program.write_text(
-        "from peftlab.pipelines.tables.cell_processes import _context\n"
+        "from peftlab.pipelines.tables.cell_process import _context\n"
         "if __name__ == '__main__':\n"
         "    process = _context().Process(target=print, args=('started',))\n"
         "    process.start()\n    process.join()\n"
@@ -126,9 +126,15 @@ def test_a_changed_cell_is_refused_and_run_anew_on_request(values: dict[str, Any
     assert finished(moved) == after, "a table may be moved"
 
 
-def test_two_at_a_time_and_what_starts_from_another_waits(values: dict[str, Any]) -> None:
+def test_two_at_a_time_and_what_starts_from_another_waits(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("peftlab.pipelines.tables.local_engine.cores", lambda: 2)
     values = {**values, "init": {"glue/cola": "glue/mrpc"}, "train": {**values["train"], "lr": 1e-9}}
-    run_table(table(values), slots=["", ""])
+    with pytest.raises(PeftlabError, match=r"--cpus 3: this machine has 2 CPU cores"):
+        run_table(table(values), cpus=3)
+    run_table(table(values), cpus=1)
+    assert "0 with results; 2 at a time" in capsys.readouterr().out
     when = finished(values)
     for row in ("lora", "head"):
         assert when[f"mrpc-{row}-seed0"] < when[f"cola-{row}-seed0"]
@@ -252,7 +258,7 @@ def test_a_part_runs_its_own_cells_and_those_that_start_from_them(values: dict[s
 def test_what_is_no_part_is_refused(values: dict[str, Any], shard: str) -> None:
     with pytest.raises(PeftlabError, match="write I/N, part I of N"):
         run_recipe(table(values), shard=shard)
-    with pytest.raises(PeftlabError, match="only tables and sweeps have parts"):
+    with pytest.raises(PeftlabError, match="only tables and sweeps have cells"):
         run_recipe(table_cells(table(values))[0].recipe, shard="0/2")
     assert not Path(values["output_dir"]).exists()
 

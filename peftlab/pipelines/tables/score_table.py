@@ -11,22 +11,21 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, write_text
-from peftlab.hardware import resolve_device
 from peftlab.locks import locked
 from peftlab.outputs import Claim, claimed, read_mark
 from peftlab.pipelines.directory import TABLE, recipe_inputs
-from peftlab.pipelines.tables.cell_processes import RESULTS, gpu_slots, let_end, missing_cells, run_cells
+from peftlab.pipelines.tables.engines import LOCAL, Engine, open_engine
+from peftlab.pipelines.tables.missing_cells import RESULTS, let_end, missing_cells
+from peftlab.pipelines.tables.schedule import run_cells
+from peftlab.pipelines.tables.table_files import TableFiles, controls_of
 from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.reporting.facts import duration, required
-from peftlab.reporting.tables.cost_lines import Controls
 from peftlab.reporting.tables.score_scale import shown
-from peftlab.reporting.tables.score_summary import Table, summarise
-from peftlab.reporting.tables.table_page import table_page
-from peftlab.reporting.tables.table_text import print_table, table_csv, table_latex
-from peftlab.tasks.table import find_task
+from peftlab.reporting.tables.score_summary import Table
+from peftlab.reporting.tables.table_text import print_table
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,19 @@ def run_table(
     overwrite: bool = False,
     resume: bool = False,
     device: str = "auto",
-    slots: Sequence[str] | None = None,
+    on: str = LOCAL,
+    cpus: int | None = None,
     shard: Shard | None = None,
 ) -> TableResults:
     """Run the cells of ``recipe`` that have no result, write the table, and return it.
 
     Written into ``output_dir``: ``recipe.yaml``, ``table.csv``, ``table.tex``, ``table.html``, and each cell's run
-    directory and output under ``cells/``. Running again, or resuming, runs what is missing.
+    directory and output under ``cells/``. The table's files are also written while it fills. Running again, or
+    resuming, runs what is missing.
 
     Args:
         overwrite: rerun cells whose recipe has changed; others are kept.
-        device: where the cells run (``hardware.resolve_device``).
-        slots: CUDA_VISIBLE_DEVICES for each cell that runs at the same time; default: one for each GPU.
+        device, on, cpus: where the cells run, as in ``engines.open_engine``.
         shard: run only this part of the cells, while other processes run the others; the table has what results there
             are when the part has ended. None: all cells, by this process alone.
 
@@ -75,38 +75,28 @@ def run_table(
     directory = Path(recipe.output_dir)
     mark = read_mark(directory)
     begun = mark is not None and mark.kind == TABLE.kind
-    slots = gpu_slots(resolve_device(device)) if slots is None else slots
     hold = partial(claimed, directory, TABLE, inputs=recipe_inputs(recipe), shared=shard is not None)
     cells = table_cells(recipe)
     own = cells if shard is None else shard.part(cells)
-    with ExitStack() as held:
+    with open_engine(on, device, cpus) as engine, ExitStack() as held:
         missing = _begin(recipe, held.enter_context(hold(resume=begun)), own, overwrite)
         if shard is not None:
             held.close()
             held.enter_context(locked(directory / shard.lock, f"{directory}, shard {shard}"))
         part = "" if shard is None else f" in part {shard}"
         counts = f"{len(own)} cells{part}, {len(own) - len(missing)} with results"
-        print(f"{counts}; {len(slots)} at a time", flush=True)
-        again = nullcontext if shard is None else partial(hold, resume=True)
+        print(f"{counts}; {engine.size}", flush=True)
+        files = TableFiles(recipe, cells, nullcontext if shard is None else partial(hold, resume=True))
         try:
-            failed = _run(missing, directory, slots, device)
-        except PeftlabError:
-            with again():
-                _write(recipe, cells, [])
-            raise
-        lines = [f"{cell.directory.name}: {reason}" for cell, reason in failed.items()]
-        with again():
-            table = _write(recipe, cells, lines)
-    print_table(table, controls=_controls(recipe))
+            failed = _run(missing, directory, engine, files)
+        finally:
+            table = files.write_all()
+    print_table(table, controls=controls_of(recipe))
     print(f"table: {directory / 'table.html'}, table.csv, table.tex")
-    if lines:
-        counts = f"{len(lines)} of {len(own)} cells failed; running the table again tries them again"
-        raise CellsFailed("\n".join([counts, *lines]))
+    if failed:
+        counts = f"{len(failed)} of {len(own)} cells failed; running the table again tries them again"
+        raise CellsFailed("\n".join([counts, *files.failed]))
     return TableResults(len(own), table)
-
-
-def _controls(recipe: TableRecipe) -> Controls | None:
-    return None if recipe.costs is None else Controls(recipe.costs.of, recipe.costs.controls)
 
 
 def _begin(recipe: TableRecipe, claim: Claim, cells: Sequence[Cell], overwrite: bool) -> list[Cell]:
@@ -118,8 +108,8 @@ def _begin(recipe: TableRecipe, claim: Claim, cells: Sequence[Cell], overwrite: 
     return missing
 
 
-def _run(missing: Sequence[Cell], directory: Path, slots: Sequence[str], device: str) -> dict[Cell, str]:
-    """Run cells, print each one's outcome, and return why some failed."""
+def _run(missing: Sequence[Cell], directory: Path, engine: Engine, files: TableFiles) -> dict[Cell, str]:
+    """Run cells, print each one's outcome, keep the table's files up to date, and return why some cells failed."""
     finished = 0
 
     def done(cell: Cell, reason: str) -> None:
@@ -127,8 +117,12 @@ def _run(missing: Sequence[Cell], directory: Path, slots: Sequence[str], device:
         finished += 1
         outcome = _outcome(cell) if not reason else f"failed: {reason.splitlines()[0]}"
         print(f"[{finished}/{len(missing)}] {cell.directory.name}: {outcome}", flush=True)
+        if reason:
+            files.failed.append(f"{cell.directory.name}: {reason}")
+        if finished < len(missing):
+            files.update()
 
-    return run_cells(missing, directory, slots, done, device)
+    return run_cells(missing, directory, engine, done)
 
 
 def _outcome(cell: Cell) -> str:
@@ -136,23 +130,3 @@ def _outcome(cell: Cell) -> str:
     score, seconds = required(results, "score"), required(results, "train_seconds")
     metric = str(results["metric"])
     return f"{metric} {shown(metric, score)}, {duration(seconds)}"
-
-
-def _write(recipe: TableRecipe, cells: Sequence[Cell], failed: list[str]) -> Table:
-    """Gather the results there are, and write the table's files."""
-    directory = Path(recipe.output_dir)
-    results = [
-        (cell.task, cell.row, read_object(cell.directory / RESULTS))
-        for cell in cells
-        if (cell.directory / RESULTS).exists()
-    ]
-    titles = {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
-    models = {row: str(keys.get("model", recipe.model)) for row, keys in recipe.rows.items()}
-    table, controls = summarise(models, len(recipe.seeds), titles, results), _controls(recipe)
-    write_text(directory / "table.csv", table_csv(table, controls))
-    write_text(directory / "table.tex", table_latex(table))
-    try:
-        write_text(directory / "table.html", table_page(table, failed, controls))
-    except PeftlabError as error:
-        print(f"no table.html: {error}")
-    return table

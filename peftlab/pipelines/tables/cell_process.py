@@ -1,0 +1,156 @@
+"""One cell of a table in a process of its own, which confines its peak memory, its CUDA context and a crash.
+
+The processes are forked from a server that has imported the libraries once and computed nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from peftlab.errors import PeftlabError
+from peftlab.quiet import quiet_libraries
+from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.recipe.table_cells import Cell
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
+# What every cell imports; a package that is not installed is left out.
+_PRELOADED = [
+    "peftlab.pipelines.tables.quiet_server",
+    "peftlab.pipelines.finetune",
+    "peftlab.tasks.labelled.evaluation",
+    "sklearn.metrics",
+    "matplotlib.figure",
+    "jinja2",
+]
+
+
+class CellProcess:
+    """The process of a cell, from its start on. What the cell prints goes into ``NAME.log`` beside its directory.
+
+    A cell with checkpoints continues from the newest.
+
+    Args:
+        slot: its CUDA_VISIBLE_DEVICES.
+        device: where it runs, as ``run_finetune`` takes it.
+        threads: that PyTorch computes with; None: as many as it chooses.
+
+    Attributes:
+        ended: becomes ready, for ``multiprocessing.connection.wait``, when the process has ended.
+    """
+
+    def __init__(self, cell: Cell, slot: str, device: str, threads: int | None) -> None:
+        context = _context()
+        self.cell = cell
+        self._listening, answering = context.Pipe(duplex=False)
+        work = (cell.recipe, slot, device, threads, answering)
+        self._process: BaseProcess = context.Process(target=_work, args=work)
+        with _no_program():
+            self._process.start()
+        answering.close()
+        self.ended = self._process.sentinel
+
+    def stop(self, number: int) -> None:
+        """Send the process a signal, after which it writes a checkpoint and ends."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def reason(self) -> str:
+        """Wait for the process to end and return why the cell has no result; an empty text if it has one."""
+        self._process.join()
+        code = self._process.exitcode
+        try:
+            return self._listening.recv()
+        except EOFError:
+            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+            return f"its process ended by {how}; see {log_file(self.cell.recipe)}"
+        finally:
+            self._listening.close()
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    """Processes forked from a server without threads where that is safe, else started from nothing."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+@contextmanager
+def _no_program() -> Iterator[None]:
+    """Let a process that is started in the block not execute this one's program anew: a cell needs nothing of it."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+
+
+def log_file(recipe: FinetuneRecipe) -> Path:
+    """Return where a cell's output goes."""
+    directory = Path(recipe.output_dir)
+    return directory.with_name(f"{directory.name}.log")
+
+
+def _work(recipe: FinetuneRecipe, slot: str, device: str, threads: int | None, answering: Connection[str, str]) -> None:
+    """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
+    _end_with_parent()
+    os.environ["CUDA_VISIBLE_DEVICES"] = slot
+    log = log_file(recipe)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    quiet_libraries()
+    import torch
+
+    from peftlab.pipelines.finetune import run_finetune
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    checkpoints = Path(recipe.output_dir) / "checkpoints"
+    resume = any(checkpoints.glob("step-*.pt"))
+    reason = ""
+    try:
+        run_finetune(recipe, overwrite=not resume, resume=resume, device=device)
+        # The results are written; the optimiser states of many full finetunings would fill a disk.
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    except PeftlabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        reason = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}; see {log}"
+    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # who started it is gone
+        answering.send(reason)
+
+
+def _end_with_parent() -> None:
+    """Ask this process to stop, as a signal would, when the one that started it is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
