@@ -1,6 +1,7 @@
 """Reading files with clear errors, and writing files that are either absent or complete.
 
-A file is written under a temporary name, synced and then renamed.
+A file is written under a temporary name, synced and then renamed. One in a staging directory is synced with all others
+there, when they are complete (``outputs.staged_directory``).
 """
 
 from __future__ import annotations
@@ -55,17 +56,21 @@ def fsync_path(path: Path) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success sync it and rename it over ``path``.
 
-    On an exception the temporary file and the directories made for it are removed, and ``path`` is left as it was.
+    In a staging directory it is not synced yet. On an exception the temporary file and the directories made for it are
+    removed, and ``path`` is left as it was.
     """
     path = Path(path)
     made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
+    staged = any(parent.name.startswith(STAGING_PREFIX) for parent in path.absolute().parents)
     temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
         yield temporary
-        fsync_path(temporary)
+        if not staged:
+            fsync_path(temporary)
         os.replace(temporary, path)
-        fsync_path(path.parent)
+        if not staged:
+            fsync_path(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         for parent in made:

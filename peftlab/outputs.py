@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -328,11 +329,17 @@ def staged_directory(
                 )
             files = sorted(file for file in staging.rglob("*") if file.is_file())
             write_mark(staging, Mark(kind, [glob.escape(file.relative_to(staging).as_posix()) for file in files]))
-            for file in (*files, staging / MARK, staging):
-                fsync_path(file)
+            _flush([staging, *staging.rglob("*")])
         refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
         _exchange(staging, place, scratch / "old")
         fsync_path(place.parent)
+
+
+def _flush(paths: Sequence[Path]) -> None:
+    """Flush files and directories to the disk, all at once: a file system that keeps a journal then writes it once."""
+    with ThreadPoolExecutor(min(len(paths), 16)) as threads:
+        for done in [threads.submit(fsync_path, path) for path in paths]:
+            done.result()
 
 
 @contextmanager

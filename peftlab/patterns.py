@@ -10,10 +10,12 @@ import re
 import time
 from collections.abc import Iterable
 from functools import lru_cache
-
-import regex
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    import regex
 
 MAX_SECONDS = 2.0  # CPU time of one pattern against all names; an ordinary one takes microseconds per name
 MAX_LENGTH = 10_000  # characters of a pattern
@@ -52,6 +54,8 @@ def matching(pattern: str, names: Iterable[str], *, what: str) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str, what: str) -> regex.Pattern[str]:
+    import regex
+
     if len(pattern) > MAX_LENGTH:
         raise PeftlabError(f"{what}: a regular expression of {len(pattern)} characters; the limit is {MAX_LENGTH}")
     try:

@@ -241,6 +241,29 @@ class TestStaging:
         assert tree(tmp_path / "m-fr").keys() == {"w", "peftlab.json"}
         assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-fr"]
 
+    def test_flushes_everything_once_and_before_it_appears(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        flushed: list[tuple[str, bool]] = []
+        flush = os.fsync
+
+        def noted(descriptor: int) -> None:
+            status = os.fstat(descriptor)
+            name = next(p for p in (tmp_path, *tmp_path.rglob("*")) if os.path.samestat(p.stat(), status)).name
+            flushed.append((name, (tmp_path / "m").exists()))
+            flush(descriptor)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        with staged_directory(tmp_path / "m", "model") as staging:
+            write_text(staging / "a.json", "{}")
+            write_text(staging / "in" / "deep" / "b.json", "{}")
+            (staging / "weights").write_text("weights")
+        inside = ["a.json", "b.json", "deep", "in", "new", "peftlab.json", "weights"]
+        assert sorted(flushed) == sorted([(name, False) for name in inside] + [(tmp_path.name, True)])
+        flushed.clear()
+        write_text(tmp_path / "m" / "a.json", "[]")
+        assert [name.endswith("a.json") for name, _ in flushed] == [True, False], "the file, and its directory"
+
     def test_removes_what_the_dead_left_under_the_same_name(self, tmp_path: Path) -> None:
         def begin(name: str) -> None:
             with staged_directory(tmp_path / name, "model") as staging:

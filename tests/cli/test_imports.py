@@ -22,7 +22,7 @@ from tests.reporting.run_directory import write_run
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "transformers", "datasets", "numpy", "scipy", "sklearn", "pandas",
-    "sympy", "accelerate", "torchao", "huggingface_hub", "matplotlib",
+    "sympy", "accelerate", "torchao", "huggingface_hub", "matplotlib", "regex",
 )  # fmt: skip
 UNIX_MODULES = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "readline", "syslog")
 UNIX_NAMES = (
@@ -131,6 +131,13 @@ def test_a_command_imports_no_more_modules_than_it_did(decoder: Path, monkeypatc
     }
     counts = {command: (count, COUNTS[command][1]) for command, (_, count) in found.items()}
     assert not {command: both for command, both in counts.items() if not 0.8 * both[1] <= both[0] <= both[1]}
+
+
+def test_a_command_ends_without_looking_at_all_objects_once_more() -> None:
+    """What is alive at the end is frozen, so that the interpreter's last collections do not go through it."""
+    code = f"import atexit, gc\natexit.register(lambda: print('frozen', gc.get_freeze_count()))\n{_COMMAND}"
+    done = subprocess.run([sys.executable, "-c", code, "recipes"], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split("frozen")[-1]) > 10_000
 
 
 def test_validating_takes_half_the_processor_time_of_importing_torch_at_most() -> None:
