@@ -23,8 +23,8 @@ Width = Annotated[
     int | None,
     typer.Option(
         "--width",
-        help="A tree of gamma tokens with as many choices of each head or pard place, or children of an eagle3 or mtp "
-        "node. Default: the best tree as measured for heads, else a chain.",
+        help="A tree of gamma tokens with as many choices of each head or pard or gated_lora place, or children of an "
+        "eagle3 or mtp node. Default: the best tree as measured for heads, else a chain.",
     ),
 ]
 Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]
@@ -44,7 +44,10 @@ Corpus = Annotated[
     str | None,
     typer.Option("--corpus", help="Texts that suffix copies from and ngram counts, beside the prompt and the output."),
 ]
-PEARL = "pearl, the draft at work while the target verifies"
+PEARL = (
+    "pearl, the draft at work while the target verifies; one_pass, a gated_lora draft whose masks the target reads as "
+    "it verifies"
+)
 Lossy = Annotated[
     str | None,
     typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
@@ -151,7 +154,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--drafter",
-            help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}; {PEARL}. Default: one of each, without pearl.",
+            help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}; {PEARL}. Default: one of each without these two.",
         ),
     ] = None,
     max_new_tokens: NewTokens = 64,

@@ -255,10 +255,11 @@ class _Batch:
         tree = None if draft.parents is None else shape_of(draft.parents)
         starts = [len(row.tokens) - 1 for row in rows]
         block = self.cache.block([row.slot for row in rows], starts, inputs.shape[1], tree)
-        output = self.target.forward(self.cache, inputs, block)
         accepted = partial(self._accepted, rows)
         if self.drafter is None:
+            output = self.target.forward(self.cache, inputs, block)
             return Verified(inputs, draft, output, *accepted(draft, output))
+        output = self.drafter.read(self.target, self.cache, inputs, draft, block)
         return self.drafter.verify(rows, inputs, draft, output, accepted)
 
     def _accepted(self, rows: list[Row], draft: Proposal, output: Output) -> Accepted:

@@ -31,7 +31,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.rows import resolve
 from peftlab.untyped import Unwrapped
 
-SUFFIX, SUFFIX_AND_DRAFT, PEARL = "suffix", "suffix+draft", "pearl"
+SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS = "suffix", "suffix+draft", "pearl", "one_pass"
 
 
 @dataclass
@@ -151,12 +151,12 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
-    elsewhere joins copy and draft in one tree; ``PEARL`` is the pair's model at work beside the target; the others are
-    ``decoding.table.MODEL_FREE``.
+    elsewhere joins copy and draft in one tree; ``PEARL`` is the pair's model at work beside the target; ``ONE_PASS`` is
+    a gated LoRA whose masks the target reads while it verifies; the others are ``decoding.table.MODEL_FREE``.
 
     Args:
-        width: choices of each Medusa head or place of a pard draft, or children of an eagle3 layer's node, that a tree
-            may use; 1 is a chain, None the default.
+        width: choices of each Medusa head or place of a pard draft or gated LoRA, or children of an eagle3 layer's
+            node, that a tree may use; 1 is a chain, None the default.
         grow: makes what trees drawn from a draft model grow by; None: it drafts chains.
 
     Raises:
@@ -173,10 +173,21 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
         if pair.whole is None or grow is not None or width not in (None, 1):
             raise PeftlabError(f"drafter {PEARL}: chains of a draft model alone, which works beside the target")
         return with_window(AheadDrafter(pair.whole), pair.window)
+    if name == ONE_PASS:
+        if pair.own is None or pair.own.one_pass is None:
+            raise PeftlabError(f"drafter {ONE_PASS}: of a gated_lora draft, which the target reads as it verifies")
+        return with_window(pair.own.one_pass(width or 1), pair.window)
     if name != "draft":
-        names = ("draft", SUFFIX_AND_DRAFT, PEARL, *MODEL_FREE)
+        names = ("draft", SUFFIX_AND_DRAFT, PEARL, ONE_PASS, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
     return with_window(_of_pair(pair, width, grow), pair.window)
+
+
+def needs_draft(name: str, draft: str | None) -> None:
+    """Raise ``PeftlabError`` for a drafter that is a way to use a draft, where none is given."""
+    needed = {PEARL: "a draft model, which works beside the target", ONE_PASS: "a gated_lora draft"}
+    if draft is None and name in needed:
+        raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
 
 
 def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
@@ -187,7 +198,7 @@ def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
     if pair.draft is None:
         raise PeftlabError("drafter 'draft': no draft model given")
     if pair.masks is not None:
-        return ParallelDrafter(pair.draft, pair.masks, width or 1)
+        return ParallelDrafter(pair.draft, pair.masks, width or 1, shares_cache=pair.own is not None)
     if pair.whole is not None and (pair.own is None or grow is not None or pair.window is not None):
         return ModelDrafter(pair.whole) if grow is None else DrawnTrees(pair.whole, grow=grow)
     assert pair.own is not None
@@ -224,19 +235,21 @@ def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> 
 
     Args:
         tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is one of
-            heads, eagle3, mtp and pard (``DraftKind.heads``).
+            heads, eagle3, mtp, pard and gated_lora (``DraftKind.heads``).
     """
     if width is not None and (width < 1 or (width > 1 and not drafted)):
         raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
     if width is not None and width > 1 and not heads:
         raise PeftlabError(
-            f"width {width}: of heads, eagle3, mtp and pard; a draft model's trees have names, as tree rsd_c:{width}"
+            f"width {width}: of heads, eagle3, mtp, pard and gated_lora; a draft model's trees have names, as tree "
+            f"rsd_c:{width}"
         )
     if tree and not drafted:
         raise PeftlabError("tree: is drawn from a draft model; give one as draft")
     if tree and heads:
         raise PeftlabError(
-            "tree: is drawn from a draft model; heads, eagle3, mtp and pard have trees of their own, see width"
+            "tree: is drawn from a draft model; heads, eagle3, mtp, pard and gated_lora have trees of their own, see "
+            "width"
         )
 
 

@@ -13,6 +13,8 @@ from peftlab.remote.mirror import local_copy
 from peftlab.remote.remote_directory import is_url
 
 CONFIG_FILE = "adapter_config.json"
+GATED_FILE = "gated_lora.json"
+"""Beside the adapter of a draft that acts on masks alone: folded into its base it would change every token."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,21 @@ def find_model(reference: str, *, revision: str | None = None) -> ModelParts:
         if os.path.realpath(adapter) in seen:
             raise PeftlabError(f"{reference}: its base model is itself")
         seen.add(os.path.realpath(adapter))
+        refuse_gated(adapter)
         adapters.insert(0, adapter)
         reference, revision = _base_of(adapter)
         reference = local_copy(reference)
     own = next((path for path in reversed(adapters) if (path / "tokenizer_config.json").exists()), None)
     return ModelParts(reference, tuple(adapters), str(own or reference), revision)
+
+
+def refuse_gated(adapter: Path) -> None:
+    """Raise ``PeftlabError`` for an adapter that is the draft of its base."""
+    if (adapter / GATED_FILE).exists():
+        raise PeftlabError(
+            f"{adapter}: a gated LoRA, which acts on a draft's masks alone and is wrong on text; give it as --draft, "
+            "with its base as the target"
+        )
 
 
 def plain_directory(reference: str) -> str:

@@ -22,6 +22,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import reason, write_json, write_text
 from peftlab.hub import upload
 from peftlab.methods.table import METHODS
+from peftlab.models.finetuned import refuse_gated
 from peftlab.outputs import staged_directory
 
 
@@ -50,6 +51,8 @@ def merge_checkpoint(
         place, name, read = None, "combined", adapter
     else:
         place, name = Path(adapter), str(adapter)
+        for directory in (place, place / "adapter"):
+            refuse_gated(directory)
         read = read_adapter(place, lora_alpha=options.lora_alpha, allow_nonfinite=options.allow_nonfinite)
     if not METHODS[read.config.name].folds:
         raise PeftlabError(

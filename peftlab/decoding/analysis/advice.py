@@ -52,6 +52,9 @@ class DraftCost:
         once: per step, however many tokens are drafted. each: per level, one after the other.
         depth: levels at most; None for any number. tree: whether it drafts trees.
         width: the ``--width`` that its trees need; None: they need none.
+        passes: of a draft that is the target itself with masks. 2: drafting is a target step over as many tokens as are
+            drafted, and the first of these is the target's own. 1: the verification reads masks, too, one for each
+            level behind each token. None: any other draft.
     """
 
     kind: str
@@ -62,10 +65,29 @@ class DraftCost:
     depth: int | None = None
     tree: bool = False
     width: int | None = None
+    passes: int | None = None
 
     def of(self, levels: int, several: float = 1.0) -> float:
         """Return D of a draft of this many levels; ``several``: the cost of a level after the first, in that of one."""
         return self.once + self.each * (1 + (levels - 1) * several)
+
+    def step(self, verification: Sequence[float], nodes: int, levels: int, several: float = 1.0) -> float | None:
+        """Return C + D of a draft of ``nodes`` in so many levels; None where as many tokens were not measured.
+
+        Args:
+            verification: C(1) = 1, C(2), ... several: as for ``of``.
+        """
+        rows = (nodes + 1) * (levels + 1) if self.passes == 1 else nodes + 1
+        if rows > len(verification):
+            return None
+        return verification[rows - 1] + (verification[levels - 1] if self.passes == 2 else self.of(levels, several))
+
+    def rates(self, alpha: float) -> RankRates:
+        """Return how often its choices are right, for an acceptance of a first choice; see ``rank_rates``."""
+        from peftlab.decoding.verification.tree import RankRates
+
+        rates = rank_rates(alpha)
+        return rates if self.passes != 2 else RankRates(((1.0, *[1e-12] * (_RANKS - 1)), *rates.rates))
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,7 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
     best = Choice(alpha, 0, False, 1.0)
-    rates = rank_rates(alpha)
+    rates = cost.rates(alpha)
     for width in (1, cost.width or _RANKS) if cost.tree else (1,):
         # A draft that reads the nodes of its trees takes longer for them, as the target does for as many tokens.
         several = verification[min(width, len(verification)) - 1] if cost.width else 1.0
@@ -130,7 +152,8 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         reached = reach(whole, rates)
         for nodes in range(1, len(whole) + 1):
             levels = max(map(len, whole[:nodes]))
-            gain = (1 + sum(reached[:nodes])) / (verification[nodes] + cost.of(levels, several))
+            time = cost.step(verification, nodes, levels, several)
+            gain = 0.0 if time is None else (1 + sum(reached[:nodes])) / time
             if gain > best.gain * (1 + 1e-9):
                 best = Choice(alpha, nodes, nodes > levels, gain)
     return best
@@ -145,7 +168,7 @@ def advise(costs: Sequence[DraftCost], verification: Sequence[float], alpha: flo
     return [
         KindAdvice(
             cost,
-            cost.of(1),
+            (cost.step(verification, 1, 1) or verification[1]) - verification[1],
             _break_even(cost, verification),
             [best_draft(cost, verification, at) for at in GAIN_ALPHAS],
             best_draft(cost, verification, alpha),
@@ -172,6 +195,7 @@ def recommendation(kinds: Sequence[KindAdvice]) -> str:
         return f"{at} no kind of draft pays here; copy with --drafter suffix, which drafts for nothing"
     shape = f"{'a tree' if best.stated.tree else 'a chain'} of {best.stated.nodes}"
     options = f"--gamma {best.stated.nodes}"
+    options += " --drafter one_pass" if best.cost.passes == 1 else ""
     options += f" --width {best.cost.width}" if best.stated.tree and best.cost.width else ""
     return (
         f"{at}: draft={{{best.cost.recipe}}}, {shape} ({options}), up to {best.stated.gain:.2f}x; "

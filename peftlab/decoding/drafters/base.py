@@ -12,7 +12,7 @@ from torch import Tensor
 from peftlab.decoding.analysis.theory import block_efficiency_by_position
 from peftlab.decoding.draft_length import Policy
 from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.verification.accept import Accepted
 from peftlab.decoding.verification.sampling import Sampling
 
@@ -187,6 +187,17 @@ class Drafter(Protocol):
         """Propose at most ``budgets[i]`` tokens for ``rows[i]``; at least one budget is 1 or more."""
         ...
 
+    def read(self, target: Engine, cache: KVCache, inputs: Tensor, draft: Proposal, block: Block) -> Output:
+        """Let the target read a draft behind the last known tokens; a drafter may let it read more behind them.
+
+        Args:
+            inputs: [b, N+1]. block: where they are stored.
+
+        Returns:
+            The output for the inputs.
+        """
+        return target.forward(cache, inputs, block)
+
     def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
         """Return what is accepted of a draft; by default of the tokens that the target has read, and of no others.
 
@@ -247,6 +258,9 @@ class Around(Drafter):
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         return self.drafter.propose(rows, budgets)
+
+    def read(self, target: Engine, cache: KVCache, inputs: Tensor, draft: Proposal, block: Block) -> Output:
+        return self.drafter.read(target, cache, inputs, draft, block)
 
     def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:
         return self.drafter.verify(rows, inputs, draft, output, accepted)

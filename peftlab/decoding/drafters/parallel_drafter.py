@@ -25,10 +25,18 @@ class Masks:
 
     Attributes:
         token: the mask's id. length: K, the tokens it was trained to write.
+        noise: masks have no id of their own: they are drawn once, uniformly from the ids below ``token``.
     """
 
     token: int
     length: int
+    noise: bool = False
+
+    def ids(self, count: int) -> list[int]:
+        """Return the ids of the first ``count`` masks."""
+        if not self.noise:
+            return [self.token] * count
+        return torch.randint(self.token, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @dataclass
@@ -41,12 +49,15 @@ class ParallelDrafter(Drafter):
 
     Attributes:
         engine: of the draft. masks: see ``Masks``. width: choices of each place; 1 is a chain.
+        shares_cache: the draft reads tokens as the target does, and masks as it alone does: it needs no cache of its
+            own, and what it predicts behind the last token is what the target predicts.
         name: for reports.
     """
 
     engine: Engine
     masks: Masks
     width: int = 1
+    shares_cache: bool = False
     name: str = "parallel draft"
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
@@ -61,17 +72,29 @@ class ParallelDrafter(Drafter):
         if self.engine.encoder is not None or state.cache.context is not None:
             raise PeftlabError("draft: a draft that writes several tokens in one pass is for decoders alone")
         self._sampling, self._read = state.sampling, {}
-        # Rows that have not read for several steps are read together with one that is nearly at its end.
-        capacity = 2 * state.cache.capacity + self.masks.length
-        self._cache = empty_cache(self.engine, capacity, [row.source for row in rows])
+        self._cache = state.cache
+        if not self.shares_cache:
+            # Rows that have not read for several steps are read together with one that is nearly at its end.
+            capacity = 2 * state.cache.capacity + self.masks.length
+            self._cache = empty_cache(self.engine, capacity, [row.source for row in rows])
         self.join(rows, state)
 
     def join(self, rows: list[Row], state: TargetState) -> None:
         self._read |= {row.index: len(row.tokens) - 1 for row in rows}
-        read_rows(self.engine, self._cache, rows)
+        if not self.shares_cache:
+            read_rows(self.engine, self._cache, rows)
+
+    @property
+    def _certain(self) -> bool:
+        """Whether the first token is the target's own choice, with no other worth a node of a tree."""
+        return self.shares_cache and self._sampling.greedy
+
+    def _room(self, row: Row) -> int:
+        """How many places behind a row are drafted at most."""
+        return room(self.engine, row, self.masks.length)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        rooms = [room(self.engine, row, self.masks.length) for row in rows]
+        rooms = [self._room(row) for row in rows]
         chain = self.width == 1
         budgets = [min(b, places) if chain else b * (places > 0) for b, places in zip(budgets, rooms, strict=True)]
         if not any(budgets):
@@ -87,9 +110,9 @@ class ParallelDrafter(Drafter):
 
     def _places(self, rows: list[Row], n: int) -> Output:
         """Read each row's new tokens and n - 1 masks; return the output of its last token and of the masks."""
-        starts = [self._read[row.index] for row in rows]
+        starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
-        masks = [self.masks.token] * (n - 1)
+        masks = self.masks.ids(n - 1)
         longest = max(map(len, new)) + n - 1
         tokens = right_padded([[*tokens, *masks] for tokens in new], longest).to(self.engine.device)
         keep = sorted({len(tokens) - 1 + place for tokens in new for place in range(n)})
@@ -105,6 +128,8 @@ class ParallelDrafter(Drafter):
     def _trees(self, logits: Tensor, budgets: list[int], rooms: list[int]) -> Proposal:
         """Return the most probable nodes of each row, for logits [b, n, V]."""
         best, ids = logits.float().softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
+        if self._certain:
+            best[:, 0, 0], best[:, 0, 1:] = 1, 0
         tokens, parents = [], []
         for rates, choices, budget, places in zip(best.tolist(), ids.tolist(), budgets, rooms, strict=True):
             known = RankRates(tuple(tuple(max(rate, 1e-12) for rate in place) for place in rates))
@@ -122,7 +147,8 @@ class ParallelDrafter(Drafter):
         return [replace(draft, effort=1.0) for draft in super().possible(acceptance, verification)]
 
     def select(self, slots: list[int]) -> None:
-        self._cache.select(slots)
+        if not self.shares_cache:
+            self._cache.select(slots)
 
 
 def _place(output: Output, place: int) -> Output:

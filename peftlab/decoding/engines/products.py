@@ -59,6 +59,11 @@ class Products:
         Args:
             linears: of the same input, stacked along the outputs. outputs: how many of them are computed.
         """
+        multiply, shrink = self._product(linears, outputs)
+        add = _additions(linears, 1 / shrink)
+        return (multiply if add is None else lambda x: add(multiply(x), x)), shrink
+
+    def _product(self, linears: Sequence[Linear], outputs: int | None) -> tuple[Product, float]:
         weight, bias = _stacked(linears, outputs)
         if not self._pack:
             return lambda x: F.linear(x, weight, bias), 1.0
@@ -77,6 +82,10 @@ class Products:
 
     def added(self, linear: Linear) -> Added:
         """Return (x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
+        sum_up, add = self._added(linear), _additions([linear], 1.0)
+        return sum_up if add is None else lambda x, residual: add(sum_up(x, residual), x)
+
+    def _added(self, linear: Linear) -> Added:
         weight, bias = _stacked([linear])
         if not self._pack:
             return lambda x, residual: residual + F.linear(x, weight, bias)
@@ -130,6 +139,19 @@ def _stacked(linears: Sequence[Linear], outputs: int | None = None) -> tuple[Ten
     )
     weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]
     return weight, torch.cat(biases)[:outputs] if biases else None
+
+
+def _additions(linears: Sequence[Linear], factor: float) -> Added | None:
+    """Return (y, x) -> y with the additions of stacked linear maps, of ``factor`` x, in place; None: they have none."""
+    found = [linear.addition for linear in linears if linear.addition is not None]
+    if not found:
+        return None
+    blocks = [linear.weight.new_zeros(len(linear.weight), 0) for linear in linears]
+    for i, linear in enumerate(linears):
+        if linear.addition is not None:
+            blocks[i] = linear.addition.b
+    a, b, gate = torch.cat([added.a for added in found]) * factor, torch.block_diag(*blocks), found[0].gate
+    return lambda y, x: gate.add(y, x, a, b)
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from the modules themselves. Whether the reading is right is not left to this mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from peftlab.methods.leaf import base_leaf
+from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.layers import LowRank
 from peftlab.untyped import KnownModel
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -22,11 +25,21 @@ Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
+class Addition:
+    """x Aᵀ Bᵀ for the rows that ``gate`` shows; ``a`` [r, inputs], ``b`` [outputs, r]."""
+
+    a: Tensor
+    b: Tensor
+    gate: Gate
+
+
+@dataclass(frozen=True)
 class Linear:
-    """x Wᵀ + bias; ``weight`` [outputs, inputs]."""
+    """x Wᵀ + bias, and what a gated LoRA adds for some rows; ``weight`` [outputs, inputs]."""
 
     weight: Tensor
     bias: Tensor | None = None
+    addition: Addition | None = None
 
 
 @dataclass(frozen=True)
@@ -208,9 +221,13 @@ def _gpt_neox(model: KnownModel) -> Structure:
 
     def by_part(linear: Linear) -> Linear:
         """The three parts of each head, next to one another in the file, as all queries, all keys, all values."""
-        weight = linear.weight.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2)
-        bias = None if linear.bias is None else linear.bias.view(heads, 3, dim).transpose(0, 1).flatten()
-        return Linear(weight, bias)
+
+        def parts(outputs: Tensor) -> Tensor:
+            return outputs.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2)
+
+        bias, added = linear.bias, linear.addition
+        added = None if added is None else replace(added, b=parts(added.b))
+        return Linear(parts(linear.weight), None if bias is None else parts(bias), added)
 
     def layer(module: KnownModel) -> LayerStructure:
         attention, mlp = module.attention, module.mlp
@@ -266,11 +283,20 @@ _FAMILIES: dict[str, Callable[[PreTrainedModel], Structure]] = {
 
 
 def _linear(module: nn.Module | None) -> Linear:
+    if isinstance(module, LowRank) and module.lora_gate is not None:
+        return replace(_linear(base_leaf(module)), addition=_addition(module, module.lora_gate))
     if type(module) is Conv1D:
         return Linear(module.weight.detach().T, module.bias.detach())
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
         raise _NotPlain
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _addition(leaf: LowRank, gate: Gate) -> Addition:
+    if leaf.lora_magnitude_vector is not None or leaf.lora_bias is not None:
+        raise _NotPlain
+    a, b = (factor.detach().to(leaf.weight.dtype) for factor in leaf.factors())
+    return Addition(a, b * leaf.scale, gate)
 
 
 def _linears(owner: nn.Module, names: list[str]) -> tuple[Linear, ...]:

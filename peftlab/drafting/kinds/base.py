@@ -194,11 +194,13 @@ class OwnLayers:
         engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
         trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none. Not asked
             where the draft is a model of its own, too.
+        one_pass: (width) -> a new drafter whose masks the target reads while it verifies; None: there is none.
     """
 
     engine: Engine
     drafter: Callable[[Engine], Drafter]
     trees: Callable[[Engine, GrowTree], Drafter] | str = ""
+    one_pass: Callable[[int], Drafter] | None = None
 
 
 @dataclass(frozen=True)

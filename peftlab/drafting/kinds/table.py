@@ -76,6 +76,7 @@ DRAFTS: Rows[DraftKind] = Rows(
         "early_exit": _row("early_exit.config:EarlyExitDraft", "early_exit.self_draft"),
         "medusa": _row("medusa.config:MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
         "pard": _row("pard.config:PardDraft", "pard.pard_draft", heads=True, prepares=True),
+        "gated_lora": _row("gated_lora.config:GatedLoraDraft", "gated_lora.gated_draft", heads=True, prepares=True),
         "hydra": _row("hydra.config:HydraDraft", "hydra.hydra_draft", heads=True, calibrates=True),
         "mtp": _row("mtp.config:MtpDraft", "mtp.mtp_draft", heads=True, prepares=True, calibrates=True),
         "eagle3": _row("eagle3.config:Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True, calibrates=True),

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import (
     FOLDING,
+    Adapted,
     AnyLeaf,
     Folding,
     Variant,
@@ -27,6 +29,7 @@ from peftlab.methods.leaf import (
 from peftlab.methods.lora.config import Start
 from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
 from peftlab.methods.lora.function import Weight, dropout, frozen_linear, low_rank_linear
+from peftlab.methods.lora.gate import Gate
 from peftlab.methods.lora.mixed_linear import MixedLinear
 from peftlab.methods.lora.start import leading_part
 from peftlab.methods.several.batch_rows import BatchRows
@@ -49,12 +52,13 @@ class LowRank(AnyLeaf):
             the other; B then holds those rows alone, and A one factor a part. None otherwise.
         sizes: the number of rows of each part.
         scale: the factor of B·A. lora_dropout: on the low-rank branch's input.
+        lora_gate: on which rows of a batch a linear map's update acts; None: on all.
         matrix: name of the parameter W.
     """
 
     added = (
         "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias", "frozen_A",
-        "frozen_B", "start", "rows", "sizes", "scale", "lora_dropout",
+        "frozen_B", "start", "rows", "sizes", "scale", "lora_dropout", "lora_gate",
     )  # fmt: skip
     names = ("lora_A", "lora_B")
     matrix = "weight"
@@ -71,6 +75,7 @@ class LowRank(AnyLeaf):
     sizes: tuple[int, ...]
     scale: float
     lora_dropout: float
+    lora_gate: Gate | None = None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole leaf: parts put in their rows, starting values subtracted."""
@@ -148,13 +153,23 @@ class LoraLinear(LowRank, nn.Linear):
     base_class: type[nn.Module] = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.lora_gate is not None and self.enabled:
+            return self.lora_gate.split(x, self.plain, self.adapted)
+        return self.adapted(x) if self.enabled else self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return what the base leaf computes."""
+        if is_quantised(self):  # bitsandbytes' own product in 8 bits differs between training and evaluation
+            return frozen_linear(x, partial(dequantised, self), self.bias, self.width())
+        return self.base_class.forward(self, x)
+
+    def adapted(self, x: Tensor) -> Tensor:
+        """Return it with the addition."""
         weight: Weight = self.weight.t() if self.transposed else self.weight
         p = self.active_dropout()
         quantised = is_quantised(self)
-        if quantised:  # bitsandbytes' own product in 8 bits differs between training and evaluation
+        if quantised:
             weight = partial(dequantised, self)
-        if not self.enabled:
-            return frozen_linear(x, weight, self.bias, self.width()) if quantised else self.base_class.forward(self, x)
         a, b = self.factors()
         if self.lora_magnitude_vector is not None:
             gain = (self.lora_magnitude_vector / self.norms()).to(x.dtype)
@@ -174,7 +189,7 @@ class LoraConv1D(LowRank):
     """
 
     transposed = True
-    forward = LoraLinear.forward
+    forward, plain, adapted = LoraLinear.forward, LoraLinear.plain, LoraLinear.adapted
 
 
 class LoraEmbedding(LowRank, nn.Embedding):
@@ -306,6 +321,44 @@ _TORCHS: dict[type[nn.Module], type[LowRank]] = {
 def leaves() -> dict[type[nn.Module], type[LowRank]]:
     """Return the classes of modules that LoRA acts on, each with the leaf that adapts it."""
     return {**_TORCHS, **dict.fromkeys(conv1d(), LoraConv1D)}
+
+
+def set_gate(model: nn.Module, gate: Gate) -> None:
+    """Let ``gate`` say on which rows of a batch the additions of an injected model act.
+
+    Raises:
+        PeftlabError: an adapted module that cannot act on some rows alone; nothing is changed.
+    """
+    leaves: list[LowRank] = []
+    for name, leaf in model.named_modules():
+        if isinstance(leaf, LoraLinear | LoraConv1D):
+            leaves.append(leaf)
+        elif isinstance(leaf, Adapted):
+            raise PeftlabError(
+                f"{name} ({leaf.base_class.__name__}) cannot take an addition on some rows of a batch alone, as linear "
+                "maps can; take it out of target_modules"
+            )
+    for leaf in leaves:
+        leaf.lora_gate = gate
+
+
+def conceal(model: nn.Module) -> int:
+    """Take the factors of LoRA leaves out of the parameters of a model that only computes from here on.
+
+    Its parameters and its state dict are then the base's.
+
+    Returns:
+        How many numbers they have.
+    """
+    count = 0
+    for leaf in model.modules():
+        if isinstance(leaf, LowRank):
+            for name in added_parameters(leaf):
+                factor = leaf._parameters.pop(name)
+                assert factor is not None
+                vars(leaf)[name] = factor.detach()
+                count += factor.numel()
+    return count
 
 
 def own_forward(kind: type[nn.Module]) -> bool:

@@ -13,7 +13,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
 from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
-from peftlab.drafting.load import PEARL, SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter
+from peftlab.drafting.load import ONE_PASS, PEARL, SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter, needs_draft
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -124,14 +124,16 @@ def load_writer(
     return Writer(pair, options, name, policy, pair.eos | ends, stop)
 
 
+_WITH_DRAFT = ("draft", SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS)
+
+
 def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> None:
     """Refuse settings that are wrong or that do not go together, before anything is loaded."""
-    if draft is not None and drafter not in (None, "draft", SUFFIX, SUFFIX_AND_DRAFT, PEARL):
-        with_draft = f"only drafters {SUFFIX} and {PEARL} go with a draft"
+    if draft is not None and drafter not in (None, *_WITH_DRAFT):
+        with_draft = f"only drafters {SUFFIX}, {PEARL} and {ONE_PASS} go with a draft"
         raise PeftlabError(f"draft and drafter {drafter}: give one of them; {with_draft}")
-    free = drafter if drafter is None or drafter in ("draft", SUFFIX_AND_DRAFT, PEARL) else model_free(drafter).name
-    if draft is None and drafter == PEARL:
-        raise PeftlabError(f"drafter {PEARL}: needs a draft model, which works beside the target; give a draft")
+    free = drafter if drafter is None or drafter in _WITH_DRAFT else model_free(drafter).name
+    needs_draft(drafter or "draft", draft)
     if options.corpus is not None and free not in (SUFFIX, SUFFIX_AND_DRAFT, "ngram"):
         raise PeftlabError(f"corpus {options.corpus}: only drafter {SUFFIX} copies from it, and ngram counts it")
     options.length(), options.sampling(), options.lossy_rule(), options.grow(), options.verifier()
@@ -166,7 +168,8 @@ def generate(
         target: reference of the model whose output it is. draft: reference of a model or a directory of heads.
         options: of decoding; None for the defaults.
         drafter: NAME or NAME:X of ``decoding.table.MODEL_FREE``, which need no draft; ``suffix`` goes with a draft,
-            too; ``pearl`` is the draft at work beside the target. None: the draft.
+            too; ``pearl`` is the draft at work beside the target, ``one_pass`` a gated LoRA in the target's own steps.
+            None: the draft.
         stop: texts before which the output ends. chat: ask through the tokenizer's chat template.
         on_text: called with each piece of text as soon as it is final.
 

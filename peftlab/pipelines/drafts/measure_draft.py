@@ -17,7 +17,16 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.decoding.trace import DraftedText, drafted_text
-from peftlab.drafting.load import PEARL, SUFFIX_AND_DRAFT, Pair, draft_costs, drafts_with_heads, make_drafter
+from peftlab.drafting.load import (
+    ONE_PASS,
+    PEARL,
+    SUFFIX_AND_DRAFT,
+    Pair,
+    draft_costs,
+    drafts_with_heads,
+    make_drafter,
+    needs_draft,
+)
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
@@ -136,7 +145,7 @@ def benchmark(
         prompts: file as ``read_prompts`` takes it. max_prompts: the most to use, spread over the categories.
         options: of decoding; None for the defaults. batch_size: prompts decoded together. repeats: timed passes.
         drafters: those without a model, as ``decoding.table.MODEL_FREE`` names them; none: one of each. ``pearl`` is
-            the draft at work beside the target.
+            the draft at work beside the target, ``one_pass`` a gated LoRA in the target's own steps.
         pool: also time ``batch_size`` sequences in a pool that takes the next prompt as soon as one ends.
 
     Raises:
@@ -191,9 +200,9 @@ def _example(
 
 def _beside(names: Sequence[str], draft: str | None) -> list[str]:
     """Return the drafters that were asked for beside the draft, each once."""
-    if PEARL in names and draft is None:
-        raise PeftlabError(f"drafter {PEARL}: needs a draft model, which works beside the target; give a draft")
-    return [name if name == PEARL else model_free(name).text for name in dict.fromkeys(names)]
+    for name in names:
+        needs_draft(name, draft)
+    return [name if name in (PEARL, ONE_PASS) else model_free(name).text for name in dict.fromkeys(names)]
 
 
 def _drafters(pair: Pair, free: Sequence[str], options: DecodingOptions) -> dict[str, Callable[[], Drafter]]:

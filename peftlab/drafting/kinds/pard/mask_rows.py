@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +77,29 @@ class MaskRows:
         return seen
 
 
-def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int) -> Tensor:
+def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
+    """Return the highest of ``size`` token ids that no text contains, as a mask.
+
+    Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
+
+    Raises:
+        PeftlabError: the texts contain every token.
+    """
+    used = {token for text in texts for token in text}
+    free = next((token for token in reversed(range(size)) if token not in used), None)
+    if free is None:
+        raise PeftlabError("draft.mask_token: the training text contains every token; name one that it may stand for")
+    return free
+
+
+def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int | Tensor) -> Tensor:
     """Return the states that the LM head reads of texts [b, n], padded on the right, and of the rows: [b, n + R, H].
 
     Args:
-        mask: the token that the rows read.
+        mask: the token that the rows read, or each row's own [b, R].
     """
     b, n = ids.shape
-    tokens = torch.cat((ids, torch.full_like(rows.depth, mask)), 1)
+    tokens = torch.cat((ids, mask if isinstance(mask, Tensor) else torch.full_like(rows.depth, mask)), 1)
     positions = torch.cat((torch.arange(n, device=ids.device).expand(b, -1), rows.place), 1)
     bare = unwrapped(model)
     return forward_hidden(model, tokens, _as_model(bare.config, rows.visible(n), positions, bare.dtype), positions)[-1]
@@ -106,8 +122,11 @@ def _as_model(
 
 
 @torch.no_grad()
-def check_parallel(model: nn.Module, tolerance: float = 1e-3) -> None:
+def check_parallel(model: nn.Module, kind: str = "pard", tolerance: float = 1e-3) -> None:
     """Refuse a model whose rows of masks are not what it computes with the masks appended to the text.
+
+    Args:
+        kind: of the draft, for messages.
 
     Raises:
         PeftlabError: it does not take the mask or the positions that such rows need.
@@ -121,13 +140,15 @@ def check_parallel(model: nn.Module, tolerance: float = 1e-3) -> None:
         try:
             found = parallel_states(model, ids, MaskRows(depth, place), 0)[0, 6:]
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as fault:
-            raise PeftlabError(f"draft.kind pard: {name} does not read rows of masks beside a text: {fault}") from fault
+            raise PeftlabError(
+                f"draft.kind {kind}: {name} does not read rows of masks beside a text: {fault}"
+            ) from fault
         appended = torch.cat((ids[:, :at], torch.zeros_like(ids[:, :2])), 1)
         wanted = forward_hidden(model, appended, torch.ones_like(appended))[-1][0, -1]
     mine = found[(depth[0] == 2) & (place[0] == at + 1)][0]
     gap = float((mine.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6))
     if gap > tolerance * (30 if wanted.dtype != torch.float32 else 1):
         raise PeftlabError(
-            f"draft.kind pard: {name} computes other states for rows of masks than with the masks appended (off by "
+            f"draft.kind {kind}: {name} computes other states for rows of masks than with the masks appended (off by "
             f"{gap:.1e} of the largest): it places tokens by their order. Train draft: {{kind: model}} for it"
         )

@@ -18,7 +18,7 @@ from peftlab.drafting.kinds.model.config import Truncation
 from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair import PairDraft, draft_engine
 from peftlab.drafting.kinds.pard.config import PardDraft, eighth
-from peftlab.drafting.kinds.pard.mask_rows import check_parallel
+from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
 from peftlab.drafting.kinds.pard.pard_files import PardExport, is_pard, read_masks, write_masks
 from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
 from peftlab.drafting.objectives import make_objective
@@ -75,17 +75,10 @@ def prepare(job: DraftJob[PardDraft], draft: ParallelDraft, train: Dataset) -> N
 
 
 def choose_mask(draft: ParallelDraft, train: Dataset) -> None:
-    """Take as mask, where none is named, the highest token id that the training text does not contain.
-
-    Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
-    """
-    if draft.masks.token >= 0:
-        return
-    used = {token for text in train["input_ids"] for token in text}
-    free = next((token for token in reversed(range(len(head_weight(draft.target)))) if token not in used), None)
-    if free is None:
-        raise PeftlabError("draft.mask_token: the training text contains every token; name one that it may stand for")
-    draft.masks = replace(draft.masks, token=free)
+    """Take as mask, where none is named, the highest token id that the training text does not contain."""
+    if draft.masks.token < 0:
+        token = unused_token(len(head_weight(draft.target)), train["input_ids"])
+        draft.masks = replace(draft.masks, token=token)
 
 
 def loss(job: DraftJob[PardDraft], draft: ParallelDraft) -> Loss:

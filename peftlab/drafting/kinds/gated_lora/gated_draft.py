@@ -1,0 +1,198 @@
+"""The target with a LoRA for masks as its own draft: trained in the frozen target, read back for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from datasets import Dataset
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from peftlab.checkpoints.adapter import load_adapter, read_adapter, save_adapter
+from peftlab.checkpoints.fitting import fill
+from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
+from peftlab.decoding.drafters.gated.one_pass import OnePass
+from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
+from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines.recurrent.mixers import mix_of
+from peftlab.drafting.checks import end_ids
+from peftlab.drafting.hidden_states import head_weight
+from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, OwnLayers, Saved, Served
+from peftlab.drafting.kinds.eagle3.target_identity import TargetIdentity, check_target, check_tokenizer, identify
+from peftlab.drafting.kinds.gated_lora.config import GatedLoraDraft
+from peftlab.drafting.kinds.gated_lora.gated_files import (
+    FOLDER,
+    UnoExport,
+    is_gated,
+    read_masks_of_gate,
+    write_masks_of_gate,
+)
+from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, measure_masks
+from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
+from peftlab.drafting.objectives import make_objective
+from peftlab.errors import PeftlabError
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.injection import injection_of
+from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.kinds import leaf_kind
+from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal, set_gate
+from peftlab.methods.table import plan
+from peftlab.outputs import staged_directory
+
+
+@dataclass
+class GatedDraft(Draft):
+    """A target and its LoRA for masks.
+
+    Attributes:
+        gate: on which rows the LoRA acts. masks: what they read. identity: of the target as it is without LoRA.
+    """
+
+    masks: Masks = field(kw_only=True)
+    identity: TargetIdentity = field(kw_only=True)
+    gate: Gate = field(default_factory=Gate, kw_only=True)
+
+
+def check(job: DraftJob[GatedLoraDraft], target: PretrainedConfig) -> None:
+    """Refuse a mask that is no token, and a draft to continue from that is none."""
+    size, mask, start = target.get_text_config(decoder=True).vocab_size, job.config.mask_token, job.config.from_
+    if mask is not None and mask >= size:
+        raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
+    if start is not None and find(start) is None:
+        raise PeftlabError(f"draft.from: {start} is no gated LoRA (gated_lora.json)")
+
+
+def load(job: DraftJob[GatedLoraDraft], target: PreTrainedModel) -> GatedDraft:
+    """Return the target, checked for masks beside a text and for additions on some rows alone.
+
+    Raises:
+        PeftlabError: it cannot have them, or the method changes what the text is read with.
+    """
+    name = type(target).__name__
+    if mix_of(target) is not None:
+        raise PeftlabError(
+            f"draft.kind gated_lora: {name} keeps a state that each token changes, so that masks cannot be read beside "
+            "a text; train draft: {kind: model} for it"
+        )
+    check_parallel(target, job.config.kind)
+    assert job.method is not None
+    _check_targets(target, job.method)
+    config, size = job.config, len(head_weight(target))
+    masks = Masks(size if config.noise else -1 if config.mask_token is None else config.mask_token, 1, config.noise)
+    if config.from_ is not None and config.mask_token is None and not config.noise:
+        masks = read_masks_of_gate(str(find(config.from_)), size)
+    masks = replace(masks, length=config.blocks[-1])
+    identity, eos = identify(job.target, target, job.tokenizer), end_ids(target, job.tokenizer)
+    return GatedDraft(target, target, target, job.target, eos, masks=masks, identity=identity)
+
+
+def _check_targets(target: nn.Module, method: MethodConfig) -> None:
+    """Refuse targets that see other rows than one for each token, and parameters that all rows read."""
+    planned = plan(target, method)
+    for name in planned.replace:
+        if leaf_kind(target.get_submodule(name)) not in (LoraLinear, LoraConv1D) or ".experts." in name:
+            raise PeftlabError(
+                f"draft.kind gated_lora: {name} ({type(target.get_submodule(name)).__name__}) cannot take an addition "
+                "on some rows of a batch alone, as linear maps on all tokens can; take it out of the method's targets"
+            )
+    if planned.train:
+        raise PeftlabError(
+            f"draft.kind gated_lora: method {method.name} would train {planned.train[0]} itself, which the text is "
+            "read with; only additions can act on masks alone"
+        )
+
+
+def prepare(job: DraftJob[GatedLoraDraft], draft: GatedDraft, train: Dataset) -> None:
+    """Choose the mask, where none is named."""
+    if draft.masks.token < 0:
+        draft.masks = replace(draft.masks, token=unused_token(len(head_weight(draft.target)), train["input_ids"]))
+
+
+def loss(job: DraftJob[GatedLoraDraft], draft: GatedDraft) -> Loss:
+    """Return the objective between masks and the text's own rows; the injected LoRA continues where it is to."""
+    set_gate(draft.adapted, draft.gate)
+    if job.config.from_ is not None:
+        _continue(draft.adapted, str(find(job.config.from_)))
+    return GatedLoss(make_objective(job.objective), draft.gate, lambda: draft.masks, job.config.blocks)
+
+
+def _continue(model: nn.Module, place: str) -> None:
+    """Copy the values of a stored LoRA of the same method into an injected model."""
+    adapter, config = read_adapter(place), injection_of(model).config
+    for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"):
+        here, there = getattr(config, key, None), getattr(adapter.config, key, None)
+        if here != there:
+            raise PeftlabError(f"draft.from {place}: its method has {key} {there}, this run's {here}")
+    fill(model, adapter.tensors, source=f"draft.from {place}")
+
+
+def score(draft: GatedDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+    """Return the mean acceptance over the masks of a block, and each one's own."""
+    depths = [depth.rates() for depth in measure_masks(model, draft.gate, data, draft.masks, batch_size)]
+    each = {f"{key}_{i}": rates[key] for i, rates in enumerate(depths, 1) for key in ("acceptance", "agreement")}
+    return {"acceptance": sum(rates["acceptance"] for rates in depths) / len(depths), **each}
+
+
+def save(job: DraftJob[GatedLoraDraft], draft: GatedDraft, directory: Path, train: Dataset) -> None:
+    """Write the LoRA once more, with what its masks read and the identity of its target beside it."""
+    draft.gate.show(None)
+    with staged_directory(directory / FOLDER, "adapter", overwrite=True) as staging:
+        save_adapter(draft.adapted, staging, base=draft.base)
+        write_masks_of_gate(staging, draft.masks)
+        draft.identity.write(staging)
+
+
+def drafter(draft: GatedDraft, saved: Saved | None) -> Served | None:
+    """Return the target with its LoRA, which drafts in two passes; an untrained one, without a mask, drafts nothing."""
+    if saved is None:
+        return None
+    own = _own(draft.gate, draft.masks, build_engine(draft.adapted))
+    return Served(draft.adapted, partial(own.drafter, own.engine))
+
+
+def _own(gate: Gate, masks: Masks, engine: Engine) -> OwnLayers:
+    """Return the target's engine, with its LoRA for masks, as a draft in the target's cache."""
+    if not engine.positioned:
+        raise PeftlabError(
+            f"draft gated_lora: reads masks beside the tokens of a text, and this target's kernel is {engine.kind}"
+        )
+    two = partial(ParallelDrafter, masks=masks, shares_cache=True)
+    return OwnLayers(MaskedPass(engine, gate), two, one_pass=partial(OnePass, engine, masks, gate=gate))
+
+
+def find(reference: str) -> str | None:
+    """Return the directory of a gated LoRA that ``reference`` is, or that it has as a run."""
+    return next((str(place) for place in (Path(reference) / FOLDER, Path(reference)) if is_gated(place)), None)
+
+
+def open(reference: str, opening: Opening) -> Opened:
+    """Load the LoRA into the target, which stays as it is but for masks: other tokens are refused, other weights a
+    warning."""
+    check_tokenizer(Path(reference), opening.tokenizer)  # before any weights are read
+    target = opening.target
+    warnings = check_target(Path(reference), target, opening.tokenizer)
+    masks = read_masks_of_gate(reference, len(head_weight(target)))
+    gate = Gate()
+    load_adapter(target, reference)
+    set_gate(target, gate)
+    size = conceal(target)
+    return Opened(size, own=partial(_own, gate, masks), masks=masks, warnings=warnings)
+
+
+def export(place: str, consumer: str) -> UnoExport:
+    """Return what writes the LoRA for SGLang, which alone serves such drafts."""
+    if consumer != "sglang":
+        raise PeftlabError(
+            f"--for {consumer}: {place} is a LoRA that acts on masks alone (gated_lora), which sglang alone serves"
+        )
+    return UnoExport(Path(place))
+
+
+def update(config: GatedLoraDraft, newest: Path, log: Path) -> GatedLoraDraft:
+    """Return the section that continues from the LoRA of ``newest``, with its mask."""
+    if not is_gated(newest / FOLDER):
+        raise PeftlabError(f"{newest}: contains no gated LoRA to continue from; did the run end?")
+    return config.model_copy(update={"from_": str(newest / FOLDER)})
