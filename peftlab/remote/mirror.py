@@ -131,9 +131,9 @@ def mirrored(
 ) -> Iterator[tuple[Mirror | None, Path]]:
     """Lock this machine's directory of the run at ``url`` for the block, and yield its copy and the directory.
 
-    To resume, it is filled from the URL, unless it has a newer checkpoint of the same run, which could not be
-    uploaded. After the block what is left is uploaded. Of several processes, only the main one does anything; for
-    the others the copy is None.
+    To resume, it is filled from the URL, unless it has all that is there and perhaps what could not be uploaded.
+    After the block what is left is uploaded. Of several processes, only the main one does anything; for the others the
+    copy is None.
 
     Args:
         mark: of the run. overwrite, advice: as in ``outputs.refuse_loss``.
@@ -153,10 +153,10 @@ def mirrored(
         _check(remote, mark, names, overwrite=overwrite, resume=resume, advice=advice)
         mirror = Mirror(remote, place, () if resume else ours)
         if resume:
-            ahead = _ahead(remote, names, place)
-            if not ahead:
+            complete = _as_far(remote, names, place)
+            if not complete:
                 download(remote, ours, place)
-            mirror.continue_with(ours, downloaded=not ahead)
+            mirror.continue_with(ours, downloaded=not complete)
         elif place.exists():  # of a run that is no longer at the URL, or is about to be replaced
             shutil.rmtree(place)
         try:
@@ -228,8 +228,8 @@ def _listed(remote: RemoteDirectory, names: Collection[str]) -> list[str]:
     return [name for name in names if ours(name)]
 
 
-def _ahead(remote: RemoteDirectory, names: Collection[str], directory: Path) -> bool:
-    """Return whether a directory has a newer checkpoint of the run whose files ``names`` are."""
+def _as_far(remote: RemoteDirectory, names: Collection[str], directory: Path) -> bool:
+    """Return whether a directory has the newest checkpoint of the run whose files ``names`` are, or a newer one."""
     recipe = directory / "recipe.yaml"
     if not recipe.is_file() or recipe.read_bytes() != remote.read("recipe.yaml"):
         return False
@@ -237,11 +237,14 @@ def _ahead(remote: RemoteDirectory, names: Collection[str], directory: Path) -> 
         max((n for n in found if n.startswith(f"{_CHECKPOINTS}step-") and n.endswith(".pt")), default="")
         for found in (_files(directory), names)
     )
-    return here > there
+    return here >= there
 
 
 def download(remote: RemoteDirectory, names: Collection[str], directory: Path) -> None:
-    """Make a directory contain the files ``names`` of a URL and nothing else; those downloaded before are kept."""
+    """Make a directory contain the files ``names`` of a URL and nothing else; those downloaded before are kept.
+
+    The newest checkpoint is last: where it is, the other files are.
+    """
     record = directory.parent / _RECORD
     versions = remote.versions()
     before = read_object(record) if record.exists() else {}
@@ -249,7 +252,7 @@ def download(remote: RemoteDirectory, names: Collection[str], directory: Path) -
     for name in here.keys() - set(names):
         (directory / name).unlink()
     kept: dict[str, list[object]] = {}
-    for name in names:
+    for name in sorted(names, key=_order):
         path = directory / name
         if name not in here or before.get(name) != [versions.get(name), *here[name]]:
             remote.download(name, path)
@@ -275,9 +278,3 @@ def local_copy(reference: str | Path) -> str:
             raise PeftlabError(f"{remote.url}: not a run that peftlab wrote (it has no {MARK})")
         download(remote, names, place)
     return str(place)
-
-
-def remote_text(url: str, name: str) -> str | None:
-    """Return the text of a run's file at a URL; None if there is none."""
-    content = RemoteDirectory.at(url).read(name)
-    return None if content is None else content.decode("utf-8")

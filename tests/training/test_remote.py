@@ -137,6 +137,15 @@ def test_a_run_is_stopped_resumed_and_used(memory, written, whole, machine, tmp_
     assert not list(copied.glob("checkpoints")) and not local_place(url, "runs").exists()
 
 
+def test_a_restarted_run_continues_from_its_url(memory, written, whole, machine, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    with tiny.stopped_after(3):
+        peftlab.run(written(f"{memory}/run"))
+    machine()
+    peftlab.run(written(f"{memory}/run"))
+    assert_same(stored(f"{memory}/run"), whole)
+
+
 def test_merging_and_starting_from_a_run_at_a_url(memory, written, tmp_path):
     peftlab.run(written(f"{memory}/first"))
     run_merge(f"{memory}/first", out=tmp_path / "merged", verify=False)
@@ -196,13 +205,14 @@ def test_an_upload_that_fails_twice_is_made_again(failing, written, whole, capsy
     assert Failing.left == 0 and "not uploaded" not in capsys.readouterr().err
 
 
-def test_what_cannot_be_uploaded_stays_on_this_machine(failing, written, whole, capsys):
+@pytest.mark.parametrize("name", ["step-00000004.pt", "results.json"])
+def test_what_cannot_be_uploaded_stays_on_this_machine(name, failing, written, whole, capsys):
     """The run ends with an error that names the directory; resumed there, it uploads what it has."""
-    Failing.name, Failing.left = "step-00000004.pt", 10**6
+    Failing.name, Failing.left = name, 10**6
     with pytest.raises(PeftlabError) as caught:
         peftlab.run(written(failing))
     place = local_place(failing, "runs")
-    assert "step-00000004.pt: cannot be written (the connection was reset)" in str(caught.value)
+    assert f"{name}: cannot be written (the connection was reset)" in str(caught.value)
     assert str(place) in str(caught.value) and f"peftlab resume {failing}" in str(caught.value)
     assert (place / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
     files = stored(failing)

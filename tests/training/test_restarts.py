@@ -47,7 +47,7 @@ def test_torchrun_restarts_a_run(files, tmp_path, monkeypatch):
     options = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
     ended = tiny.command(*options, KILLED, "run", again, timeout=600)
     assert ended.returncode == 0, ended.stderr[-6000:]
-    assert "Signal 9 (SIGKILL)" in ended.stderr + ended.stdout
+    assert ended.stdout.count("trainable params") == 2  # it was started twice
     tiny.assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
