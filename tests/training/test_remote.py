@@ -216,7 +216,7 @@ def test_what_cannot_be_uploaded_stays_on_this_machine(name, failing, written, w
     assert str(place) in str(caught.value) and f"peftlab resume {failing}" in str(caught.value)
     assert (place / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
     files = stored(failing)
-    assert "checkpoints/step-00000002.pt" in files and "results.json" not in files
+    assert any(file.startswith("checkpoints/") for file in files) and "results.json" not in files
     Failing.left = 0
     peftlab.resume(failing)
     assert_same(stored(failing), whole)
