@@ -90,7 +90,7 @@ COUNTS = {
     "recipes copy quickstart": ("", 320),
     "schema": ("", 330),
     "env": ("torch numpy", 120),
-    "validate glue/cola-lora": ("", 360),
+    "validate glue/cola-lora": ("", 370),
     "report run -o report.html": ("matplotlib numpy", 670),
     "inspect base": ("torch numpy", 300),
     "inspect encoder": ("torch numpy", 300),
