@@ -75,21 +75,23 @@ class Mirror:
         print(f"uploaded: {url}")
 
     def _push(self) -> None:
-        for name in sorted(self._replaced, key=_last_needed):
-            self._remote.remove(name)
-        self._replaced = ()
         here = _files(self._directory)
-        changed = {name: stamp for name, stamp in here.items() if self._stored.get(name) != stamp}
-        for name in changed:
-            if name.endswith(f"/{MARK}") and name in self._stored:  # the directory is incomplete until its end
-                self._remote.remove(name)
-                del self._stored[name]
-        for name in sorted(changed, key=_order):
-            self._remote.upload(self._directory / name, name)
-            self._stored[name] = changed[name]
-        for name in sorted(self._stored.keys() - here.keys(), key=_last_needed):
+        self._remove(self._replaced)
+        self._replaced = ()
+        marks = {name for name in here.keys() & self._stored if name.endswith(f"/{MARK}")}
+        if changed := {name for name in marks if self._stored[name] != here[name]}:
+            self._remove(changed | {_RESULTS} & self._stored.keys())  # what they say is untrue until all is there
+        for name in sorted(here, key=_order):
+            if self._stored.get(name) != here[name]:
+                self._remote.upload(self._directory / name, name)
+                self._stored[name] = here[name]
+        self._remove(self._stored.keys() - here.keys())
+
+    def _remove(self, names: Collection[str]) -> None:
+        """Remove files in the opposite of the order in which they are uploaded."""
+        for name in sorted(names, key=_order, reverse=True):
             self._remote.remove(name)
-            del self._stored[name]
+            self._stored.pop(name, None)
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -99,13 +101,8 @@ def _order(name: str) -> tuple[int, str]:
     if name == _RESULTS:  # says that the run has ended
         return 4, name
     if name.startswith(_CHECKPOINTS):
-        return 3, name
-    return (2 if name.endswith(f"/{MARK}") else 1), name
-
-
-def _last_needed(name: str) -> tuple[bool, bool, str]:
-    """Return a key by which files are removed: results and marks inside first, the mark of the whole last."""
-    return name == MARK, name != _RESULTS and not name.endswith(f"/{MARK}"), name
+        return 2, name
+    return (3 if name.endswith(f"/{MARK}") else 1), name
 
 
 def _files(directory: Path) -> dict[str, Stamp]:

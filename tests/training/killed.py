@@ -1,7 +1,7 @@
 """Run as a program: peftlab's command line, killed once at the point of its work that ``KILLED`` names.
 
-``before NAME`` and ``after NAME``: the upload of a file; ``saved STEP``: the checkpoint of a step is complete, in the last
-process of several. A process that torchrun starts again is not killed.
+``before NAME``: the upload of a file; ``saved STEP``: the checkpoint of a step is complete, in the last process of
+several. A process that torchrun starts again is not killed.
 """
 
 from __future__ import annotations
