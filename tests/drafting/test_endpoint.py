@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peftlab.drafting.config import DraftData
@@ -109,6 +110,10 @@ class TestTransformersServe:
         def gateway(request: Asked, _: int) -> Said:
             return forwarded(server, request) if request.path == "/v1/chat/completions" else Said({}, 404)
 
+        rendered, served = served_continuations(
+            data(server, "local/chatty"), chatty, asked, Writing(12), tmp_path / "text"
+        )
+        assert rendered == ours and served.forms == {"completions of text": len(TEXTS)}
         with told_server(gateway) as (url, _):
             theirs, served = served_continuations(data(url, "local/chatty"), chatty, asked, Writing(12), tmp_path)
             assert theirs == ours and served.forms == {"chat completions": len(TEXTS)}
@@ -228,7 +233,7 @@ class TestAnswers:
     def test_what_cannot_be_the_targets_text_is_dropped_and_counted(self, target: Target, tmp_path: Path) -> None:
         answers = [
             lambda n: completion(" there was", n),
-            lambda n: completion(" ther\ufffdwas", n),
+            lambda n: completion(" ther\ufffdwas" if n % 2 else " there\ud800", n),
             lambda n: completion(" there was", n + 1),
             lambda n: completion(" there was", n, "content_filter"),
             lambda n: completion("", n, "stop", stop_reason=2),
@@ -248,6 +253,23 @@ class TestAnswers:
             "it ends with 'content_filter'": 1,
         }
         assert "dropped: 1 because" in served.line()
+
+    def test_another_model_setting_or_target_is_another_data_set(self, target: Target, tmp_path: Path) -> None:
+        changed = Target(tiny(0, vocab=512), target.tokenizer, target.eos)
+        asked = prompts(target, TEXTS[:1])
+        with told_server(lambda request, _: completion(" there", len(asked[0].ids))) as (url, _):
+            for model, here, tokens in (("a", target, 4), ("b", target, 4), ("a", target, 5), ("a", changed, 4)):
+                served_continuations(data(url, model), here, asked, Writing(tokens), tmp_path)
+        assert len(list(tmp_path.glob("*/answers.jsonl"))) == 4
+
+    def test_a_damaged_line_is_named(self, target: Target, tmp_path: Path) -> None:
+        asked = prompts(target, TEXTS[:1])
+        with told_server(lambda request, _: completion(" there", len(asked[0].ids))) as (url, _):
+            served_continuations(data(url), target, asked, Writing(4), tmp_path)
+            (file,) = tmp_path.glob("*/answers.jsonl")
+            file.write_text(file.read_text() * 2)
+            with pytest.raises(PeftlabError, match=r"answers\.jsonl:2: damaged \(row 0 is one too many\)"):
+                served_continuations(data(url), target, asked, Writing(4), tmp_path)
 
     def test_a_cut_answer_may_end_in_the_middle_of_a_character(self, target: Target, tmp_path: Path) -> None:
         def behave(request: Asked, _: int) -> Said:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
@@ -32,7 +32,7 @@ class Answer:
 
 def answer_line(row: int, answer: Answer) -> bytes:
     """Return the line of the answer to a row."""
-    return (json.dumps({"row": row, **asdict(answer)}) + "\n").encode()
+    return (json.dumps({"row": row, **vars(answer)}) + "\n").encode()
 
 
 def cut_unfinished(path: Path) -> None:

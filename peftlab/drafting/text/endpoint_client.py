@@ -134,7 +134,7 @@ class Server:
                 text = response.read().decode("utf-8")
         except HTTPError as error:
             raise self._status(path, error) from None
-        except (OSError, HTTPException, UnicodeDecodeError) as error:  # refused, hung up, cut short, timed out
+        except (OSError, HTTPException, UnicodeError) as error:  # refused, hung up, cut short, timed out, not text
             raise _Passing(self._shown(str(getattr(error, "reason", None) or reason(error)))) from None
         try:
             value = parse_json(text)

@@ -1,7 +1,8 @@
 """Text that the target wrote on a server: continuations of prompts, each stored as it arrives and asked for once.
 
-A data set is a directory named by a digest of prompts, settings and the endpoint's model id. ``answers.jsonl`` has one
-line per answer, in the order of arrival, so that a killed run loses only what it was waiting for.
+A data set is a directory named by a digest of prompts, settings, the endpoint's model id and the target's weights here.
+``answers.jsonl`` has one line per answer, in the order of arrival, so that a killed run loses only what it was waiting
+for.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from peftlab.drafting.text.answer_file import Answer, answer_line, cut_unfinishe
 from peftlab.drafting.text.endpoint_client import ATTEMPTS, FIRST_ATTEMPTS, Refused, Server, served_model
 from peftlab.drafting.text.request_forms import FORMS, Form, Reply, ServedPrompt, read_otherwise, read_reply, sampling
 from peftlab.drafting.text.retokenised import likeliest, readings
-from peftlab.drafting.text.target_text import Writing
+from peftlab.drafting.text.target_text import Writing, weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json
 from peftlab.locks import LOCK, locked
 from peftlab.tasks.prompts import Request
+from peftlab.tasks.reading.content import is_unicode
 
 T = TypeVar("T")
 
@@ -90,7 +92,7 @@ def served_continuations(
         PeftlabError: the server cannot be reached, takes no form of the prompts, or does not sample; a damaged file.
     """
     model = served_model(data)
-    directory = cache / _digest(model, prompts, writing, target.eos)[:16]
+    directory = cache / _digest(model, target, prompts, writing)[:16]
     jobs = [prompt for prompt in prompts for _ in range(writing.samples)]
     answers = read_answers(directory / _FILE, len(jobs))
     if len(answers) < len(jobs):
@@ -109,9 +111,11 @@ def served_continuations(
     return found, served
 
 
-def _digest(model: str, prompts: Sequence[ServedPrompt], writing: Writing, eos: frozenset[int]) -> str:
+def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: Writing) -> str:
+    """Return a digest of what determines the text; of the weights too, since a server keeps its id for new ones."""
     settings = {key: value for key, value in asdict(writing).items() if key != "batch_size"}
-    text = json.dumps([model, settings, sorted(eos), [prompt.ids for prompt in prompts]], sort_keys=True)
+    what = [model, weights_digest(target.model), settings, sorted(target.eos), [prompt.ids for prompt in prompts]]
+    text = json.dumps(what, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -232,7 +236,7 @@ def _ids(target: Target, prompt: Sequence[int], most: int, reply: Reply) -> list
     """Return a reply's token ids, at most ``most``, with the end of sequence; None if the text does not decode back."""
     cut = reply.finish == "length"
     text = reply.text.rstrip("\ufffd") if cut else reply.text  # the last token may be part of a character
-    if "\ufffd" in text:
+    if "\ufffd" in text or not is_unicode(text):
         return None
     ids: list[int] = []
     if text:
