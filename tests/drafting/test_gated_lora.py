@@ -318,7 +318,7 @@ def test_an_update_begins_with_the_values_of_the_stored_lora(tmp_path: Path) -> 
     continue_from(new, str(tmp_path))
     mine = {name: p for name, p in new.named_parameters() if p.requires_grad}
     assert mine and all(torch.equal(p, trained.get_parameter(name)) for name, p in mine.items())
-    with pytest.raises(PeftlabError, match="its method has lora_alpha 16.0, this run's 99.0"):
+    with pytest.raises(PeftlabError, match=r"its method has lora_alpha 16.0, this run's 99.0"):
         continue_from(gated_model(tiny(3), 0.0, lora_alpha=99)[0], str(tmp_path))
 
 
