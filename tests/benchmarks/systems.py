@@ -46,6 +46,8 @@ DRAFTS: dict[str, str] = {
     "hydra": "run draft/quickstart 'draft={kind: hydra, heads: 3, shared_head: true, vocabulary: 8192}'",
     "mtp": "run draft/quickstart 'draft={kind: mtp}'",
     "pard": "run draft/quickstart 'draft={kind: pard, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' method=full",
+    "gated": "run draft/quickstart 'draft={kind: gated_lora}' 'method={name: lora, r: 64, lora_alpha: 128, "
+    "target_modules: all-linear}' objective.name=lk",
     "eagle1": "run draft/quickstart 'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
     "eagle3": "run draft/quickstart",
 }
@@ -78,6 +80,8 @@ SYSTEMS = (
     System("Hydra (2402.05109)", "draft bench --draft {hydra} --gamma 6", "drafting/test_hydra.py::test_they_see_what_was_drafted_and_are_accepted_more_often_than_heads_that_do_not"),
     System("FastMTP (2509.18362)", "draft bench --draft {mtp} --gamma 3", "drafting/test_mtp.py::test_a_step_of_training_is_a_drafted_token"),
     System("PARD: all tokens in one pass (2504.18583)", "draft bench --draft {pard} --gamma 4", "drafting/test_pard.py::test_a_row_is_what_the_model_computes_with_masks_appended"),
+    System("Uno: a LoRA for masks, two passes (2609.04010)", "draft bench --draft {gated} --gamma 4", "drafting/test_gated_lora.py::test_what_is_drafted_is_what_the_lora_gives_behind_the_targets_own_text"),
+    System("A LoRA for masks in the verification pass (2507.11851)", "draft bench --draft {gated} --drafter one_pass --gamma 2", "drafting/test_gated_lora.py::test_what_is_drafted_is_what_the_lora_gives_behind_the_targets_own_text", "one_pass"),
     System("EAGLE-1, chain (2401.15077)", "draft bench --draft {eagle1} --gamma 2", "drafting/test_eagle3.py::test_regression_brings_the_state_nearer"),
     System("EAGLE-3, chain (2503.01840)", "draft bench --draft {eagle3} --gamma 2", "drafting/test_eagle3.py::test_a_step_of_training_is_a_drafted_token"),
     System("EAGLE-3, tree of EAGLE-2 (2406.16858)", "draft bench --draft {eagle3} --width 4 --gamma 8", "decoding/test_feature_trees.py::test_the_most_probable_nodes_are_drafted"),

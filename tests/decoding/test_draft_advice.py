@@ -79,6 +79,24 @@ def test_nothing_is_recommended_where_nothing_pays():
         best_draft(CHAIN, STEEP, 1.5)
 
 
+def test_masks_cost_a_step_of_the_target_or_rows_of_its_verification():
+    c = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
+    two = DraftCost("gated_lora", "two passes", "kind: gated_lora", 0.0, 0.0, 8, passes=2)
+    one = DraftCost("gated_lora", "one pass", "kind: gated_lora", 0.0, 0.0, 3, passes=1)
+    assert two.step(c, 4, 4) == pytest.approx(1.4 + 1.3), "five rows are verified, four drafted"
+    assert one.step(c, 2, 2) == 1.8 and one.step(c, 3, 3) is None, "nine rows; sixteen were not measured"
+    best = best_draft(two, c, 0.6)  # the first drafted token is the target's own
+    gains = [(2 + sum(0.6**i for i in range(1, n))) / (c[n] + c[n - 1]) for n in range(1, 9)]
+    assert best.gain == pytest.approx(max(gains)) and best.nodes == 1 + gains.index(max(gains)) and not best.tree
+    best = best_draft(one, c, 0.6)
+    assert best.gain == pytest.approx(max(1.6 / 1.3, 1.96 / 1.8)) and best.nodes == 1
+    found = advise([two, one], c, 0.6)
+    assert [kind.drafting for kind in found] == pytest.approx([1.0, 1.3 - 1.1]), "a pass; two rows more"
+    assert "(--gamma 1 --drafter one_pass)" in recommendation(found[1:])
+    kinds = {(cost.kind, cost.size): cost for cost in draft_costs(TargetWeights(3.54e6, 30, 49152, 576))}
+    assert kinds["gated_lora", "two passes"].passes == 2 and kinds["gated_lora", "one pass"].passes == 1
+
+
 def test_costs_are_shares_of_the_weights(stories_model):
     weights = target_weights(stories_model)
     counted = sum(p.numel() for p in stories_model.parameters())

@@ -14,6 +14,8 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
 from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
+from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
+from peftlab.decoding.drafters.gated.one_pass import OnePass
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
@@ -30,6 +32,7 @@ from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
 from tests.eagle_models import eagle, trained_eagle
+from tests.gated_models import gated_model
 
 NEW = 32
 FEATURES = usual_features(5)  # of both models here
@@ -58,6 +61,10 @@ DRAFTERS = {
     "several at once, tree": lambda m, way: ParallelDrafter(
         build_engine(truncate(m, range(4)), **way), Masks(7, 3), width=3
     ),
+    "gated": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), shares_cache=True),
+    "gated tree": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), 3, shares_cache=True),
+    "gated, one pass": lambda m, way: in_one_pass(m, way, 1),
+    "suffix+gated, one pass, tree": lambda m, way: fused(in_one_pass(m, way, 3)),
     "eagle": lambda m, way: features_drafter(m),
     "eagle tree": lambda m, way: features_drafter(m, 3),
     "suffix+eagle": lambda m, way: fused(features_drafter(m)),
@@ -109,6 +116,23 @@ def hydra_heads(model):
     for block in heads.blocks:
         torch.nn.init.normal_(block.layers[0].weight, std=0.5, generator=generator)
     return heads
+
+
+def gated(model, way):
+    """The model with a random LoRA for masks, and its gate."""
+    adapted, gate = gated_model(model, 0.05)
+    return build_engine(adapted, **way), gate
+
+
+def in_one_pass(model, way, width):
+    """Masks in the verification pass, all of whose rows the model with a LoRA reads."""
+
+    class Own(OnePass):
+        def read(self, target, *given):
+            return super().read(self.engine, *given)
+
+    engine, gate = gated(model, way)
+    return Own(engine, Masks(7, 4), width, gate=gate)
 
 
 def features_drafter(model, width=1):

@@ -24,7 +24,7 @@ from peftlab.decoding.table import (
     verifier,
 )
 from peftlab.drafting.kinds.table import DRAFTS as KINDS
-from peftlab.drafting.load import PEARL
+from peftlab.drafting.load import ONE_PASS, PEARL
 from peftlab.recipe.loading import load_recipe
 from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, words
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
@@ -52,7 +52,7 @@ def test_a_rows_command_parses_and_its_test_exists(system: System, tmp_path: Pat
     file, _, name = system.test.partition("::")
     assert name in functions(file), system.test
     found = parsed(words(system, tmp_path) if system.measured else shlex.split(system.command))
-    for each in set(found.get("drafter") or ()) - {PEARL}:
+    for each in set(found.get("drafter") or ()) - {PEARL, ONE_PASS}:
         model_free(each)
     for option, read in {"policy": policy, "lossy": lossy, "tree": tree, "verify": verifier}.items():
         if found.get(option):

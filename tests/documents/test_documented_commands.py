@@ -85,6 +85,10 @@ BEFORE = {
         "'data.separator=\"|\"' output_dir=runs/films"
     ],
     "docs/drafts/training_drafts.md": ["peftlab run my-draft.yaml"],
+    "docs/drafts/decoding.md": [
+        "peftlab run draft/ci target=TARGET 'draft={kind: gated_lora}' 'method={name: lora}' data.samples=1 "
+        "data.max_new_tokens=4 output_dir=runs/gated"
+    ],
     "docs/guide/merging.md": ["peftlab run chat/qlora data.path=chats.jsonl"],
     "docs/reference/command_line.md": ["peftlab run glue/cola-lora data.path=glue_data/CoLA"],
 }

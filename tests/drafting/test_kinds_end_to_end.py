@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.drafting.export import export_draft
@@ -26,11 +28,13 @@ KINDS = {
     "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
     "mtp": ("{kind: mtp, steps: 2, vocabulary: 300, store_gb: 1}", "null", "mtp/model.safetensors"),
     "pard": ("{kind: pard, tokens: 3, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
+    "gated_lora": ("{kind: gated_lora, noise: true}", "{name: lora, r: 4}", "adapter/adapter_model.safetensors"),
 }
 REFUSED = {
     "hydra": ("vllm", "Hydra heads, which no released engine loads"),
     "mtp": ("vllm", "only for targets that come with them"),
     "pard": ("sglang", "which vllm alone drafts with"),
+    "gated_lora": ("vllm", "which sglang alone serves"),
 }
 
 
@@ -63,14 +67,15 @@ def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Pat
 
 def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
     kind, place = run
-    assert find_draft(str(place))[0].config.endswith(f"{kind}.config:{kind.title()}Draft")
+    assert find_draft(str(place))[0].config.endswith(f"{kind}.config:{kind.title().replace('_', '')}Draft")
     pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
     prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
     plain = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))]
-    for width, gamma in ((1, 2), (1, 5), (3, 6)):
-        drafter = make_drafter("draft", pair, width)
+    names = ["draft", *(["one_pass"] if kind == "gated_lora" else [])]
+    for name, (width, gamma) in product(names, ((1, 2), (1, 5), (3, 6))):
+        drafter = make_drafter(name, pair, width)
         outputs = decode(pair.target, prompts, StoppingCriteria(20), drafter, policy=lambda n=gamma: Fixed(n))
-        assert [output.tokens for output in outputs] == plain, (width, gamma)
+        assert [output.tokens for output in outputs] == plain, (name, width, gamma)
         assert any(step.drafted for output in outputs for step in output.steps)
 
 
@@ -106,6 +111,32 @@ def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: 
         plan_draft(str(stories), str(place))
 
 
+@pytest.mark.parametrize("run", ["gated_lora"], indirect=True)
+def test_sglang_serves_a_gated_lora_and_nothing_takes_it_for_an_adapter(
+    run: tuple[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    _, place = run
+    assert json.loads((place / "results.json").read_text())["method"] == "lora" and not (place / "merged").exists()
+    exported = export_draft(place, tmp_path / "out", "sglang", str(stories), gamma=4)
+    assert "--speculative-algorithm UNO --uno-lora-path" in exported.command and exported.max_logit_difference == 0
+    assert exported.command.endswith("--speculative-num-draft-tokens 4")
+    written, mine = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "out", place / "adapter"))
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in written
+    assert written.keys() == mine.keys() and all(tensor.equal(mine[name]) for name, tensor in written.items())
+    with pytest.raises(PeftlabError, match="trained to write 4 tokens"):
+        export_draft(place, tmp_path / "other", "sglang", str(stories), gamma=5)
+    for reference in (place, place / "adapter"):
+        with pytest.raises(PeftlabError, match="a gated LoRA, which acts on a draft's masks alone"):
+            load_pair(str(reference))
+        with pytest.raises(PeftlabError, match="a gated LoRA, which acts on a draft's masks alone"):
+            merge_checkpoint(reference, None, tmp_path / "merged")
+    pair = load_pair(str(stories), str(place))
+    assert pair.target_parameters == load_pair(str(stories)).target_parameters
+    assert pair.draft_parameters == sum(tensor.numel() for tensor in mine.values())
+    with pytest.raises(PeftlabError, match="drafter one_pass: of a gated_lora draft"):
+        make_drafter("one_pass", load_pair(str(stories)))
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
@@ -113,6 +144,17 @@ def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: 
         ("hydra", ["policy=confidence:0.5"], "heads draft trees"),
         ("mtp", ["draft={kind: mtp, from: nowhere}"], "nowhere is no mtp draft"),
         ("mtp", ["method={name: lora}"], "a new mtp layer trains whole"),
+        ("gated_lora", ["draft={kind: gated_lora, mask_token: 512}"], "512 is no token; the target has 0 to 511"),
+        ("gated_lora", ["draft={kind: gated_lora, blocks: [4, 2]}"], "[4, 2] is not a rising list"),
+        ("gated_lora", ["draft={kind: gated_lora, noise: true, mask_token: 3}"], "remove one of them"),
+        ("gated_lora", ["draft={kind: gated_lora, from: nowhere}"], "nowhere is no gated LoRA"),
+        ("gated_lora", ["method={name: houlsby}"], "houlsby: gated_lora trains by lora"),
+        ("gated_lora", ["method=null"], "has no parameters of its own to train"),
+        ("gated_lora", ["method={name: lora, target_modules: [embed_tokens]}"], "model.embed_tokens (Embedding)"),
+        ("gated_lora", ["merge=true"], "there is nothing to merge"),
+        ("gated_lora", ["policy=confidence:0.5"], "masks predict all at once"),
+        ("gated_lora", ["draft_window='4:16'"], "gated_lora drafts in the target's"),
+        ("gated_lora", ["objective.name=topk_kl", "data.top_k=4"], "gated_lora trains without topk_kl"),
         ("pard", ["draft={kind: pard, mask_token: 512}"], "512 is no token; the target has 0 to 511"),
         ("pard", ["draft={kind: pard, from: a, truncate: {layers: [0]}}"], "needs exactly one of from: REF"),
         ("pard", ["policy=confidence:0.5"], "pard writes all at once"),

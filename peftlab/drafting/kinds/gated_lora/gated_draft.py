@@ -71,15 +71,10 @@ def load(job: DraftJob[GatedLoraDraft], target: PreTrainedModel) -> GatedDraft:
     Raises:
         PeftlabError: it cannot have them, or the method changes what the text is read with.
     """
-    name = type(target).__name__
-    if mix_of(target) is not None:
-        raise PeftlabError(
-            f"draft.kind gated_lora: {name} keeps a state that each token changes, so that masks cannot be read beside "
-            "a text; train draft: {kind: model} for it"
-        )
+    refuse_states(target)
     check_parallel(target, job.config.kind)
     assert job.method is not None
-    _check_targets(target, job.method)
+    check_targets(target, job.method)
     config, size = job.config, len(head_weight(target))
     masks = Masks(size if config.noise else -1 if config.mask_token is None else config.mask_token, 1, config.noise)
     if config.from_ is not None and config.mask_token is None and not config.noise:
@@ -89,7 +84,16 @@ def load(job: DraftJob[GatedLoraDraft], target: PreTrainedModel) -> GatedDraft:
     return GatedDraft(target, target, target, job.target, eos, masks=masks, identity=identity)
 
 
-def _check_targets(target: nn.Module, method: MethodConfig) -> None:
+def refuse_states(target: PreTrainedModel) -> None:
+    """Refuse a state-space model."""
+    if mix_of(target) is not None:
+        raise PeftlabError(
+            f"draft.kind gated_lora: {type(target).__name__} keeps a state that each token changes, so that masks "
+            "cannot be read beside a text; train draft: {kind: model} for it"
+        )
+
+
+def check_targets(target: nn.Module, method: MethodConfig) -> None:
     """Refuse targets that see other rows than one for each token, and parameters that all rows read."""
     planned = plan(target, method)
     for name in planned.replace:
@@ -115,11 +119,11 @@ def loss(job: DraftJob[GatedLoraDraft], draft: GatedDraft) -> Loss:
     """Return the objective between masks and the text's own rows; the injected LoRA continues where it is to."""
     set_gate(draft.adapted, draft.gate)
     if job.config.from_ is not None:
-        _continue(draft.adapted, str(find(job.config.from_)))
+        continue_from(draft.adapted, str(find(job.config.from_)))
     return GatedLoss(make_objective(job.objective), draft.gate, lambda: draft.masks, job.config.blocks)
 
 
-def _continue(model: nn.Module, place: str) -> None:
+def continue_from(model: nn.Module, place: str) -> None:
     """Copy the values of a stored LoRA of the same method into an injected model."""
     adapter, config = read_adapter(place), injection_of(model).config
     for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"):
