@@ -1,0 +1,251 @@
+"""What many runs cost beside the runs themselves, and how long a table takes on 10, 100 and 1,000 workers.
+
+    python -m tests.benchmarks.bench_scale [--rate EXAMPLES] [--failures PER_HOUR] [--costs START CELL]
+
+Measured on tiny runs, one torch thread each: a worker's start, the scheduling of a cell, what a cell and a worker ask of
+shared storage, how long the table's lock is held. Then the simulator (``tests.benchmarks.scheduling``): checked against
+two parts of a table that run at the same time, and applied to five methods, eight tasks and five seeds of ``glue/table``; with ``--costs`` that alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from peftlab.pipelines.finetune import run_finetune
+from peftlab.pipelines.tables import score_table
+from peftlab.pipelines.tables.cell_processes import _PRELOADED, RESULTS, missing_cells
+from peftlab.pipelines.tables.table_parts import Shard
+from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.schema import TableRecipe
+from peftlab.recipe.table_cells import Cell, table_cells
+from tests.benchmarks.scheduling import Costs, Failure, Job, longest_chain, makespan, queue
+from tests.training.tiny import recipe, save_model, save_rows, write_recipe
+
+STEPS = {"a": 10, "b": 20, "c": 40, "d": 160}  # of the measured rows
+SEEDS = 5
+# Training examples of the GLUE tasks.
+EXAMPLES = {
+    "cola": 8551, "sst2": 67349, "mrpc": 3668, "stsb": 5749, "qqp": 363846, "mnli": 392702, "qnli": 104743, "rte": 2490,
+}  # fmt: skip
+ROWS = ("base-full", "base-bitfit", "base-adapterdrop9", "base-adapterdrop3", "base-lora")
+WORKERS = (10, 100, 1000)
+DRAWS = 20
+_OPENED = """
+import os, sys
+opened = {}
+sys.addaudithook(lambda event, args: event == 'open' and isinstance(args[0], str) and opened.setdefault(args[0]))
+import importlib
+for name in sys.argv[1:]: importlib.import_module(name)
+sizes = [os.path.getsize(name) for name in opened if os.path.isfile(name)]
+print(len(sizes), sum(sizes))
+"""
+
+
+def shape(values: dict[str, object]) -> TableRecipe:
+    """Return a table of tiny runs of different lengths: four rows, five seeds."""
+    train = {**values.pop("train"), "eval_every": 1000}  # type: ignore[dict-item]
+    for key in ("epochs", "seed"):
+        train.pop(key)
+    rows = {name: {"method": values["method"], "train": {"max_steps": steps}} for name, steps in STEPS.items()}
+    shared = {key: values[key] for key in ("model", "data", "merge", "output_dir")}
+    return TableRecipe.model_validate(
+        {
+            **shared,
+            "kind": "table",
+            "tasks": [values["task"]],
+            "rows": rows,
+            "seeds": list(range(SEEDS)),
+            "train": train,
+        }
+    )
+
+
+def command(file: Path, output: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "peftlab", "run", str(file), f"output_dir={output}", *options]
+
+
+def run_at_once(commands: Sequence[Sequence[str]]) -> float:
+    """Run commands at the same time and return the seconds until the last one ends."""
+    started = time.perf_counter()
+    running = [subprocess.Popen(each, stdout=subprocess.DEVNULL) for each in commands]
+    if max([process.wait() for process in running]):  # all of them have ended
+        raise SystemExit("a run failed")
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the measured table: each cell's run by itself; of the command with one cell, and with all of them."""
+
+    alone: list[float]
+    one: float
+    all: float
+
+    @property
+    def costs(self) -> Costs:
+        """What a further cell takes beyond its run, and what is left of the first one's command."""
+        cell = (self.all - self.one - sum(self.alone[1:])) / (len(self.alone) - 1)
+        return Costs(start=self.one - self.alone[0] - cell, cell=cell)
+
+
+def measure(file: Path, table: TableRecipe, work: Path) -> Measured:
+    """Run a table's first cell, all its cells, and each row by itself in this process, which has imported everything."""
+    every = [f"~rows.{row}" for row in list(STEPS)[1:]]
+    one = run_at_once([command(file, work / "one", "seeds=[0]", *every)])
+    whole = run_at_once([command(file, work / "all")])
+    alone: dict[str, list[float]] = {row: [] for row in STEPS}
+    for turn in range(4):  # the first one is not counted
+        for cell in table_cells(table)[: len(STEPS)]:
+            started = time.perf_counter()
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                run_finetune(cell.recipe, overwrite=True, device="cpu")
+            alone[cell.row] += [time.perf_counter() - started] * (turn > 0)
+    return Measured([statistics.median(alone[cell.row]) for cell in table_cells(table)], one, whole)
+
+
+def parts(cells: Sequence[Cell], jobs: Sequence[Job], count: int, costs: Costs) -> float:
+    """Return when the last of ``count`` parts of a table ends, each on a worker of its own."""
+    numbers = {cell: i for i, cell in enumerate(cells)}
+    own = [[jobs[numbers[cell]] for cell in Shard(i, count).part(cells)] for i in range(count)]
+    return max(makespan(queue([Job(job.seconds) for job in part], 1, costs)) for part in own)
+
+
+def compare(file: Path, table: TableRecipe, work: Path, found: Measured) -> None:
+    """Print the time of two parts at once beside the simulator's."""
+    options = [["--shard", f"{i}/2"] for i in range(2)]
+    real = run_at_once([command(file, work / "parts", *option) for option in options])
+    cells = table_cells(table)
+    simulated = parts(cells, [Job(seconds) for seconds in found.alone], 2, found.costs)
+    print(f"two parts at once: {real:.1f} s; simulated {simulated:.1f} s, {simulated / real:.2f} of it")
+
+
+def storage(work: Path) -> None:
+    """Print what a cell writes, what a worker reads, and how long processes that share a table wait for each other."""
+    (cell, *_) = sorted((work / "all" / "cells").glob("*/results.json"))
+    files = [path for path in cell.parent.rglob("*") if path.is_file()]
+    print(f"a finished cell: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e3:.0f} kB")
+    names = [name for name in _PRELOADED if name != "peftlab.pipelines.tables.quiet_server"]
+    done = subprocess.run([sys.executable, "-c", _OPENED, *names], capture_output=True, text=True, check=True)
+    count, size = map(int, done.stdout.split()[-2:])
+    print(f"a worker's imports: {count} files, {size / 1e6:.0f} MB")
+    table = glue(work / "glue")
+    cells = table_cells(table)
+    for each in cells:
+        each.directory.mkdir(parents=True)
+        (each.directory / "recipe.yaml").write_text(dump_recipe(each.recipe))
+        shutil.copy(cell, each.directory / RESULTS)
+    started = time.perf_counter()
+    assert not missing_cells(cells, overwrite=False)
+    read = time.perf_counter() - started
+    written = []
+    for _ in range(4):
+        started = time.perf_counter()
+        score_table._write(table, cells, [])
+        written.append(time.perf_counter() - started)
+    print(f"{len(cells)} cells: comparing their recipes {read:.1f} s; writing the table {min(written):.2f} s, ", end="")
+    print(f"the first time of a process {written[0]:.2f} s")
+
+
+def glue(output: Path) -> TableRecipe:
+    """Return the table of ``glue/table``'s five methods on RoBERTa-base, eight tasks, five seeds."""
+    table = load_recipe("glue/table", [f"output_dir={output}"])
+    assert isinstance(table, TableRecipe)
+    return table.model_copy(update={"rows": {row: table.rows[row] for row in ROWS}})
+
+
+def glue_jobs(cells: Sequence[Cell], rate: float) -> list[Job]:
+    """Return the cells' jobs at ``rate`` examples per second, evaluation left out."""
+    numbers = {cell.recipe.output_dir: i for i, cell in enumerate(cells)}
+    seconds = [EXAMPLES[cell.task.removeprefix("glue/")] * cell.recipe.train.epochs / rate for cell in cells]
+    starts = [cell.recipe.init_from for cell in cells]
+    return [Job(time, None if start is None else numbers[start]) for time, start in zip(seconds, starts, strict=True)]
+
+
+def failing(jobs: Sequence[Job], workers: int, costs: Costs, per_hour: float) -> float:
+    """Return the mean time over draws in which each worker is lost so often, and replaced ten minutes later."""
+    taken = []
+    for seed in range(DRAWS):
+        draw, lost = random.Random(seed), []
+        horizon = 3 * makespan(queue(jobs, workers, costs))
+        for worker in range(workers):
+            at = 0.0
+            while per_hour and (at := at + draw.expovariate(per_hour / 3600)) < horizon:
+                lost.append(Failure(worker, at, back=600.0))
+        taken.append(makespan(queue(jobs, workers, costs, lost)))
+    return statistics.mean(taken)
+
+
+def tables(costs: Costs, rate: float, per_hour: float) -> None:
+    """Print how long the GLUE table takes."""
+    table = glue(Path("runs/table"))
+    cells = table_cells(table)
+    largest = sorted(table.tasks, key=lambda task: -EXAMPLES[task.removeprefix("glue/")])
+    jobs = glue_jobs(cells, rate)
+    sorted_jobs = glue_jobs(table_cells(table.model_copy(update={"tasks": largest})), rate)
+    total, longest = sum(job.seconds for job in jobs), longest_chain(jobs)
+    print(
+        f"\n{len(cells)} cells, {total / 3600:.0f} hours of work, {longest / 3600:.1f} hours in the longest chain; hours:\n"
+    )
+    print(
+        "| workers | work / workers | one queue | with failures | large tasks first | parts | overheads, of the work |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for workers in WORKERS:
+        times = (
+            total / workers,
+            makespan(queue(jobs, workers, costs)),
+            failing(jobs, workers, costs, per_hour),
+            makespan(queue(sorted_jobs, workers, costs)),
+            parts(cells, jobs, workers, costs),
+        )
+        share = (costs.cell * len(jobs) + costs.start * min(workers, len(jobs))) / total
+        shown = " | ".join(f"{seconds / 3600:.1f}" for seconds in times)
+        print(f"| {workers:,} | {shown} | {100 * share:.2f} % |")
+
+
+def measured() -> tuple[float, float]:
+    """Measure, and compare with the simulator; return the seconds of a worker's start and of a cell's scheduling."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        os.environ["HF_DATASETS_CACHE"] = str(work / "cache")
+        table = shape(recipe(save_model(work / "model"), save_rows(work / "rows.csv"), work / "alone"))
+        file = write_recipe(table.model_dump(mode="json"), work / "table.yaml")
+        found = measure(file, table, work)
+        costs, mean = found.costs, statistics.mean(found.alone)
+        print(
+            f"a worker's start {costs.start:.1f} s; a cell's run {mean:.2f} s, its scheduling {costs.cell:.2f} s more",
+            end="",
+        )
+        print(" (wanted: at most 1)")
+        compare(file, table, work, found)
+        storage(work)
+        return costs.start, costs.cell
+
+
+def main() -> None:
+    """Measure, compare, simulate."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rate", type=float, default=400.0, help="examples per second that a worker trains on")
+    parser.add_argument("--failures", type=float, default=0.01, help="of each worker per hour")
+    parser.add_argument("--costs", type=float, nargs=2, help="seconds of a worker's start and of a cell's scheduling")
+    args = parser.parse_args()
+    start, cell = args.costs or measured()
+    tables(Costs(start, max(0.0, cell), save_every=600.0), args.rate, args.failures)
+
+
+if __name__ == "__main__":
+    main()
