@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,13 @@ class Acceptance(NamedTuple):
             "agreement": float(self.agreement.sum()) / total,
             "target_probability": float(self.certain.sum()) / total,
         }
+
+
+def by_depth(measured: Iterable[Acceptance]) -> dict[str, float]:
+    """Return the mean acceptance over several tokens ahead, and the rates of each, numbered from 1."""
+    rates = [each.rates() for each in measured]
+    each = {f"{key}_{k}": of[key] for k, of in enumerate(rates, start=1) for key in ("acceptance", "agreement")}
+    return {"acceptance": sum(of["acceptance"] for of in rates) / len(rates), **each}
 
 
 @torch.no_grad()

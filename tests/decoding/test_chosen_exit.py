@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -16,12 +15,8 @@ from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice, tokens_
 from peftlab.decoding.drafters.own_layers.parts import Exit
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.drawing import rsd_c
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import possible_exits
-from peftlab.drafting.load import load_pair, make_drafter
-from peftlab.errors import PeftlabError
-from tests.command_line import invoke
 
 LAYERS, EXITS = 4, [1, 2, 3]
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [10, 11], [12, 3, 12, 3, 12]]
@@ -115,16 +110,3 @@ def test_sampled_shadows_overlap_with_the_target(target):
     assert all(0 < alpha < 1 for alpha in drafter.choice.alphas)
     assert drafter.choice.alphas != greedy.choice.alphas
     assert drafter.choice.alphas == sorted(drafter.choice.alphas), "later exits are closer to the target"
-
-
-def test_the_commands_choose_exits(stories, tmp_path):
-    (tmp_path / "p.txt").write_text("Once upon a time\nTom and Lily\n")
-    settings = ["--prompts", tmp_path / "p.txt", "--max-new-tokens", 12, "--repeats", 1, "--drafter", "lookup"]
-    done = invoke(
-        "draft", "bench", "--target", stories, "--draft", "del", *settings, "--json", tmp_path / "o.json", "--no-pack"
-    )
-    assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "o.json").read_text())["drafters"]
-    assert found["draft"]["lossless"] is True and found["suffix+draft"]["lossless"] is True
-    with pytest.raises(PeftlabError, match="draft del drafts chains, no trees"):
-        make_drafter("draft", load_pair(str(stories), "del", pack=False), grow=rsd_c(2))

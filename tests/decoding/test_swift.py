@@ -118,18 +118,20 @@ def test_a_draft_ends_where_no_token_is_probable():
     assert max(lengths(0.0)) == 5
 
 
-def test_the_commands_draft_with_it(stories, tmp_path):
+@pytest.mark.parametrize(("draft", "new"), [("swift", 34), ("del", 12)])
+def test_the_commands_draft_with_the_targets_own_layers(stories, tmp_path, draft, new):
     (tmp_path / "p.txt").write_text("Once upon a time\nTom and Lily\n")
-    settings = ["--prompts", tmp_path / "p.txt", "--max-new-tokens", 34, "--repeats", 1, "--drafter", "lookup"]
-    done = invoke(
-        "draft", "bench", "--target", stories, "--draft", "swift", *settings, "--json", tmp_path / "o.json", "--no-pack"
-    )
+    settings = ["--prompts", tmp_path / "p.txt", "--max-new-tokens", new, "--repeats", 1, "--drafter", "lookup"]
+    settings += ["--json", tmp_path / "o.json", "--no-pack"]
+    done = invoke("draft", "bench", "--target", stories, "--draft", draft, *settings)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "o.json").read_text())["drafters"]
     assert found["draft"]["lossless"] is True and found["suffix+draft"]["lossless"] is True
-    pair = load_pair(str(stories), "swift", pack=False)
-    with pytest.raises(PeftlabError, match="draft swift drafts chains, no trees"):
-        make_drafter("draft", pair, grow=rsd_c(2))
+    with pytest.raises(PeftlabError, match=f"draft {draft} drafts chains, no trees"):
+        make_drafter("draft", load_pair(str(stories), draft, pack=False), grow=rsd_c(2))
+
+
+def test_only_a_flattened_step_leaves_sublayers_out():
     with pytest.raises(
         PeftlabError, match="flattened step, and this target's kernel is transformers; use --draft exit:K"
     ):

@@ -93,8 +93,15 @@ def costs(target: TargetWeights) -> list[DraftCost]:
     The fusion of the target's states is read once per step. Each level reads the layer and the head once, whether it is
     one link of a chain or several nodes of a tree.
     """
+    return [layer_cost("eagle3", target, once=3 * target.hidden**2 / target.total)]
+
+
+def layer_cost(kind: str, target: TargetWeights, once: float = 0.0) -> DraftCost:
+    """Return what a layer, the map of embedding and state into it and a reduced head cost at each level, and ``once``.
+
+    The map's 2H² weights are as many as queries, keys and values of twice the width add to a layer.
+    """
     rows = min(target.vocabulary, REDUCED)
-    recipe = "kind: eagle3" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+    recipe = f"kind: {kind}" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
     each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
-    once = 3 * target.hidden**2 / target.total
-    return [DraftCost("eagle3", "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)]
+    return DraftCost(kind, "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)

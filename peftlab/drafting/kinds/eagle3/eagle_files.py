@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape, StateNetwork
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
+from peftlab.drafting.kinds.stored_drafts import said
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -22,9 +23,7 @@ _OTHER_NAMES = {"midlayer.": "layers.0."}  # in the files of EAGLE's authors and
 
 def is_eagle(directory: str | Path) -> bool:
     """Whether a directory contains a draft of speculators' type ``eagle3``, or one for SGLang."""
-    file = Path(directory) / "config.json"
-    config = read_object(file) if file.is_file() else {}
-    return config.get("speculators_model_type") == "eagle3" or config.get("architectures") == _SGLANG
+    return said(directory, "speculators_model_type") == "eagle3" or said(directory, "architectures") == _SGLANG
 
 
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
@@ -92,7 +91,6 @@ def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
 def speculators_config(network: Eagle3, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
     """Return the configuration of a network in speculators' layout; arguments as for ``write_eagle``."""
     shape = network.shape
-    method: dict[str, Json] = {"proposal_type": "greedy", "speculative_tokens": tokens}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -108,12 +106,18 @@ def speculators_config(network: Eagle3, *, target: str, architecture: str, token
         "norm_output": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": [architecture]},
-        },
+        "speculators_config": decoding_config("eagle3", target=target, architecture=architecture, tokens=tokens),
+    }
+
+
+def decoding_config(algorithm: str, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
+    """Return how a draft decodes, in speculators' layout; arguments as for ``write_eagle``."""
+    method: dict[str, Json] = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": target, "architectures": [architecture]},
     }
 
 
@@ -131,7 +135,11 @@ def write_eagle(network: Eagle3, directory: Path, *, target: str, architecture: 
     config = speculators_config(network, target=target, architecture=architecture, tokens=tokens)
     write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
     write_json(directory / "config.json", config)
-    back = tensors_of(read_eagle(directory, network.embedding))
+    check_written(tensors, tensors_of(read_eagle(directory, network.embedding)), directory)
+
+
+def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory: Path) -> None:
+    """Raise ``PeftlabError`` where the tensors that were read back are not those that were written."""
     if back.keys() != tensors.keys() or any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
         raise PeftlabError(f"{directory}: what was written is not what was trained; nothing was left behind")
 
@@ -191,6 +199,23 @@ def _features(config: dict[str, Json], file: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def check_embedding(shape: EagleShape, embedding: Tensor, directory: Path) -> None:
+    """Raise ``PeftlabError`` where a target's embeddings [V, H] are not those that a network reads."""
+    if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
+        raise PeftlabError(
+            f"{directory}: for states of {shape.hidden_size} and {shape.vocab_size} tokens, but the target has "
+            f"{embedding.shape[1]} and {embedding.shape[0]}"
+        )
+
+
+def check_shapes(blank: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
+    """Raise ``PeftlabError`` where tensors have other names or shapes than those of an empty network."""
+    wanted, found = ({(name, tuple(tensor.shape)) for name, tensor in of.items()} for of in (blank, tensors))
+    if wanted != found:
+        odd = sorted({name for name, _ in wanted ^ found})
+        raise PeftlabError(f"{directory}: tensors that do not fit its configuration: {', '.join(odd[:5])}")
+
+
 def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
     """Return the network in a directory; every key is used exactly once.
 
@@ -202,23 +227,15 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
     """
     directory = Path(directory)
     shape, drafted = read_shape(directory)
-    if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
-        raise PeftlabError(
-            f"{directory}: for states of {shape.hidden_size} and {shape.vocab_size} tokens, but the target has "
-            f"{embedding.shape[1]} and {embedding.shape[0]}"
-        )
+    check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
     for old, new in _OTHER_NAMES.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
     tensors.pop("embed_tokens.weight", None)  # others write the target's own
     with torch.device("meta"):
-        network = Eagle3(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size))
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wanted != found:
-        odd = sorted({name for name, _ in wanted.items() ^ found.items()})
-        raise PeftlabError(f"{directory}: tensors that do not fit its configuration: {', '.join(odd[:5])}")
+        blank = Eagle3(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size))
+    check_shapes(blank.state_dict(), tensors, directory)
     network = Eagle3(shape, embedding, tensors["lm_head.weight"], tokens)
     network.load_state_dict(tensors, assign=True)
     network.lm_head.weight = nn.Parameter(tensors["lm_head.weight"], requires_grad=False)

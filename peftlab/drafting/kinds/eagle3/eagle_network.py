@@ -175,6 +175,11 @@ class StateNetwork(nn.Module):
         self.lm_head.out_features = len(head)
         self.tokens = tokens
 
+    def parts_to(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Convert the layer, its norms and the rows of the LM head; the embeddings stay as the target has them."""
+        for part in self.children():
+            part.to(device, dtype)
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the rows of the LM head, which no method takes for a linear map of the layer."""
         return self.lm_head

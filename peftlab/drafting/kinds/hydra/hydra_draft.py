@@ -7,32 +7,36 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import input_embedding
-from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.kinds.base import DraftJob, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.hydra.config import HydraDraft
 from peftlab.drafting.kinds.hydra.hydra_files import read_hydra, write_hydra
 from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
 from peftlab.drafting.kinds.medusa import head_draft
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, first_rows
-from peftlab.drafting.kinds.medusa.head_files import check_heads, is_heads, write_ranks
+from peftlab.drafting.kinds.medusa.head_files import check_heads, write_ranks
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
+from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, said
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 
 FOLDER = "heads"  # of a run
+loss, score = head_draft.loss, head_draft.score
+
+
+def _is_hydra(directory: Path) -> bool:
+    return said(directory, "model_type") == "hydra"
 
 
 def check(job: DraftJob[HydraDraft], target: PretrainedConfig) -> None:
     """Refuse heads to continue from that are none."""
-    start = job.config.from_
-    if start is not None and find(start) is None:
-        raise PeftlabError(f"draft.from: {start} contains no Hydra heads (config.json, model_type hydra)")
+    check_start(job.config.from_, find, "contains no Hydra heads (config.json, model_type hydra)")
 
 
 def load(job: DraftJob[HydraDraft], target: PreTrainedModel) -> HeadDraft:
@@ -83,16 +87,6 @@ def _continue(heads: HydraHeads, stored: HeadStack | ReducedHeads, source: str) 
         mine[rows.to(mine.device)] = theirs.to(mine)
 
 
-def loss(job: DraftJob[HydraDraft], draft: HeadDraft) -> Loss:
-    """Return the weighted sum of the heads' losses."""
-    return head_draft.loss(job, draft)
-
-
-def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-    """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
-    return head_draft.score(draft, model, data, batch_size)
-
-
 def save(job: DraftJob[HydraDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
     """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
     tokens, heads = response_tokens(train, job.config.vocabulary, draft.target), draft.model.heads
@@ -118,8 +112,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
 
 def find(reference: str) -> str | None:
     """Return the directory of Hydra heads that ``reference`` is, or that it has as a run."""
-    places = (Path(reference) / FOLDER, Path(reference))
-    return next((str(place) for place in places if is_heads(place, "hydra")), None)
+    return found_in(reference, FOLDER, _is_hydra)
 
 
 def open(reference: str, opening: Opening) -> Opened:
@@ -146,11 +139,10 @@ def update(config: HydraDraft, newest: Path, log: Path) -> HydraDraft:
 
     The served target must not change between requests.
     """
-    if not is_heads(newest / FOLDER, "hydra"):
-        raise PeftlabError(f"{newest}: contains no {FOLDER}/ to continue from; did the run end?")
+    stored = newest_in(newest, FOLDER, _is_hydra)
     if (newest / "adapter").exists():
         raise PeftlabError(
             f"{newest}: its method trains the target, which must not change between requests; train heads on its "
             f"merged/ with method: null and data.replay={log}"
         )
-    return config.model_copy(update={"from_": str(newest / FOLDER)})
+    return config.model_copy(update={"from_": stored})

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.config import HeadsConfig, MedusaDraft
-from peftlab.drafting.kinds.medusa.head_files import check_heads, is_heads, read_medusa, write_medusa, write_ranks
+from peftlab.drafting.kinds.medusa.head_files import check_heads, read_medusa, write_medusa, write_ranks
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.drafting.kinds.stored_drafts import found_in, said
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
@@ -105,10 +107,7 @@ def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) ->
     """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
     assert isinstance(model, HeadedModel)
     measured, trunk = measure_heads(model, data, batch_size)
-    heads = [head.rates() for head in measured]
-    each = {f"{key}_{i + 1}": rates[key] for i, rates in enumerate(heads) for key in ("acceptance", "agreement")}
-    mean = sum(rates["acceptance"] for rates in heads) / len(heads)
-    return {"acceptance": mean, **each, "preserved": trunk.rates()["acceptance"]}
+    return {**by_depth(measured), "preserved": trunk.rates()["acceptance"]}
 
 
 def save(job: DraftJob[MedusaDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
@@ -134,7 +133,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
 
 def find(reference: str) -> str | None:
     """Return the directory of heads that ``reference`` is, or that it has as a run."""
-    return next((str(p) for p in (Path(reference) / "heads", Path(reference)) if is_heads(p, "medusa")), None)
+    return found_in(reference, "heads", lambda place: said(place, "model_type") == "medusa")
 
 
 def open(reference: str, opening: Opening) -> Opened:

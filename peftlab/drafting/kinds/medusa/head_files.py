@@ -86,12 +86,6 @@ def write_heads(
     return out
 
 
-def is_heads(directory: str | Path, model_type: str) -> bool:
-    """Whether a directory contains heads of this type as ``write_heads`` writes them."""
-    config = Path(directory) / "config.json"
-    return config.is_file() and read_object(config).get("model_type") == model_type
-
-
 def read_medusa(directory: str | Path) -> HeadStack | ReducedHeads:
     """Return the heads in a directory that ``write_medusa`` wrote; see ``read_heads``."""
     file = Path(directory) / "config.json"

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from peftlab.decoding.analysis.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
-from peftlab.drafting.kinds.eagle3.config import StateConfig
+from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.drafting.kinds.eagle3.config import StateConfig, layer_cost
 
 
 class MtpDraft(StateConfig):
@@ -19,7 +19,4 @@ class MtpDraft(StateConfig):
 
 def costs(target: TargetWeights) -> list[DraftCost]:
     """Return what a layer, the map into it, and a reduced head cost; each level reads them once."""
-    rows = min(target.vocabulary, REDUCED)
-    recipe = "kind: mtp" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
-    each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
-    return [DraftCost("mtp", "1 layer", recipe, 0.0, each, tree=True, width=FEATURE_TREE)]
+    return [layer_cost("mtp", target)]

@@ -9,9 +9,21 @@ import torch
 from torch import Tensor
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.drafting.kinds.eagle3.eagle_files import FORMAT, WEIGHTS, drafted_tokens, layer_config, sizes, token_maps
+from peftlab.drafting.kinds.eagle3.eagle_files import (
+    FORMAT,
+    WEIGHTS,
+    check_embedding,
+    check_shapes,
+    check_written,
+    decoding_config,
+    drafted_tokens,
+    layer_config,
+    sizes,
+    token_maps,
+)
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
 from peftlab.drafting.kinds.mtp.mtp_network import Mtp
+from peftlab.drafting.kinds.stored_drafts import said
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -20,8 +32,7 @@ _HEAD = "lm_head.weight"  # the target's, not written
 
 def is_mtp(directory: str | Path) -> bool:
     """Whether a directory contains a draft of speculators' type ``mtp``."""
-    file = Path(directory) / "config.json"
-    return file.is_file() and read_object(file).get("speculators_model_type") == "mtp"
+    return said(directory, "speculators_model_type") == "mtp"
 
 
 def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, tokens: int) -> None:
@@ -38,7 +49,6 @@ def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, 
     """
     shape, dtype = network.shape, network.mtp_layers[0].get_parameter("input_proj.weight").dtype
     layer = layer_config(shape, dtype) | {"model_type": "qwen3", "num_hidden_layers": shape.features[0]}
-    method: dict[str, Json] = {"proposal_type": "greedy", "speculative_tokens": tokens}
     config: dict[str, Json] = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
@@ -46,19 +56,12 @@ def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, 
         "transformer_layer_config": layer,
         "num_nextn_predict_layers": 1,
         "draft_vocab_size": len(network.lm_head.weight),
-        "speculators_config": {
-            "algorithm": "mtp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": [architecture]},
-        },
+        "speculators_config": decoding_config("mtp", target=target, architecture=architecture, tokens=tokens),
     }
     tensors = _tensors(network)
     write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
     write_json(directory / "config.json", config)
-    back = _tensors(read_mtp(directory, network.embedding, network.embedding))
-    if back.keys() != tensors.keys() or any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
-        raise PeftlabError(f"{directory}: what was written is not what was trained; nothing was left behind")
+    check_written(tensors, _tensors(read_mtp(directory, network.embedding, network.embedding)), directory)
 
 
 def _tensors(network: Mtp) -> dict[str, Tensor]:
@@ -82,21 +85,13 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     if not is_mtp(directory) or layer.get("model_type") != "qwen3" or config.get("num_nextn_predict_layers", 1) != 1:
         raise PeftlabError(f"{file}: not one layer of a Qwen3 of speculators' type mtp")
     shape = replace(sizes(layer, file), features=(member(layer, "num_hidden_layers", int, file),))
-    if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
-        raise PeftlabError(
-            f"{directory}: for states of {shape.hidden_size} and {shape.vocab_size} tokens, but the target has "
-            f"{embedding.shape[1]} and {embedding.shape[0]}"
-        )
+    check_embedding(shape, embedding, directory)
     tensors, _ = read_tensors(directory / WEIGHTS)
     drafted = config.get("draft_vocab_size", shape.vocab_size)
     tokens = drafted_tokens(tensors, drafted if isinstance(drafted, int) else -1, shape.vocab_size, directory)
     with torch.device("meta"):
         blank = Mtp(shape, torch.empty(0), torch.empty(1, shape.hidden_size))
-    wanted = {name: tuple(tensor.shape) for name, tensor in blank.state_dict().items() if name != _HEAD}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wanted != found:
-        odd = sorted({name for name, _ in wanted.items() ^ found.items()})
-        raise PeftlabError(f"{directory}: tensors that do not fit its configuration: {', '.join(odd[:5])}")
+    check_shapes({name: t for name, t in blank.state_dict().items() if name != _HEAD}, tensors, directory)
     tokens = None if tokens is None else tokens.to(head.device)
     network = Mtp(shape, embedding, head if tokens is None else head[tokens], tokens)
     network.mtp_layers.load_state_dict(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
+from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model import pair
@@ -21,6 +22,7 @@ from peftlab.drafting.kinds.pard.config import PardDraft, eighth
 from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
 from peftlab.drafting.kinds.pard.pard_files import PardExport, is_pard, read_masks, write_masks
 from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
+from peftlab.drafting.kinds.stored_drafts import found_in, newest_in
 from peftlab.drafting.objectives import make_objective
 from peftlab.errors import PeftlabError
 
@@ -92,9 +94,7 @@ def loss(job: DraftJob[PardDraft], draft: ParallelDraft) -> Loss:
 def score(draft: ParallelDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
     """Return the mean acceptance over the K tokens of a pass, and each one's own."""
     measured = measure_depths(draft.target, model, data, draft.masks.length, draft.masks.token, batch_size)
-    depths = [depth.rates() for depth in measured]
-    each = {f"{key}_{i + 1}": rates[key] for i, rates in enumerate(depths) for key in ("acceptance", "agreement")}
-    return {"acceptance": sum(rates["acceptance"] for rates in depths) / len(depths), **each}
+    return by_depth(measured)
 
 
 def save(job: DraftJob[PardDraft], draft: ParallelDraft, directory: Path, train: Dataset) -> Tensor | None:
@@ -113,7 +113,7 @@ def drafter(draft: ParallelDraft, saved: Saved | None) -> Served | None:
 
 def find(reference: str) -> str | None:
     """Return the merged draft of a run, or the directory of such a draft."""
-    return next((str(place) for place in (Path(reference) / "merged", Path(reference)) if is_pard(place)), None)
+    return found_in(reference, "merged", is_pard)
 
 
 def open(reference: str, opening: Opening) -> Opened:
@@ -133,9 +133,7 @@ def export(place: str, consumer: str) -> PardExport:
 
 def update(config: PardDraft, newest: Path, log: Path) -> PardDraft:
     """Return the section that continues from the merged draft of ``newest``, with its mask."""
-    merged = newest / "merged"
-    if not is_pard(merged):
-        raise PeftlabError(f"{newest}: contains no merged draft to continue from; did the run end?")
+    newest_in(newest, "merged", is_pard)
     continued = pair.update(config, newest, log)
     assert isinstance(continued, PardDraft)
     return continued

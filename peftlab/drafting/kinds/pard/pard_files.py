@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.decoding.drafters.parallel_drafter import Masks
+from peftlab.drafting.kinds.stored_drafts import said
 from peftlab.drafting.plain_export import check_plain, copy_plain
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
@@ -24,8 +25,7 @@ def write_masks(directory: Path, masks: Masks) -> None:
 
 def is_pard(directory: str | Path) -> bool:
     """Whether a directory contains a model whose configuration names a mask."""
-    file = Path(directory) / "config.json"
-    return file.is_file() and read_object(file).get("spd_type") == _TYPE
+    return said(directory, "spd_type") == _TYPE
 
 
 def read_masks(directory: str | Path) -> Masks:
