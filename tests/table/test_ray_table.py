@@ -64,9 +64,21 @@ def long_cells(values: dict[str, Any], steps: int) -> dict[str, Any]:
 def test_a_lost_node_changes_no_score_and_no_adapter(
     values: dict[str, Any], tmp_path: Path, cluster: Any, node: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = long_cells(values, 300)
+    """Of two tasks, one whose data is broken: its cells fail and are not tried again."""
+    values = {**long_cells(values, 300), "tasks": ["glue/cola", "glue/mrpc"]}
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "train.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\nmaybe\t1\t2\tgood\tbad\n")
+    recipe = table(values, per_task={"glue/mrpc": {"data": {"path": str(broken)}}})
     cells = Path(values["output_dir"], "cells")
-    running = threading.Thread(target=run_recipe, args=(table(values),), kwargs={"on": "ray"})
+    failures: list[str] = []
+
+    def run() -> None:
+        with pytest.raises(CellsFailed) as caught:
+            run_recipe(recipe, on="ray", shard="0/1")
+        failures.extend(str(caught.value).splitlines())
+
+    running = threading.Thread(target=run)
     running.start()  # here nodes come and go, which Ray wants in the main thread
     wait(lambda: list(cells.glob("cola-lora-seed0/checkpoints/step-*.pt")) or not running.is_alive())
     cluster.remove_node(node, allow_graceful=False)
@@ -74,11 +86,15 @@ def test_a_lost_node_changes_no_score_and_no_adapter(
     cluster.add_node(num_cpus=1)
     running.join()
     printed = capsys.readouterr().out
-    assert "2 cells, 0 with results; 1 at a time on Ray\n" in printed and "[2/2]" in printed
+    assert "4 cells in part 0/1, 0 with results; 1 at a time on Ray\n" in printed and "[4/4]" in printed
     steps = (cells / "cola-lora-seed0" / "metrics.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"loss"' in line and '"lr"' in line]) == 300, "each step once"
+    assert len(failures) == 3 and failures[0].startswith("2 of 4 cells failed")
+    for name in ("mrpc-lora-seed0", "mrpc-head-seed0"):
+        assert any(name in line and "unknown label 'maybe'" in line for line in failures)
+        assert (cells / f"{name}.log").read_text().count("error: ") == 1
 
-    alone = {**values, "output_dir": str(tmp_path / "alone")}
+    alone = {**values, "tasks": ["glue/cola"], "output_dir": str(tmp_path / "alone")}
     run_recipe(table(alone), cpus=1)
     for name in ("cola-lora-seed0", "cola-head-seed0"):
         here, there = cells / name, Path(alone["output_dir"], "cells", name)
@@ -91,6 +107,7 @@ def test_a_lost_node_changes_no_score_and_no_adapter(
         assert (here / "provenance.json").exists() and here.with_name(f"{name}.log").read_text()
 
 
+@pytest.mark.long
 def test_a_signal_stops_the_cells_with_checkpoints(values: dict[str, Any], node: Any) -> None:
     values = long_cells(values, 4000)
     cells = Path(values["output_dir"], "cells")
@@ -106,19 +123,6 @@ def test_a_signal_stops_the_cells_with_checkpoints(values: dict[str, Any], node:
     assert "stopped by SIGINT after step" in (cells / "cola-lora-seed0.log").read_text()
     assert not (cells / "cola-head-seed0").exists()
     assert (cells.parent / "table.csv").exists()
-
-
-def test_a_failing_cell_is_not_tried_again(values: dict[str, Any], tmp_path: Path, node: Any) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "train.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\nmaybe\t1\t2\tgood\tbad\n")
-    rows, broken_task = {"head": values["rows"]["head"]}, {"glue/mrpc": {"data": {"path": str(broken)}}}
-    with pytest.raises(CellsFailed, match="1 of 2 cells failed") as caught:
-        run_recipe(table(values, rows=rows, per_task=broken_task), on="ray", shard="0/1")
-    assert "unknown label 'maybe'" in str(caught.value)
-    cells = Path(values["output_dir"], "cells")
-    assert (cells / "mrpc-head-seed0.log").read_text().count("error: ") == 1
-    assert (cells / "cola-head-seed0" / "results.json").exists()
 
 
 def test_a_lock_that_a_lost_host_holds(tmp_path: Path) -> None:

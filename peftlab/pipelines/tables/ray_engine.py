@@ -30,7 +30,6 @@ from peftlab.recipe.table_cells import Cell
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-    from ray.remote_function import RemoteFunction
 
 RETRIES = 8  # nodes or workers that a cell may lose before it counts as failed
 _CONNECT = 5.0  # seconds
@@ -69,9 +68,8 @@ class RayEngine:
         gpus = 1 if device == "cuda" or (device == "auto" and resources.get("GPU")) else 0
         self.on, self._device, self._cpus = on, device, cpus
         # A GPU's memory is free when the cell's process ends: the worker need not end with it (max_calls=0).
-        self._submit: RemoteFunction = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=0)(
-            run_task
-        )
+        needs = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=0)
+        self._submit = needs(run_task)
         self._running: dict[ObjectRef[str], Cell] = {}
         self.size = f"{_places(cpus, gpus)} at a time on Ray"
 
