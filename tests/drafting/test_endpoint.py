@@ -173,6 +173,20 @@ class TestNetwork:
         assert sorted(line["row"] for line in lines(tmp_path)) == list(range(len(TEXTS)))
         assert len(asked) == 2 * len(TEXTS) and {request.body["model"] for request in asked} == {"told"}
 
+    def test_a_torn_file_is_completed(self, target: Target, tmp_path: Path) -> None:
+        """Two answers and a half are on the disk: three are asked for, with the form of those before."""
+        with told_server(lambda request, _: completion(" there", len(request.body["prompt"]))) as (url, asked):
+            whole, _ = served_continuations(data(url), target, prompts(target), Writing(2), tmp_path)
+            (file,) = tmp_path.glob("*/answers.jsonl")
+            stored = file.read_bytes().splitlines(keepends=True)
+            file.write_bytes(b"".join(stored[:2]) + stored[2][:9])
+            rows = {json.loads(line)["row"] for line in stored[:2]}
+            asked.clear()
+            assert served_continuations(data(url), target, prompts(target), Writing(2), tmp_path)[0] == whole
+        assert file.read_bytes().splitlines(keepends=True)[:2] == stored[:2]
+        again = [request.body["prompt"] for request in asked]
+        assert sorted(again) == sorted(p.ids for row, p in enumerate(prompts(target)) if row not in rows)
+
     @pytest.mark.parametrize("header", ["0.4", "Mon, 01 Jan 2001 00:00:00 GMT", "soon"])
     def test_retry_after_is_waited_for(self, target: Target, tmp_path: Path, header: str) -> None:
         def behave(request: Asked, before: int) -> Said:
@@ -314,7 +328,7 @@ runpy.run_module("peftlab", run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_resumed_asks_for_nothing_twice(stories: Path, tmp_path: Path) -> None:
     """Four answers come and then none, until the run is killed; its rerun asks for the other rows alone."""
     cache, killed, lock = tmp_path / "text", threading.Event(), threading.Lock()
@@ -348,6 +362,10 @@ def test_killed_and_resumed_asks_for_nothing_twice(stories: Path, tmp_path: Path
     stored_recipe = load_recipe(out / "recipe.yaml")
     assert isinstance(stored_recipe, DraftRecipe)
     assert with_served_model(stored_recipe) == stored_recipe, "with no server: it has the model's id"
+    (tmp_path / "log.jsonl").write_text('{"prompt": "The cat", "response": " sat on a mat"}\n' * 6)
+    updated = invoke("draft", "update", out, "--requests", tmp_path / "log.jsonl", "train.max_steps=1")
+    assert updated.exit_code == 0, "with no server: the text is stored"
+    assert json.loads((out / "updates" / "0001" / "results.json").read_text())["served"]["answers"] == 10
 
 
 def lines_before_the_torn(cache: Path) -> list[dict[str, Any]]:
