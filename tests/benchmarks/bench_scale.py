@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.pipelines.finetune import run_finetune
-from peftlab.pipelines.tables import score_table
-from peftlab.pipelines.tables.cell_processes import _PRELOADED, RESULTS, missing_cells
+from peftlab.pipelines.tables.cell_process import PRELOADED
+from peftlab.pipelines.tables.missing_cells import RESULTS, missing_cells
+from peftlab.pipelines.tables.table_files import TableFiles
 from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
@@ -137,7 +138,7 @@ def storage(work: Path) -> None:
     (cell, *_) = sorted((work / "all" / "cells").glob("*/results.json"))
     files = [path for path in cell.parent.rglob("*") if path.is_file()]
     print(f"a finished cell: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e3:.0f} kB")
-    names = [name for name in _PRELOADED if name != "peftlab.pipelines.tables.quiet_server"]
+    names = [name for name in PRELOADED if name != "peftlab.pipelines.tables.quiet_server"]
     done = subprocess.run([sys.executable, "-c", _OPENED, *names], capture_output=True, text=True, check=True)
     count, size = map(int, done.stdout.split()[-2:])
     print(f"a worker's imports: {count} files, {size / 1e6:.0f} MB")
@@ -153,7 +154,7 @@ def storage(work: Path) -> None:
     written = []
     for _ in range(4):
         started = time.perf_counter()
-        score_table._write(table, cells, [])
+        TableFiles(table, cells, nullcontext).write_all()
         written.append(time.perf_counter() - started)
     print(f"{len(cells)} cells: comparing their recipes {read:.1f} s; writing the table {min(written):.2f} s, ", end="")
     print(f"the first time of a process {written[0]:.2f} s")

@@ -160,6 +160,12 @@ def parsed(words: Sequence[str]) -> tuple[str, list[str]]:
     return verb, rest
 
 
+def recipe_and_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of ``run`` without its options."""
+    given = typer.main.get_command(app).commands["run"].make_context("run", list(arguments)).params  # type: ignore[attr-defined]
+    return [given["recipe"], *(given["overrides"] or [])]
+
+
 def execute(words: Sequence[str], piped: str | None = None) -> None:
     """Execute a command in the working directory: in this process, or as several if it is launched so."""
     verb, arguments = parsed(words)
@@ -171,8 +177,9 @@ def execute(words: Sequence[str], piped: str | None = None) -> None:
         process = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         assert process.returncode == 0, process.stderr[-3000:]
         return
-    grid = any(argument.startswith("sweep.") for argument in arguments)
-    done = CliRunner().invoke(app, [*("validate" if grid else verb).split(), *added], input=piped or "Hello\n")
+    if any(argument.startswith("sweep.") for argument in arguments):  # a grid: of run's options validate has none
+        verb, added = "validate", recipe_and_overrides(added)
+    done = CliRunner().invoke(app, [*verb.split(), *added], input=piped or "Hello\n")
     if done.exception is not None:
         raise AssertionError(f"{shlex.join(words)}\n{done.output[-3000:]}{done.exception!r}") from done.exception
 
@@ -206,4 +213,5 @@ def test_a_marked_command_has_options_and_keys_that_exist(command: Command | Blo
         return
     verb, arguments = parsed(command.words)
     if verb == "run":
-        load_recipe(arguments[0], arguments[1:])
+        recipe, *overrides = recipe_and_overrides(arguments)
+        load_recipe(recipe, overrides)

@@ -32,7 +32,12 @@ def cluster(_own_cache: None) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the workers
-        started = utils.Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
+        started = utils.Cluster(True, head_node_args=head)
+        started.client = f"ray://127.0.0.1:{port}"
         patch.setenv("RAY_ADDRESS", started.address)
         yield started
         started.shutdown()
@@ -123,6 +128,13 @@ def test_a_signal_stops_the_cells_with_checkpoints(values: dict[str, Any], node:
     assert "stopped by SIGINT after step" in (cells / "cola-lora-seed0.log").read_text()
     assert not (cells / "cola-head-seed0").exists()
     assert (cells.parent / "table.csv").exists()
+
+
+@pytest.mark.long
+def test_a_cluster_by_the_address_of_its_client_server(values: dict[str, Any], cluster: Any, node: Any) -> None:
+    assert run_recipe(table(values, tasks=["glue/cola"]), on=cluster.client).cells == 2
+    results = Path(values["output_dir"], "cells").glob("*/results.json")
+    assert {path.parent.name for path in results} == {"cola-lora-seed0", "cola-head-seed0"}
 
 
 def test_a_lock_that_a_lost_host_holds(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 # What every cell imports; a package that is not installed is left out.
-_PRELOADED = [
+PRELOADED = [
     "peftlab.pipelines.tables.quiet_server",
     "peftlab.pipelines.finetune",
     "peftlab.tasks.labelled.evaluation",
@@ -87,7 +87,7 @@ def _context() -> ForkServerContext | SpawnContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
