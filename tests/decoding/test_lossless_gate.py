@@ -63,8 +63,7 @@ DRAFTERS = {
     ),
     "gated": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), shares_cache=True),
     "gated tree": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), 3, shares_cache=True),
-    "gated, one pass": lambda m, way: in_one_pass(m, way, 1),
-    "suffix+gated, one pass, tree": lambda m, way: fused(in_one_pass(m, way, 3)),
+    "suffix+gated, one pass, tree": lambda m, way: fused(in_one_pass(m, way)),
     "eagle": lambda m, way: features_drafter(m),
     "eagle tree": lambda m, way: features_drafter(m, 3),
     "suffix+eagle": lambda m, way: fused(features_drafter(m)),
@@ -124,7 +123,7 @@ def gated(model, way):
     return build_engine(adapted, **way), gate
 
 
-def in_one_pass(model, way, width):
+def in_one_pass(model, way):
     """Masks in the verification pass, all of whose rows the model with a LoRA reads."""
 
     class Own(OnePass):
@@ -132,7 +131,7 @@ def in_one_pass(model, way, width):
             return super().read(self.engine, *given)
 
     engine, gate = gated(model, way)
-    return Own(engine, Masks(7, 4), width, gate=gate)
+    return Own(engine, Masks(7, 4), 3, gate=gate)
 
 
 def features_drafter(model, width=1):
