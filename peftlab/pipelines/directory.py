@@ -32,6 +32,10 @@ RUN = Mark(
         "results.json",
         "report.html",
         "updates/replay-*.jsonl",
+        "settings.json",  # of an update that serves a stream, as the next three
+        "windows/*.json",
+        "stream.json",
+        "stream.html",
         "peftlab/*",  # a tracker's, named after the project
     ],
 )
