@@ -19,6 +19,7 @@ def make_dataset(
     requests: Sequence[Request],
     stored: Sequence[TopK] | None = None,
     counted: Sequence[Sequence[int]] | None = None,
+    teachers: Sequence[int] | None = None,
 ) -> Dataset:
     """Return requests as rows ``input_ids``, ``prompt`` (its length), ``length`` and ``kept`` (predictions that count).
 
@@ -26,6 +27,7 @@ def make_dataset(
         stored: the target's top-k distributions for each response's tokens that count, added as columns
             ``top_values``, ``top_indices`` and ``top_rest``.
         counted: which tokens of each response count, rising, added as a column; None: all.
+        teachers: which of several targets wrote each response, added as column ``teacher``; None: there is one target.
     """
     rows = []
     for i, request in enumerate(requests):
@@ -34,6 +36,8 @@ def make_dataset(
         row: dict[str, object] = {"input_ids": ids, **sizes}
         if counted is not None:
             row |= {"kept": len(counted[i]), "counted": list(counted[i])}
+        if teachers is not None:
+            row |= {"teacher": teachers[i]}
         if stored is not None:
             values, indices, rest = (part.tolist() for part in stored[i])
             row |= {"top_values": values, "top_indices": indices, "top_rest": rest}
@@ -48,7 +52,7 @@ class Collate:
     The mask comes from lengths, never from token ids, so that padding may be the end-of-sequence token.
     ``start`` [b] is the place of the prompt's last token, which predicts the first one of the continuation.
     ``weights`` [b, n] is 1 where the prediction made at that place is of a token of the continuation that counts:
-    from there to the last token but one where all count.
+    from there to the last token but one where all count. ``teacher`` [b], of several targets, is as in the rows.
     """
 
     pad: int = 0
@@ -67,6 +71,8 @@ class Collate:
             batch["attention_mask"][i, :length] = 1
             own = batch["weights"][i, batch["start"][i] : length - 1]
             own[torch.tensor(row["counted"]) if "counted" in row else slice(None)] = 1
+        if "teacher" in rows[0]:
+            batch["teacher"] = torch.tensor([member(row, "teacher", int, "an example") for row in rows])
         for key in ("top_values", "top_indices", "top_rest"):
             if key in rows[0]:  # [predictions of the batch, ...]: in the order of weights' nonzero places
                 batch[key] = torch.cat([torch.tensor(row[key]) for row in rows])

@@ -52,7 +52,7 @@ from peftlab.training.loop import train
 
 # Greedy decoding, and one pass over the buffer at one rate: the draft is trained, and the next update follows soon.
 _USUAL = (
-    "data.temperature=0", "data.top_p=null", "data.samples=1", "data.endpoint=null",
+    "data.temperature=0", "data.top_p=null", "data.samples=1", "data.endpoint=null", "data.targets=null",
     "train.epochs=1", "train.max_steps=null", "train.eval_every=null", "train.save_every=null",
     "train.early_stopping=null", "train.scheduler=constant", "train.warmup=0", "data.on_policy=0",
 )  # fmt: skip
@@ -326,7 +326,9 @@ class _Live:
         first = draft_run(self.run)
         if getattr(self.recipe.draft, "vocabulary", None) is None or first.data.prompts is None:
             return served
-        plain = first.model_copy(update={"data": first.data.model_copy(update={"top_k": None, "replay": None})})
+        plain = first.model_copy(
+            update={"data": first.data.model_copy(update={"top_k": None, "replay": None, "targets": None})}
+        )
         text, eos = read_text(plain), end_ids(self.target, self.text.tokenizer)
         draft = Draft(self.target, self.target, self.target, self.recipe.target, eos)
         cache = Path(first.data.cache or self.run.parent / "draft-data")
