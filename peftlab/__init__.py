@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from peftlab.pipelines import validate as validate
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions as DecodingOptions
     from peftlab.pipelines.drafts.generate import generate as generate
+    from peftlab.pipelines.drafts.live import update_live as update_live
     from peftlab.pipelines.drafts.measure_draft import benchmark as benchmark
     from peftlab.pipelines.drafts.measure_draft import plan_draft as plan_draft
     from peftlab.pipelines.inspect import inspect_model as inspect_model

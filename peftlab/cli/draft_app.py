@@ -212,19 +212,41 @@ def bench(
 def update(
     run: Annotated[Path, typer.Argument(help="The run directory of a draft recipe.")],
     requests: Annotated[
-        Path, typer.Option("--requests", help="Served requests: rows with prompt (or messages) and response.")
-    ],
+        Path | None, typer.Option("--requests", help="Served requests: rows with prompt (or messages) and response.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A stream of requests to decode, learning in between from rejected tokens."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Overrides: train.max_steps=50.", metavar="KEY=VALUE"),
     ] = None,
     size: Annotated[int, typer.Option("--size", help="Size of the replay buffer, in requests.", min=2)] = 1024,
+    every: Annotated[
+        int | None, typer.Option("--every", help="With --prompts: requests between two updates; 16.", min=1)
+    ] = None,
     device: Device = "auto",
 ) -> object:
-    """Train the newest draft of a run further on the requests it has served since."""
-    from peftlab.pipelines.update import update_draft
+    """Train the newest draft of a run further: on requests it has served, or while it decodes a stream of them."""
+    from peftlab.errors import PeftlabError
 
-    return update_draft(run, requests, size=size, overrides=overrides or [], device=device)
+    if (requests is None) == (prompts is None):
+        raise PeftlabError("give one of --requests, a log that was served, and --prompts, a stream to decode now")
+    if requests is not None:
+        from peftlab.pipelines.update import update_draft
+
+        if every is not None:
+            raise PeftlabError("--every: goes with --prompts; a log is learnt from at once")
+        return update_draft(run, requests, size=size, overrides=overrides or [], device=device)
+    from peftlab.pipelines.drafts.live import update_live
+    from peftlab.reporting import draft_pages as pages
+    from peftlab.reporting.stream_pages import stream_facts, stream_tables
+
+    assert prompts is not None
+    found = update_live(run, prompts, every=every or 16, size=size, overrides=overrides or [], device=device)
+    pages.show(stream_tables(found), stream_facts(found))
+    return found
 
 
 @draft_app.command()

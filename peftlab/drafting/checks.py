@@ -53,6 +53,27 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         )
 
 
+def check_targets(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, reference: str) -> None:
+    """Refuse a further target of one draft that gives a token another id, or ends its text with another one.
+
+    Raises:
+        PeftlabError: naming it and the first difference.
+    """
+    own, theirs = target.get_vocab(), other.get_vocab()
+    differ = sorted(set(own.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))
+    if differ:
+        token = differ[0][0]
+        raise PeftlabError(
+            f"data.targets: the tokenizer of {reference} is not the target's: {len(differ)} entries differ, the first "
+            f"is {token!r} (target {own.get(token)}, there {theirs.get(token)}). One draft serves targets of one "
+            "tokenizer; train another draft for it"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        mine, its = getattr(target, name), getattr(other, name)
+        if mine != its:
+            raise PeftlabError(f"data.targets: {name} of {reference} is {its}, the target's is {mine}")
+
+
 def check_models(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> None:
     """Refuse vocabularies of different size and a draft context below ``length``.
 

@@ -46,6 +46,12 @@ class DraftData(Section):
         description="A file (txt, one prompt per line; jsonl, json, csv, tsv, parquet with texts or chat messages; "
         "package:NAME/path), or the prompts themselves.",
     )
+    targets: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="Further targets of the one draft (S2D), models with the target's tokenizer: each continues the "
+        "prompts, and its distribution is what the draft learns there. null: none.",
+    )
     field: str | None = Field(
         default=None,
         description="Column with the prompts, or a text with columns in braces, 'Where is {city}?'; null: prompt, "
@@ -158,6 +164,8 @@ class DraftConfig(Section):
     """The method of a recipe that names none; None: nothing is put into the model."""
     language_model: ClassVar[bool] = True
     """Whether a method is injected into a language model, target or draft, so that a run can write ``merged/``."""
+    several_targets: ClassVar[bool] = False
+    """Whether one draft can be trained for several targets: it reads no states of theirs."""
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""

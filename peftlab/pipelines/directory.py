@@ -32,6 +32,10 @@ RUN = Mark(
         "results.json",
         "report.html",
         "updates/replay-*.jsonl",
+        "settings.json",  # of an update that serves a stream, as the next three
+        "windows/*.json",
+        "stream.json",
+        "stream.html",
         "peftlab/*",  # a tracker's, named after the project
     ],
 )
@@ -131,6 +135,7 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
             "the prompts": recipe.data.prompts if isinstance(recipe.data.prompts, str) else None,
             "the requests": recipe.data.replay,
             "the data sets": recipe.data.cache,
+            **{f"the target {reference}": reference for reference in recipe.data.targets or []},
         }
     start = None if isinstance(recipe, TableRecipe) else recipe.init_from
     sample = recipe.train.sample

@@ -100,7 +100,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
-    spec = _spec(recipe, kind, job, draft, sets)
+    spec = training_spec(recipe, kind, job, draft, sets)
     before = spec.score(draft.model)
     accelerator.print(f"before: {_line(before)}")
     if settings.gradient_checkpointing:
@@ -111,7 +111,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     progress = _train(spec, recipe, accelerator, directory, resume)
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
     if accelerator.is_main_process:
-        tokens = _save(recipe, kind, job, draft, sets)
+        tokens = save_draft(recipe, kind, job, draft, sets)
         write_results(run_dir, results.as_json())
         saved = _read_back(job, draft, tokens)
         _measure(recipe, draft, spec, sets, saved, results)
@@ -139,14 +139,20 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator
 
 def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
     """Load target and draft, check that they fit each other and the method, and put them on the device."""
-    stored = storage(recipe.base, recipe.train.precision)
-    target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
-    check_head(target, "target")
-    torch.nn.Module.to(target, job.device).requires_grad_(False)
+    target = load_target(recipe, job.device)
     draft: Draft = resolve(kind.load)(job, target)
     if recipe.method is not None:
         check_method(draft.injected, recipe.method)
     return draft
+
+
+def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
+    """Load the target as the recipe stores it, frozen, and check that its logits are those of its LM head."""
+    stored = storage(recipe.base, recipe.train.precision)
+    target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
+    check_head(target, "target")
+    torch.nn.Module.to(target, device).requires_grad_(False)
+    return target
 
 
 def _train(
@@ -188,7 +194,10 @@ def _start(
     directory.completed()
 
 
-def _spec(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets) -> TrainingSpec:
+def training_spec(
+    recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
+) -> TrainingSpec:
+    """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
     score_split = resolve(kind.score)
@@ -264,7 +273,7 @@ def _results(
     )
 
 
-def _save(
+def save_draft(
     recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
 ) -> torch.Tensor | None:
     """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""

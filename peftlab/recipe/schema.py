@@ -280,6 +280,13 @@ class DraftRecipe(Section):
         if data.on_policy and objective.name in ("ce", "topk_kl"):
             reason = f"text of the draft's own needs the target's logits, which {objective.name} does without"
             found.append(("data.on_policy", reason))
+        if data.targets is not None and not self.draft.several_targets:
+            reason = f"draft kind {self.draft.kind} is for one target; a draft model alone serves several"
+            found.append(("data.targets", reason))
+        if data.targets is not None and (data.prompts is None or data.endpoint is not None):
+            found.append(("data.targets", "each target continues data.prompts here; give prompts, and no endpoint"))
+        if data.targets is not None and objective.name == "topk_kl":
+            found.append(("data.targets", "topk_kl stores the probabilities of one target; choose another objective"))
         if (objective.selective is None) != (objective.reference is None):
             reason = "needs a reference, and a reference needs selective; give both or neither"
             found.append(("objective.selective", reason))

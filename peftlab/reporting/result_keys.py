@@ -118,10 +118,10 @@ _OTHERS = """\
 
 Every verb takes `--json PATH` (`-`: one object on stdout, and everything else goes to stderr) and `--quiet`. The object
 is what the function in Python returns: `run`, `resume` and `draft update` give the keys above (a table: `cells` and
-`table`), `validate` the recipe (with `--deep` also `deep`, with `--show` also `examples`), `eval` {split: {metric:
-value}}, `predict` `answers`, `classes` and `probabilities`, `inspect`, `merge` (`report`, `check`), `adapter` and
-`draft export` the fields of what they return, `generate` one output (`--chat`: `answers`), and verbs that only write
-say where as `out`.
+`table`; `draft update --prompts`: the fields of `StreamResults`), `validate` the recipe (with `--deep` also `deep`,
+with `--show` also `examples`), `eval` {split: {metric: value}}, `predict` `answers`, `classes` and `probabilities`,
+`inspect`, `merge` (`report`, `check`), `adapter` and `draft export` the fields of what they return, `generate` one
+output (`--chat`: `answers`), and verbs that only write say where as `out`.
 
 Each of `validate`'s `examples` has a `title` and `parts`: `text`, and whether it is `trained`. `deep` has the fields of
 

@@ -271,7 +271,7 @@ def _prepare(
     progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
     compiled = settings.compile and try_compile(spec, accelerator)
     check = None
-    if progress.step == 0:
+    if progress.step == 0 and spec.new:
         zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         rounded = settings.weights is not None or settings.emulate is not None
         check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)

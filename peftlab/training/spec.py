@@ -46,6 +46,7 @@ class TrainingSpec:
     row_tokens: int = 0
     confidence: Callable[[nn.Module, list[int]], Sequence[float]] | None = None
     at_step: Callable[[int, int], str] | None = None
+    new: bool = True
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.

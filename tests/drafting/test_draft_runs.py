@@ -29,6 +29,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults
+from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
@@ -279,6 +280,8 @@ class TestUpdate:
             PeftlabError, match=r"Medusa heads belong to the target; train them anew with data\.replay="
         ):
             update_draft(heads, tmp_path / "log.jsonl")
+        with pytest.raises(PeftlabError, match="Medusa heads belong to the target"):
+            update_live(heads, tmp_path / "log.jsonl")
 
 
 class TestRefused:

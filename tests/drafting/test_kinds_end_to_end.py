@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from peftlab.drafting.load import find_draft, load_pair, make_drafter
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.draft import run_draft
+from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.drafts.measure_draft import plan_draft
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
@@ -95,6 +97,29 @@ def test_an_update_continues_and_an_export_says_what_loads_it(
     with pytest.raises(PeftlabError, match=words):
         export_draft(place, tmp_path / "out", consumer, str(stories))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
+    run: tuple[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    kind, place = run
+    place = shutil.copytree(place, tmp_path / "run")
+    rows = [{"prompt_ids": [1, 403 + i]} for i in range(4)]
+    (tmp_path / "stream.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "gated_lora":
+        with pytest.raises(PeftlabError, match="trains within the target, which decodes meanwhile"):
+            update_live(place, tmp_path / "stream.jsonl", every=2)
+        assert not (place / "updates").exists()
+        return
+    found = update_live(place, tmp_path / "stream.jsonl", every=2)
+    assert (found.updates, found.unequal, found.windows[0].live) == (2, 0, found.windows[0].frozen)
+    first, last = (load_file(each / KINDS[kind][2]) for each in (place, Path(found.draft)))
+    assert any(tensor.shape != last[name].shape or not tensor.equal(last[name]) for name, tensor in first.items())
+    assert find_draft(found.draft)[0] is find_draft(str(place))[0]
+    answers = json.loads((Path(found.draft) / "windows" / "0002.json").read_text())["requests"]
+    pair, prompts = load_pair(str(stories)), [row["prompt_ids"] for row in rows[2:]]
+    plain = decode(pair.target, prompts, StoppingCriteria(16, pair.eos))
+    assert [answer["response_ids"] for answer in answers] == [output.tokens for output in plain]
 
 
 @pytest.mark.parametrize("run", ["pard"], indirect=True)

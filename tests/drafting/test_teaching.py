@@ -90,6 +90,20 @@ def test_selective_filter_keeps_the_stated_share_of_each_example() -> None:
     assert int(kept.sum()) == sum(objective.kept(n) for n in rows["kept"])
 
 
+def test_of_several_targets_each_row_is_compared_with_the_one_that_wrote_it() -> None:
+    """Also where one has other layers and another width than the first."""
+    first, second, draft, rows = tiny(0), tiny(3, layers=3, width=32), tiny(1), requests()
+    loss = PairLoss(Objective("kl"), first, others=[second])
+    mixed = make_dataset(rows, teachers=[0, 1, 0, 0, 1, 1])
+    alone = [
+        PairLoss(Objective("kl"), target)(draft, batch_of(make_dataset([rows[i] for i in own])))
+        for target, own in ((first, (0, 2, 3)), (second, (1, 4, 5)))
+    ]
+    torch.testing.assert_close(loss(draft, batch_of(mixed)), sum(alone), rtol=1e-4, atol=1e-4)
+    only = loss(draft, batch_of(make_dataset(rows, teachers=[1] * 6)))
+    torch.testing.assert_close(only, PairLoss(Objective("kl"), second)(draft, batch_of(make_dataset(rows))))
+
+
 class TestOnPolicy:
     """Rows rewritten by the draft."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +86,7 @@ class Draft:
         eos: ids that end an output.
         base_model: makes the model to be written to ``base``; None where ``base`` exists already.
         chosen: how its parts were chosen, for results.json; None where nothing was.
+        others: further models to be served with it (``data.targets``), in order.
     """
 
     model: nn.Module
@@ -95,6 +96,7 @@ class Draft:
     eos: frozenset[int]
     base_model: Callable[[], PreTrainedModel] | None = field(default=None, kw_only=True)
     chosen: Mapping[str, Json] | None = field(default=None, kw_only=True)
+    others: Sequence[PreTrainedModel] = field(default=(), kw_only=True)
 
     @property
     def injected(self) -> nn.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.base import Draft, DraftJob
@@ -129,7 +129,7 @@ def has_fold(recipe: DraftRecipe) -> bool:
 def make_sets(
     recipe: DraftRecipe, text: Text, draft: Draft, cache: Path, first: AbstractContextManager[object]
 ) -> Sets:
-    """Let the target write what it has not written yet, and split it; served requests are split by age.
+    """Let each target write what it has not written yet, and split it; served requests are split by age.
 
     Args:
         cache: directory of data sets. first: within it the main process works and the others wait for it.
@@ -144,25 +144,37 @@ def make_sets(
             train += text.requests[:-newest]
             held["requests"] = text.requests[-newest:]
         if text.prompts:
-            written, served = _written(recipe, text, draft, cache)
+            written, served = _written(recipe, text, draft.target, draft.eos, cache)
             train += _kept(written[: -data.held_out * data.samples], served)
             held["prompts"] = _kept(written[-data.held_out * data.samples :], served)
+        teachers, writers = [0] * len(train), {"requests": 0, "prompts": 0}
+        for number, reference in enumerate(data.targets or [], start=1):
+            written = _written(recipe, text, draft.others[number - 1], draft.eos, cache)[0]
+            mine = _kept(written[: -data.held_out * data.samples], None)
+            train, teachers = train + mine, teachers + [number] * len(mine)
+            held[f"prompts, {reference}"] = _kept(written[-data.held_out * data.samples :], None)
+            writers[f"prompts, {reference}"] = number
         stored = stored_topk(draft.target, train, data.top_k, cache) if data.top_k is not None else None
     digest = sha256(json.dumps([[r.prompt, r.response] for r in train]).encode()).hexdigest()
     prompts = [*text.prompts[-data.held_out :]] if text.prompts else [r.prompt for r in held["requests"]]
-    splits = {name: make_dataset(requests) for name, requests in held.items()}
-    return Sets(make_dataset(train, stored), splits, prompts, digest, served)
+    several = bool(data.targets)
+    splits = {
+        name: make_dataset(requests, teachers=[writers[name]] * len(requests) if several else None)
+        for name, requests in held.items()
+    }
+    examples = make_dataset(train, stored, teachers=teachers if several else None)
+    return Sets(examples, splits, prompts, digest, served)
 
 
 def _written(
-    recipe: DraftRecipe, text: Text, draft: Draft, cache: Path
+    recipe: DraftRecipe, text: Text, model: PreTrainedModel, eos: frozenset[int], cache: Path
 ) -> tuple[Sequence[Request | None], ServedText | None]:
     """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
     data = recipe.data
     writing = Writing(data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size)
     if data.endpoint is None or data.prompts is None:
-        return write_continuations(draft.target, text.prompts, writing, cache, draft.eos)[1], None
-    target = Target(draft.target, text.tokenizer, draft.eos)
+        return write_continuations(model, text.prompts, writing, cache, eos)[1], None
+    target = Target(model, text.tokenizer, eos)
     said = read_conversations(data.prompts, text.tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
     prompts = [ServedPrompt(ids, messages) for ids, messages in zip(text.prompts, said, strict=True)]
     return served_continuations(data, target, prompts, writing, cache)

@@ -18,6 +18,7 @@ from peftlab.drafting.chunked_loss import chunked_loss
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, unwrapped
 from peftlab.drafting.kinds.eagle3.eagle_network import StateNetwork
 from peftlab.drafting.objectives import Objective
+from peftlab.drafting.text.continuations import continued
 from peftlab.methods.modes import eval_mode
 
 
@@ -85,14 +86,17 @@ def unroll(network: StateNetwork, features: Tensor, ids: Tensor, steps: int) -> 
         yield states
 
 
-def predictions(weights: Tensor, ahead: int) -> Tensor:
+def predictions(places: Tensor, ahead: int) -> Tensor:
     """Return which rows count of those that are ``ahead`` of the target's, [b, n] -> [b, n - ahead].
 
     Row t is compared with the target's row t + ahead. It counts if that one predicts a token of the continuation, and
     if the first token that row t drafts is one, too: drafting starts after the prompt.
+
+    Args:
+        places: which of the target's rows predict a token of the continuation, [b, n].
     """
-    n = weights.shape[1]
-    return (weights[:, 1 : n - ahead + 1] > 0) & (weights[:, ahead:] > 0)
+    n = places.shape[1]
+    return (places[:, 1 : n - ahead + 1] > 0) & (places[:, ahead:] > 0)
 
 
 class KnownStates(Protocol):
@@ -148,11 +152,11 @@ class FeatureLoss:
         ids, weights = inputs["input_ids"], inputs["weights"]
         features, final = target_states(model, ids, inputs["attention_mask"], self.known)
         network: StateNetwork = unwrapped(model).network
-        head = network.lm_head.weight
+        head, drafted = network.lm_head.weight, continued(inputs)
         total = head.new_zeros(())
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
             ahead = k + 1
-            places = predictions(weights, ahead)
+            places = predictions(drafted, ahead) & (weights[:, ahead:] > 0)
             mine, theirs = network.norm(states[:, :-ahead][places]), final[:, ahead:][places]
             if self.regression:
                 distance = F.smooth_l1_loss(mine, theirs.to(mine.dtype), reduction="sum") / mine.shape[-1]

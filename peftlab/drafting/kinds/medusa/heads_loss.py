@@ -13,7 +13,7 @@ from peftlab.drafting.chunked_loss import chunked_loss
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight, last_hidden, unwrapped
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import following
+from peftlab.drafting.text.continuations import continued, following
 from peftlab.methods.injection import disabled, is_injected
 from peftlab.methods.modes import eval_mode
 
@@ -52,14 +52,14 @@ class HeadsLoss:
             # stays on, because DDP prepares to gather gradients only then.
             with eval_mode(model):
                 hidden = base = last_hidden(model, ids, mask).detach()
-        total = hidden.new_zeros(())
+        total, drafted = hidden.new_zeros(()), continued(inputs)
         n = ids.shape[1]
         for i, (_, weight) in enumerate(headed.heads):
             ahead = i + 1
             if n - ahead < 2:
                 continue
-            # Place t counts if its prediction, that of place t+1+i, is one of the continuation.
-            places = (weights[:, : n - ahead] > 0) & (weights[:, ahead:] > 0)
+            # Place t counts if its prediction, that of place t+1+i, does and the prompt has been read.
+            places = drafted[:, : n - ahead] & (weights[:, ahead:] > 0)
             if not places.any():
                 continue
             before = known_tokens(ids, ahead)[places]

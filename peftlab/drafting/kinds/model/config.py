@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -86,6 +86,7 @@ class ModelDraft(DraftConfig):
     """A second, smaller language model over the target's tokens."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+    several_targets: ClassVar[bool] = True
 
     kind: Literal["model"] = "model"
     from_: str | None = Field(

@@ -23,11 +23,13 @@ from peftlab.drafting.checks import (
     check_dtypes,
     check_head,
     check_models,
+    check_targets,
     check_tokenizers,
     check_tokens,
     common_vocabulary,
     end_ids,
 )
+from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.model.config import ModelDraft
 from peftlab.drafting.kinds.model.early_bird import choose_units, pruned_draft
@@ -71,7 +73,9 @@ def check(job: DraftJob[ModelDraft], target: PretrainedConfig) -> None:
             raise PeftlabError(f"draft.truncate.layers: no layer {missing[0]}; the target has 0 to {count - 1}")
         if (config.truncate.keep or 0) >= count:
             raise PeftlabError(f"draft.truncate.keep: {config.truncate.keep}, and the target has {count} layers")
-    elif config.from_ is not None:
+    for reference in job.data.targets or []:
+        check_targets(job.tokenizer, load_tokenizer(reference), reference)
+    if config.from_ is not None:
         chat = bool(getattr(job.tokenizer, "chat_template", None)) and job.data.chat is not False
         check_tokenizers(job.tokenizer, load_tokenizer(config.from_), chat=chat)
         check_dtypes(target, load_config(config.from_))
@@ -102,13 +106,31 @@ def load(job: DraftJob[ModelDraft], target: PreTrainedModel) -> PairDraft:
     reference: PreTrainedModel | None = None
     if job.objective.reference is not None:
         reference, _ = load_model(job.objective.reference, "AutoModelForCausalLM", dtype=dtype)
+    others = [_further(reference, target, job) for reference in job.data.targets or []]
+    for served in others:
+        check_models(served, model, job.longest)
     for other in [model] if reference is None else [model, reference]:
         check_head(other, "draft")
         check_models(target, other, job.longest)
         module: nn.Module = other  # transformers' own annotation of ``to`` has no ``self``
         module.to(job.device)
     model.requires_grad_(not config.searched)
-    return PairDraft(model, model, target, base, end_ids(target, job.tokenizer), reference, base_model=base_model)
+    eos = end_ids(target, job.tokenizer)
+    return PairDraft(model, model, target, base, eos, reference, base_model=base_model, others=others)
+
+
+def _further(reference: str, target: PreTrainedModel, job: DraftJob[ModelDraft]) -> PreTrainedModel:
+    """Load a further target of the draft, in the dtype of the first."""
+    load_config(reference)
+    other, _ = load_model(
+        reference, "AutoModelForCausalLM", dtype=target.dtype, trust_remote_code=job.trust_remote_code
+    )
+    check_head(other, f"data.targets: {reference}")
+    rows = [len(head_weight(model)) for model in (target, other)]
+    if rows[0] != rows[1]:
+        raise PeftlabError(f"data.targets: the LM head of {reference} has {rows[1]} rows, the target's has {rows[0]}")
+    nn.Module.to(other, job.device).requires_grad_(False)
+    return other
 
 
 def prepare(job: DraftJob[ModelDraft], draft: PairDraft, train: Dataset) -> None:
@@ -144,12 +166,13 @@ def loss(job: DraftJob[ModelDraft], draft: PairDraft) -> Loss:
     """Return the objective between target and draft, with text of the draft's own where the recipe asks for it."""
     data = job.data
     rewrite = OnPolicy(data.on_policy, data.temperature, draft.eos) if data.on_policy else None
-    return PairLoss(make_objective(job.objective), draft.target, draft.reference, rewrite)
+    return PairLoss(make_objective(job.objective), draft.target, draft.reference, rewrite, draft.others)
 
 
 def score(draft: PairDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-    """Return how often the target would accept the draft's tokens."""
-    return measure(draft.target, model, data, batch_size).rates()
+    """Return how often the target that wrote the text would accept the draft's tokens."""
+    teacher = data["teacher"][0] if "teacher" in data.column_names else 0
+    return measure((draft.target, *draft.others)[teacher], model, data, batch_size).rates()
 
 
 def save(job: DraftJob[ModelDraft], draft: PairDraft, directory: Path, train: Dataset) -> Tensor | None:

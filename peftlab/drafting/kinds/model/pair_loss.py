@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,34 @@ class PairLoss:
         target: a frozen causal language model; None for objectives that need no logits.
         reference: the draft distilled beforehand, for AdaSPEC's filter; None where all tokens are kept.
         rewrite: exchanges some rows for continuations of the draft's own; None for none.
+        others: further targets: of a batch with ``teacher``, each row is compared with the one that wrote it.
     """
 
     objective: Objective
     target: nn.Module | None = None
     reference: nn.Module | None = None
     rewrite: Callable[[nn.Module, Inputs], Inputs] | None = None
+    others: Sequence[nn.Module] = ()
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Return the sum of the objective over the tokens kept; the caller divides by how many there are."""
         if self.rewrite is not None:
             inputs = self.rewrite(model, inputs)
+        hidden = last_hidden(model, inputs["input_ids"], inputs["attention_mask"])  # [b, n, H]
+        if not self.others:
+            return self._loss(model, hidden, inputs)
+        total = hidden.new_zeros(())
+        for number, target in enumerate((self.target, *self.others)):
+            rows = inputs["teacher"] == number
+            if rows.any():
+                part = {key: value[rows] for key, value in inputs.items()}
+                total = total + replace(self, target=target, others=())._loss(model, hidden[rows], part)
+        return total
+
+    def _loss(self, model: nn.Module, states: Tensor, inputs: Inputs) -> Tensor:
+        """Return the sum over a batch of the one target, whose states by the draft are [b, n, H]."""
         places = inputs["weights"] > 0
-        weights = inputs["weights"][places]
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        hidden = last_hidden(model, ids, mask)[places]  # [T, H]
+        weights, hidden = inputs["weights"][places], states[places]  # [T], [T, H]
         target, head = self._target(inputs, places)
         if self.reference is not None:
             weights = weights * self._filter(hidden.detach(), model, inputs, places, target, head)

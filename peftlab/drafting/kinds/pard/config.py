@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from peftlab.drafting.kinds.model.config import ModelDraft
 class PardDraft(ModelDraft):
     """A smaller language model that writes K tokens in one pass, reading masks in their place (arXiv 2504.18583)."""
 
+    several_targets: ClassVar[bool] = False
     kind: Literal["pard"] = "pard"  # type: ignore[assignment]
     tokens: int = Field(default=8, ge=1, description="K: tokens that one pass writes.")
     mask_token: int | None = Field(

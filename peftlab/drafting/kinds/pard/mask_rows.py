@@ -51,16 +51,16 @@ class MaskRows:
     place: Tensor
 
     @classmethod
-    def drawn(cls, weights: Tensor, length: int, retain: float, least: float) -> MaskRows:
-        """Draw rows for a batch whose predictions with a weight above 0 [b, n] count; one run of places a text."""
+    def drawn(cls, continued: Tensor, length: int, retain: float, least: float) -> MaskRows:
+        """Draw rows behind the places of a batch that are above 0 [b, n], one run of places a text."""
         depths, places = [], []
-        for line in weights.cpu() > 0:
+        for line in continued.cpu() > 0:
             first, count = int(line.int().argmax()), int(line.sum())
             kept = drawn_places(count, length, retain, least)[1:]
             places.append(torch.cat([torch.zeros(0, dtype=torch.long), *(first + each for each in kept)]))
             depths.append(torch.cat([torch.zeros(0, dtype=torch.long), *map(torch.full_like, kept, range(1, length))]))
         depth, place = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (depths, places))
-        return cls(depth.to(weights.device), place.to(weights.device))
+        return cls(depth.to(continued.device), place.to(continued.device))
 
     def visible(self, n: int) -> Tensor:
         """Return what each of n tokens and R rows sees of them, [b, n + R, n + R] booleans.

@@ -15,7 +15,7 @@ from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.kinds.model.pair_loss import Inputs
 from peftlab.drafting.kinds.pard.mask_rows import MaskRows, parallel_states
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import following
+from peftlab.drafting.text.continuations import continued, following
 from peftlab.methods.modes import eval_mode
 
 
@@ -46,7 +46,7 @@ class PardLoss:
         if self.rewrite is not None:
             inputs = self.rewrite(model, inputs)
         ids, weights = inputs["input_ids"], inputs["weights"]
-        rows = MaskRows.drawn(weights, self.length, self.retain, self.least)
+        rows = MaskRows.drawn(continued(inputs), self.length, self.retain, self.least)
         states = parallel_states(model, ids, rows, self.mask())
         places, masked = weights > 0, rows.depth > 0
 

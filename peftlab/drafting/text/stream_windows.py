@@ -1,0 +1,170 @@
+"""A stream of requests, window by window: how often a draft that learns in between was accepted, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from peftlab.decoding.analysis.statistics import Interval, acceptance_statistics, percentiles
+from peftlab.decoding.decode import Generation, Step
+from peftlab.drafting.text.rejections import LiveRequest
+from peftlab.files import member, read_object
+
+
+@dataclass(frozen=True)
+class Window:
+    """Requests that were decoded with one draft, and the update after them.
+
+    Attributes:
+        requests: in order.
+        decoding_seconds: of all of them together. frozen_seconds: with the draft as it was at the start of the stream.
+        update_seconds: of training, storing and loading the draft; 0 without an update.
+        learnt_tokens: rejected tokens that the update was trained on; 0: none was made.
+    """
+
+    requests: list[LiveRequest]
+    decoding_seconds: float
+    frozen_seconds: float
+    update_seconds: float
+    learnt_tokens: int
+
+    @classmethod
+    def read(cls, path: Path) -> Window:
+        """Return what a file contains.
+
+        Raises:
+            PeftlabError: it is damaged.
+        """
+        found = read_object(path)
+        decoding, frozen, update = (
+            member(found, f"{name}_seconds", float, path) for name in ("decoding", "frozen", "update")
+        )
+        requests = [LiveRequest.from_json(row, str(path)) for row in member(found, "requests", list, path)]
+        return cls(requests, decoding, frozen, update, member(found, "learnt_tokens", int, path))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the target accepted of a draft.
+
+    Attributes:
+        acceptance: accepted share of the drafted tokens that were tried. tau: tokens per target step. None without any.
+    """
+
+    acceptance: float | None
+    tau: float | None
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """A window in numbers; the seconds and ``learnt_tokens`` are those of ``Window``.
+
+    Attributes:
+        requests: how many. live: of the draft as it was then. frozen: of the draft as it was at the start.
+        rejected: drafted tokens in whose place the target put another.
+    """
+
+    requests: int
+    live: Rates
+    frozen: Rates
+    rejected: int
+    learnt_tokens: int
+    decoding_seconds: float
+    frozen_seconds: float
+    update_seconds: float
+
+
+@dataclass(frozen=True)
+class StreamResults:
+    """What a stream gave.
+
+    Attributes:
+        target, draft: reference of the target, and of the draft at the end.
+        every: requests of a window. requests: of the stream. updates: how many were made.
+        live, frozen: over all requests.
+        gain: the difference of their acceptance. gain_interval: of 95 %, requests resampled in pairs.
+        unequal: greedy answers that differ between the two drafts, though both are the target's own; None: sampled.
+        decoding_seconds, frozen_seconds, update_seconds: of all windows.
+        windows: in order.
+    """
+
+    target: str
+    draft: str
+    every: int
+    requests: int
+    updates: int
+    live: Rates
+    frozen: Rates
+    gain: float | None
+    gain_interval: Interval
+    unequal: int | None
+    decoding_seconds: float
+    frozen_seconds: float
+    update_seconds: float
+    windows: list[WindowResult]
+
+
+def stream_results(target: str, draft: str, every: int, windows: Sequence[Window], *, greedy: bool) -> StreamResults:
+    """Return the numbers of a stream of one request or more, which were decoded greedily or sampled."""
+    requests = [request for window in windows for request in window.requests]
+    live, frozen = _rates(r.steps for r in requests), _rates(r.frozen_steps for r in requests)
+    both = live.acceptance is not None and frozen.acceptance is not None
+    decoding, compared, updating = (
+        round(sum(getattr(window, f"{name}_seconds") for window in windows), 3)
+        for name in ("decoding", "frozen", "update")
+    )
+    return StreamResults(
+        target=target,
+        draft=draft,
+        every=every,
+        requests=len(requests),
+        updates=sum(window.learnt_tokens > 0 for window in windows),
+        live=live,
+        frozen=frozen,
+        gain=(live.acceptance or 0.0) - (frozen.acceptance or 0.0) if both else None,
+        gain_interval=gain_interval(requests) if both else None,
+        unequal=sum(not request.equal for request in requests) if greedy else None,
+        decoding_seconds=decoding,
+        frozen_seconds=compared,
+        update_seconds=updating,
+        windows=[*map(window_result, windows)],
+    )
+
+
+def gain_interval(requests: Sequence[LiveRequest], *, draws: int = 1000) -> Interval:
+    """Return the 95 % bootstrap interval of the difference of the two acceptances; None for a single request."""
+    if len(requests) < 2:
+        return None
+    counts = numpy.array([[_counts(r.steps), _counts(r.frozen_steps)] for r in requests])  # [requests, draft, 2]
+    picked = numpy.random.default_rng(0).integers(len(requests), size=(draws, len(requests)))
+    drawn = counts[picked].sum(1)  # [draws, draft, 2]
+    accepted, tried = drawn[..., 0], numpy.maximum(drawn[..., 1], 1)
+    live, frozen = (accepted / tried).T
+    return percentiles(live - frozen)
+
+
+def _counts(steps: Sequence[Step]) -> tuple[int, int]:
+    """Return accepted and tried tokens, as ``AcceptanceStatistics.acceptance`` counts them."""
+    return sum(s.accepted for s in steps), sum(min(s.drafted, s.accepted + 1) for s in steps)
+
+
+def _rates(outputs: Iterable[list[Step]]) -> Rates:
+    found = acceptance_statistics(Generation(steps=steps) for steps in outputs)
+    return Rates(found.acceptance, found.tau)
+
+
+def window_result(window: Window) -> WindowResult:
+    """Return a window in numbers."""
+    return WindowResult(
+        requests=len(window.requests),
+        live=_rates(r.steps for r in window.requests),
+        frozen=_rates(r.frozen_steps for r in window.requests),
+        rejected=sum(len(r.rejected) for r in window.requests),
+        learnt_tokens=window.learnt_tokens,
+        decoding_seconds=round(window.decoding_seconds, 3),
+        frozen_seconds=round(window.frozen_seconds, 3),
+        update_seconds=round(window.update_seconds, 3),
+    )
