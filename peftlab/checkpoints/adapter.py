@@ -149,14 +149,24 @@ def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_n
     return adapter
 
 
-def _read(path: Path, lora_alpha: float | None) -> Adapter:
-    if path.is_file():
-        config, tensors = read_loralib(path, lora_alpha)
-        return Adapter(config, tensors)
+def adapter_directory(path: Path) -> Path:
+    """Return the directory of an adapter's files, which ``path`` is, or ``adapter/`` of a run.
+
+    Raises:
+        PeftlabError: there is none.
+    """
     if (path / "adapter" / CONFIG_FILE).exists():
         path = path / "adapter"
     if not (path / CONFIG_FILE).exists():
         raise PeftlabError(f"{path}: not an adapter (it has no {CONFIG_FILE})")
+    return path
+
+
+def _read(path: Path, lora_alpha: float | None) -> Adapter:
+    if path.is_file():
+        config, tensors = read_loralib(path, lora_alpha)
+        return Adapter(config, tensors)
+    path = adapter_directory(path)
     raw = read_config(path / CONFIG_FILE)
     if is_adapterhub(raw):
         config, tensors = read_adapterhub(path, raw)

@@ -167,6 +167,18 @@ class DraftConfig(Section):
     several_targets: ClassVar[bool] = False
     """Whether one draft can be trained for several targets: it reads no states of theirs."""
 
+    def needs_pair(self, recipe: OtherKeys, who: str, model: str) -> Iterator[tuple[str, str]]:
+        """Yield the keys that only a draft that is a model beside its target trains with.
+
+        Args:
+            who: trains without them. model: why there is no such model, both for messages.
+        """
+        objective = recipe.objective
+        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
+            yield "objective", f"{who} without topk_kl, selective and on_policy"
+        if recipe.acceptance_head:
+            yield "acceptance_head", f"reads a draft model's states; {model}"
+
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""
         if recipe.method is None:

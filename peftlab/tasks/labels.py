@@ -57,7 +57,7 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
-def sorted_classes(table: Table, column: str, labels: Iterable[str]) -> tuple[str, ...]:
+def _sorted_classes(table: Table, column: str, labels: Iterable[str]) -> tuple[str, ...]:
     """Return the classes among the training table's labels, sorted, by value if all are numbers.
 
     Raises:
@@ -78,15 +78,30 @@ def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]
     return tuple(classes)
 
 
-def class_indices(
-    tables: Mapping[str, Table], column: str, labels: Mapping[str, Sequence[str]], classes: Sequence[str], owner: str
-) -> dict[str, list[int]]:
-    """Return each table's labels as positions in ``classes``; arguments and errors as for ``class_sets``."""
-    sets = {split: [[name] for name in found] for split, found in labels.items()}
-    return {s: [places[0] for places in rows] for s, rows in class_sets(tables, column, sets, classes, owner).items()}
+def placed_sets(
+    tables: Mapping[str, Table],
+    column: str,
+    labels: Mapping[str, Sequence[Sequence[str]]],
+    known: Sequence[str] | None,
+) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
+    """Return the labels of each table's rows as positions among the classes, and the classes.
+
+    Args:
+        tables, column, labels: labels by split, of each row; the label column.
+        known: a trained model's classes; None: they are those of the training table.
+
+    Raises:
+        PeftlabError: there is a single class, or labels are not in ``known``; both sets are listed.
+    """
+    every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
+    if known is None:
+        classes, owner = _sorted_classes(tables["train"], column, every["train"]), "the training data"
+    else:
+        classes, owner = as_written(known, chain.from_iterable(every.values())), "the model"
+    return _places(tables, column, labels, classes, owner), classes
 
 
-def class_sets(
+def _places(
     tables: Mapping[str, Table],
     column: str,
     labels: Mapping[str, Sequence[Sequence[str]]],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from peftlab.errors import PeftlabError
 from peftlab.rows import resolve
@@ -13,13 +12,11 @@ from peftlab.tasks.columns import Columns
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import Examples
 from peftlab.tasks.labels import (
-    as_written,
     bin_classes,
-    class_indices,
     is_missing,
     names,
     numbers,
-    sorted_classes,
+    placed_sets,
 )
 from peftlab.tasks.reading.bad_rows import Fault, listed, refuse
 from peftlab.tasks.reading.content import is_unicode
@@ -151,11 +148,9 @@ def _labels(
         return (values, ()) if data.bins is None else _binned(values, data.bins, tables, known)
     spelled = {split: names(table, column, faults) for split, table in tables.items()}
     refuse_all(faults)
-    if known is None:
-        classes = sorted_classes(tables["train"], column, spelled["train"])
-        return class_indices(tables, column, spelled, classes, "the training data"), classes
-    classes = as_written(known, chain.from_iterable(spelled.values()))
-    return class_indices(tables, column, spelled, classes, "the model"), classes
+    sets = {split: [[name] for name in found] for split, found in spelled.items()}
+    placed, classes = placed_sets(tables, column, sets, known)
+    return {split: [places[0] for places in rows] for split, rows in placed.items()}, classes
 
 
 def refuse_all(faults: Sequence[Fault]) -> None:

@@ -157,13 +157,18 @@ def _cache_file(key: str) -> str | None:
     return str(folder / f"{key}.arrow") if os.access(folder, os.W_OK) else None
 
 
+def padding_or_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the pad token, or of the end-of-sequence token where there is none; None without either."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the token to pad with: the pad token's, or the end-of-sequence token's.
 
     Raises:
         PeftlabError: the tokenizer has neither.
     """
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = padding_or_end(tokenizer)
     if not isinstance(pad, int):
         raise PeftlabError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
     return pad

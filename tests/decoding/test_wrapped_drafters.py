@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.analysis.stopwatch import Clock, TimedDrafter
 from peftlab.decoding.decode import StoppingCriteria, decode
@@ -35,8 +36,15 @@ def timed(drafter):
 
 
 @pytest.fixture(scope="module")
-def target(stories_model):
-    return build_engine(stories_model, pack=False, features=FEATURES)
+def model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=5, max_position_embeddings=64)).eval()
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return build_engine(model, pack=False, features=FEATURES)
 
 
 def test_every_attribute_is_that_of_the_drafter_within(target):
@@ -65,8 +73,8 @@ def test_every_call_reaches_the_drafter_within(name):
     assert name in vars(Around)
 
 
-def test_with_copies_the_drafts_that_a_drafter_could_make_are_its_own(stories_model):
-    heads = MedusaHeads(stories_model.get_output_embeddings().weight, 2)
+def test_with_copies_the_drafts_that_a_drafter_could_make_are_its_own(model):
+    heads = MedusaHeads(model.get_output_embeddings().weight, 2)
     heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
     own = HeadsDrafter(heads).possible([0.5], [1.0, 1.1, 1.2, 1.3])
     assert len(own) == 3
@@ -79,15 +87,15 @@ def test_a_timed_drafter_that_works_beside_the_target_is_still_verified_exactly(
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_says_whether_its_chains_have_logits(target, stories_model, name):
-    drafter, found = DRAFTERS[name](stories_model, {"pack": False}), []
+def test_a_drafter_says_whether_its_chains_have_logits(target, model, name):
+    drafter, found = DRAFTERS[name](model, {"pack": False}), []
 
     def observe(rows, verified):
         draft = verified.draft
         if draft.tokens.shape[1]:
             found.append(draft.logits is not None and draft.parents is None)
 
-    decode(target, [[1, 403, 407, 261, 378]], StoppingCriteria(8), drafter, policy=partial(Fixed, 3), observe=observe)
+    decode(target, [[1, 5, 9, 5, 9]], StoppingCriteria(8), drafter, policy=partial(Fixed, 3), observe=observe)
     assert found
     assert drafter.has_logits == (all(found) and not name.startswith("suffix+")), "what is copied has none"
 

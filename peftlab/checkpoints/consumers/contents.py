@@ -10,7 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from types import NoneType
 
-from peftlab.checkpoints.adapter import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, base_of, read_config
+from peftlab.checkpoints.adapter import (
+    CONFIG_FILE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    adapter_directory,
+    base_of,
+    read_config,
+)
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.io.pickles import read_pickle
@@ -111,6 +118,12 @@ class Contents:
         return [piece for piece in self.pieces if piece.kind in kinds]
 
     @property
+    def beside_factors(self) -> list[Piece]:
+        """The tensors that are no factors of a low-rank update, and no weights of the base."""
+        others = self.of_kind("whole", "other", "lora_bias", "lora_magnitude_vector")
+        return others + [piece for piece in self.of_kind("base") if piece.parameter != "weight"]
+
+    @property
     def r(self) -> int:
         """The rank of the modules that no pattern names; 8, as in peft, where the configuration has none."""
         return int(_number(self.raw.get("r", 8)))
@@ -178,10 +191,7 @@ def read_contents(source: str | Path) -> Contents:
         if not any(key.endswith(".lora_A") for key in shapes):
             raise PeftlabError(f"{path}: no key ends in .lora_A; this is not a loralib adapter")
         return Contents(path, "loralib", {}, frozenset({path.name}), _pieces(shapes), {})
-    if (path / "adapter" / CONFIG_FILE).exists():
-        path = path / "adapter"
-    if not (path / CONFIG_FILE).exists():
-        raise PeftlabError(f"{path}: not an adapter (it has no {CONFIG_FILE})")
+    path = adapter_directory(path)
     raw = read_config(path / CONFIG_FILE)
     _check_types(raw, path / CONFIG_FILE)
     files = frozenset(file.name for file in path.iterdir())

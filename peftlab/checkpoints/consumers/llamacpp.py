@@ -41,8 +41,7 @@ def rule(fit: Fit) -> Verdict:
         return verdict
     if verdict := changed_meaning(fit, "llama.cpp", _IGNORED_OPTIONS):
         return verdict
-    others = contents.of_kind("whole", "other", "lora_bias", "lora_magnitude_vector")
-    others += [piece for piece in contents.of_kind("base") if piece.parameter != "weight"]
+    others = contents.beside_factors
     if norms := [piece.key for piece in others if "_layernorm" in piece.key or ".norm" in piece.key]:
         return Verdict(False, f"llama.cpp converts trained norms and leaves them out when it loads: {shortened(norms)}")
     if others:

@@ -46,9 +46,7 @@ def rule(fit: Fit) -> Verdict:
         return Verdict("unknown", "SGLang refuses adapters whose added_tokens.json has tokens the base lacks")
     if verdict := changed_meaning(fit, "SGLang", _IGNORED_OPTIONS):
         return verdict
-    dropped = contents.of_kind("whole", "other", "lora_bias", "lora_magnitude_vector")
-    dropped += [piece for piece in contents.of_kind("base") if piece.parameter != "weight"]
-    if dropped:
+    if dropped := contents.beside_factors:
         return Verdict(False, f"SGLang reads no tensor but factors: {shortened(piece.key for piece in dropped)}")
     if together := [pair.module for pair in contents.pairs if fit.experts(pair)]:
         return Verdict(

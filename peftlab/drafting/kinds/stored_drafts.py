@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object
+from peftlab.files import read_object
 
 
-def said(directory: str | Path, key: str) -> Json:
-    """Return what ``config.json`` in a directory says of ``key``; None where there is no such file or key."""
+def says(directory: str | Path, key: str, value: str | Sequence[str]) -> bool:
+    """Whether ``config.json`` in a directory has this value of ``key``."""
     file = Path(directory) / "config.json"
-    return read_object(file).get(key) if file.is_file() else None
+    return file.is_file() and read_object(file).get(key) == value
 
 
 def found_in(reference: str, folder: str, known: Callable[[Path], bool]) -> str | None:
@@ -31,11 +31,7 @@ def check_start(start: str | None, find: Callable[[str], str | None], why: str) 
 
 
 def newest_in(run: Path, folder: str, known: Callable[[Path], bool]) -> str:
-    """Return the directory of the draft that a run has written to ``folder``.
-
-    Raises:
-        PeftlabError: there is none.
-    """
+    """Return the directory of the draft that a run has written to ``folder``; ``PeftlabError`` if there is none."""
     if not known(run / folder):
         raise PeftlabError(f"{run}: contains no {folder}/ to continue from; did the run end?")
     return str(run / folder)

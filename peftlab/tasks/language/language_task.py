@@ -47,6 +47,7 @@ from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.reading.splits import split_files, split_tables
 from peftlab.tasks.table import Task
 from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE
+from peftlab.tasks.tokens import padding_or_end
 from peftlab.untyped import Unwrapped
 
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
@@ -116,18 +117,14 @@ def prepare(
     """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limited(splits, data, left_out)
-    tokenizer = source.tokenizer()
-    how = encoding(task, data, max_length)
-    held = {name: splits[name] for name in ("validation", "test") if name in splits}
-    if not held:
-        raise PeftlabError(f"task {task.name}: no validation split; set data.validation")
+    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, max_length)
     held_out: dict[str, Dataset] = {}
     for name, rows in held.items():
         held_out[name], long = encode_rows(rows, tokenizer, how)
         left_out = {why: left_out.get(why, 0) + long.get(why, 0) for why in left_out | long}
     model, fresh = source.model("AutoModelForCausalLM", max_length)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    together = partial(collate, pad=pad or 0)
+    pad = padding_or_end(tokenizer) or 0
+    together = partial(collate, pad=pad)
     asked = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
     prepared = Prepared(
         task=task,
@@ -148,13 +145,25 @@ def prepare(
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
         smoothed=_smoothed,
-        sharing=RowSharing(partial(pack, pad=pad or 0), packing_fault),
+        sharing=RowSharing(partial(pack, pad=pad), packing_fault),
         sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
         contexts=partial(make_contexts, asked, tokenizer, how, data.split_seed) if task.prompted else None,
     )
     if "train" in splits:
         prepared.train = partial(_train, splits["train"], prepared, how)
     return prepared
+
+
+def held_rows(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
+    """Return the splits that a model is evaluated on.
+
+    Raises:
+        PeftlabError: there is none.
+    """
+    held = {name: splits[name] for name in ("validation", "test") if name in splits}
+    if not held:
+        raise PeftlabError(f"task {task.name}: no validation split; set data.validation")
+    return held
 
 
 def limited(
@@ -289,6 +298,6 @@ def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) ->
     with eval_mode(bare):
         output = bare.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_ANSWER,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=padding_or_end(tokenizer),
         )  # fmt: skip
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()

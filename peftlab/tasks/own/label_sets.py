@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import Examples
-from peftlab.tasks.labels import as_written, class_sets, is_missing, items, sorted_classes
+from peftlab.tasks.labels import as_written, is_missing, items, placed_sets
 from peftlab.tasks.reading.bad_rows import Fault, listed, quoted
 from peftlab.tasks.reading.readers import Table
 from peftlab.tasks.table import Task
@@ -52,12 +51,7 @@ def _of_sets(
     labelled = {split: table for split, table in tables.items() if column in table.columns}
     spelled = {split: _sets(table, column, separator, faults) for split, table in labelled.items()}
     refuse_all(faults)
-    everything = {split: list(chain.from_iterable(sets)) for split, sets in spelled.items()}
-    if known is None:
-        classes, owner = sorted_classes(tables["train"], column, everything["train"]), "the training data"
-    else:
-        classes, owner = as_written(known, chain.from_iterable(everything.values())), "the model"
-    found = class_sets(labelled, column, spelled, classes, owner)
+    found, classes = placed_sets(labelled, column, spelled, known)
     return {split: [sorted(set(places)) for places in rows] for split, rows in found.items()}, classes
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_texts import Examples
-from peftlab.tasks.labels import as_written, class_sets, is_missing, items, sorted_classes
+from peftlab.tasks.labels import is_missing, items, placed_sets
 from peftlab.tasks.own.schemes import entity_tag, of_entities
 from peftlab.tasks.reading.bad_rows import Fault, quoted
 from peftlab.tasks.reading.readers import Table
@@ -35,16 +35,11 @@ def load_tagged_words(
         spelled = {split: _lists(table, tags_in, "tags", faults) for split, table in labelled.items()}
         for split, table in labelled.items():
             faults += _uneven(table, tags_in, words[split], spelled[split])
-        everything = {split: list(chain.from_iterable(tags)) for split, tags in spelled.items()}
-        if of_entities(set(chain.from_iterable(everything.values()))):
+        if of_entities(set(chain.from_iterable(chain.from_iterable(spelled.values())))):
             for split, table in labelled.items():
                 faults += _odd_tags(table, tags_in, spelled[split])
         refuse_all(faults)
-        if classes is None:
-            tags, owner = sorted_classes(tables["train"], tags_in, everything["train"]), "the training data"
-        else:
-            tags, owner = as_written(classes, chain.from_iterable(everything.values())), "the model"
-        found = class_sets(labelled, tags_in, spelled, tags, owner)
+        found, tags = placed_sets(labelled, tags_in, spelled, classes)
         return {split: Examples(words[split], None, found.get(split)) for split in tables}, tags
 
     task, splits, left_out = load_own(task, data, read)

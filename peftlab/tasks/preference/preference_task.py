@@ -8,11 +8,10 @@ from functools import partial
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from peftlab.errors import PeftlabError
 from peftlab.rows import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.language.examples import Encoding, Tokens, fingerprint
-from peftlab.tasks.language.language_task import limited, read_splits, sample
+from peftlab.tasks.language.language_task import held_rows, limited, read_splits, sample
 from peftlab.tasks.preference.config import PreferenceObjective
 from peftlab.tasks.preference.dpo import PreferenceEvaluation, collate_pairs, preference_loss
 from peftlab.tasks.preference.pairs import (
@@ -25,6 +24,7 @@ from peftlab.tasks.preference.pairs import (
 )
 from peftlab.tasks.prepared import ModelSource, Prepared
 from peftlab.tasks.table import Task
+from peftlab.tasks.tokens import padding_or_end
 
 
 def load_preferences(
@@ -53,11 +53,7 @@ def prepare(
     """
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limited(splits, data, left_out)
-    tokenizer = source.tokenizer()
-    how = encoding(task, data, max_length)
-    held = {name: splits[name] for name in ("validation", "test") if name in splits}
-    if not held:
-        raise PeftlabError(f"task {task.name}: no validation split; set data.validation")
+    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, max_length)
 
     def encoded(rows: Sequence[Preference]) -> Dataset:
         found, long = encode_preferences(rows, tokenizer, how)
@@ -67,8 +63,8 @@ def prepare(
 
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
     model, fresh = source.model("AutoModelForCausalLM", max_length)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    evaluation = PreferenceEvaluation(held_out, pad or 0, batch_size, objective.beta)
+    pad = padding_or_end(tokenizer) or 0
+    evaluation = PreferenceEvaluation(held_out, pad, batch_size, objective.beta)
     answers = [(name, [s for row in rows for s in (row.chosen, row.rejected)]) for name, rows in sorted(splits.items())]
     return Prepared(
         task=task,
@@ -77,7 +73,7 @@ def prepare(
         fresh=fresh,
         train=partial(encoded, splits["train"]) if "train" in splits else None,
         held_out=held_out,
-        collate=partial(collate_pairs, pad=pad or 0),
+        collate=partial(collate_pairs, pad=pad),
         loss=partial(preference_loss, beta=objective.beta),
         denominator=lambda _: len,
         score=evaluation.score,

@@ -44,11 +44,7 @@ class StateConfig(DraftConfig):
     )
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
-        objective = recipe.objective
-        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
-            yield "objective", f"{self.kind} trains without topk_kl, selective and on_policy"
-        if recipe.acceptance_head:
-            yield "acceptance_head", f"reads a draft model's states; {self.kind} is not a model of its own"
+        yield from self.needs_pair(recipe, f"{self.kind} trains", f"{self.kind} is not a model of its own")
         if recipe.policy.row.needs == TIMES:
             reason = f"needs the time of a draft step; {self.kind} is not a model of its own"
             yield "policy", f"{recipe.policy.text}: {reason}"

@@ -27,6 +27,7 @@ from peftlab.errors import PeftlabError
 
 FOLDER = "eagle3"  # of a run
 prepare, score, calibrate = state_draft.prepare, state_draft.score, state_draft.calibrate
+find = partial(found_in, folder=FOLDER, known=is_eagle)
 
 
 def check(job: DraftJob[Eagle3Draft], target: PretrainedConfig) -> None:
@@ -89,11 +90,6 @@ def drafter(draft: StateDraft, saved: Saved | None) -> Served | None:
         return None
     network = read_eagle(saved.directory / draft.folder, input_embedding(draft.target)).to(draft.target.device)
     return Served(draft.target, partial(FeatureDrafter, EagleStep(network)), network.features)
-
-
-def find(reference: str) -> str | None:
-    """Return the directory of an eagle3 draft that ``reference`` is, or that it has as a run."""
-    return found_in(reference, FOLDER, is_eagle)
 
 
 def open(reference: str, opening: Opening) -> Opened:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape, StateNetwork
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
-from peftlab.drafting.kinds.stored_drafts import said
+from peftlab.drafting.kinds.stored_drafts import says
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -23,7 +23,7 @@ _OTHER_NAMES = {"midlayer.": "layers.0."}  # in the files of EAGLE's authors and
 
 def is_eagle(directory: str | Path) -> bool:
     """Whether a directory contains a draft of speculators' type ``eagle3``, or one for SGLang."""
-    return said(directory, "speculators_model_type") == "eagle3" or said(directory, "architectures") == _SGLANG
+    return says(directory, "speculators_model_type", "eagle3") or says(directory, "architectures", _SGLANG)
 
 
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:

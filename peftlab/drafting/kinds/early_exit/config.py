@@ -52,11 +52,7 @@ class EarlyExitDraft(DraftConfig):
             yield "draft.scale", "an exit after one layer would weigh nothing; remove the exit or the scale"
         if self.curriculum == "rotational" and self.every > len(self.exits):
             yield "draft.every", f"{self.every} of {len(self.exits)} exits: some steps would train none"
-        objective, data = recipe.objective, recipe.data
-        if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
-            yield "objective", "an early exit trains without topk_kl, selective and on_policy"
-        if recipe.acceptance_head:
-            yield "acceptance_head", "reads a draft model's states; there is none with an early exit"
+        yield from self.needs_pair(recipe, "an early exit trains", "there is none with an early exit")
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:

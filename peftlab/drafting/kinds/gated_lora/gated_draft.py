@@ -18,6 +18,7 @@ from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.recurrent.mixers import mix_of
+from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, OwnLayers, Saved, Served
@@ -32,6 +33,7 @@ from peftlab.drafting.kinds.gated_lora.gated_files import (
 )
 from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, measure_masks
 from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
+from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in
 from peftlab.drafting.objectives import make_objective
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
@@ -41,6 +43,8 @@ from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal, set_gate
 from peftlab.methods.table import plan
 from peftlab.outputs import staged_directory
+
+find = partial(found_in, folder=FOLDER, known=is_gated)
 
 
 @dataclass
@@ -58,11 +62,10 @@ class GatedDraft(Draft):
 
 def check(job: DraftJob[GatedLoraDraft], target: PretrainedConfig) -> None:
     """Refuse a mask that is no token, and a draft to continue from that is none."""
-    size, mask, start = target.get_text_config(decoder=True).vocab_size, job.config.mask_token, job.config.from_
+    size, mask = target.get_text_config(decoder=True).vocab_size, job.config.mask_token
     if mask is not None and mask >= size:
         raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
-    if start is not None and find(start) is None:
-        raise PeftlabError(f"draft.from: {start} is no gated LoRA (gated_lora.json)")
+    check_start(job.config.from_, find, "is no gated LoRA (gated_lora.json)")
 
 
 def load(job: DraftJob[GatedLoraDraft], target: PreTrainedModel) -> GatedDraft:
@@ -135,9 +138,7 @@ def continue_from(model: nn.Module, place: str) -> None:
 
 def score(draft: GatedDraft, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
     """Return the mean acceptance over the masks of a block, and each one's own."""
-    depths = [depth.rates() for depth in measure_masks(model, draft.gate, data, draft.masks, batch_size)]
-    each = {f"{key}_{i}": rates[key] for i, rates in enumerate(depths, 1) for key in ("acceptance", "agreement")}
-    return {"acceptance": sum(rates["acceptance"] for rates in depths) / len(depths), **each}
+    return by_depth(measure_masks(model, draft.gate, data, draft.masks, batch_size))
 
 
 def save(job: DraftJob[GatedLoraDraft], draft: GatedDraft, directory: Path, train: Dataset) -> None:
@@ -167,11 +168,6 @@ def _own(gate: Gate, masks: Masks, engine: Engine) -> OwnLayers:
     return OwnLayers(MaskedPass(engine, gate), two, one_pass=partial(OnePass, engine, masks, gate=gate))
 
 
-def find(reference: str) -> str | None:
-    """Return the directory of a gated LoRA that ``reference`` is, or that it has as a run."""
-    return next((str(place) for place in (Path(reference) / FOLDER, Path(reference)) if is_gated(place)), None)
-
-
 def open(reference: str, opening: Opening) -> Opened:
     """Load the LoRA into the target, which stays as it is but for masks: other tokens are refused, other weights a
     warning."""
@@ -197,6 +193,4 @@ def export(place: str, consumer: str) -> UnoExport:
 
 def update(config: GatedLoraDraft, newest: Path, log: Path) -> GatedLoraDraft:
     """Return the section that continues from the LoRA of ``newest``, with its mask."""
-    if not is_gated(newest / FOLDER):
-        raise PeftlabError(f"{newest}: contains no gated LoRA to continue from; did the run end?")
-    return config.model_copy(update={"from_": str(newest / FOLDER)})
+    return config.model_copy(update={"from_": newest_in(newest, FOLDER, is_gated)})

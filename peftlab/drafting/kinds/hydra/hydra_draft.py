@@ -22,16 +22,14 @@ from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, first_rows
 from peftlab.drafting.kinds.medusa.head_files import check_heads, write_ranks
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, said
+from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, says
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 
 FOLDER = "heads"  # of a run
 loss, score = head_draft.loss, head_draft.score
-
-
-def _is_hydra(directory: Path) -> bool:
-    return said(directory, "model_type") == "hydra"
+_is_hydra = partial(says, key="model_type", value="hydra")
+find = partial(found_in, folder=FOLDER, known=_is_hydra)
 
 
 def check(job: DraftJob[HydraDraft], target: PretrainedConfig) -> None:
@@ -108,11 +106,6 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     served = saved.merged if saved.merged is not None else draft.adapted
     heads = read_hydra(saved.directory / FOLDER, input_embedding(served)).to(draft.target.device)
     return Served(served, partial(HeadsDrafter, heads))
-
-
-def find(reference: str) -> str | None:
-    """Return the directory of Hydra heads that ``reference`` is, or that it has as a run."""
-    return found_in(reference, FOLDER, _is_hydra)
 
 
 def open(reference: str, opening: Opening) -> Opened:

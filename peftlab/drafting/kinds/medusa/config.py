@@ -36,11 +36,7 @@ class HeadsConfig(DraftConfig):
     )
 
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
-        objective, data = recipe.objective, recipe.data
-        if objective.name == "topk_kl" or objective.selective is not None or data.on_policy:
-            yield "objective", "heads train without topk_kl, selective and on_policy"
-        if recipe.acceptance_head:
-            yield "acceptance_head", "reads a draft model's states; there is none with heads"
+        yield from self.needs_pair(recipe, "heads train", "there is none with heads")
         if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
         if recipe.draft_window is not None:

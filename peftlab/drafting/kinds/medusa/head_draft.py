@@ -21,7 +21,7 @@ from peftlab.drafting.kinds.medusa.head_files import check_heads, read_medusa, w
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.kinds.stored_drafts import found_in, said
+from peftlab.drafting.kinds.stored_drafts import found_in, says
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
@@ -29,6 +29,7 @@ from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import trainable_dtype
 from peftlab.methods.table import plan
 
+find = partial(found_in, folder="heads", known=partial(says, key="model_type", value="medusa"))
 _CONSUMERS = "Medusa heads, which no released engine loads; peftlab generate and peftlab draft bench do"
 
 
@@ -129,11 +130,6 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
         return None
     heads = read_medusa(saved.directory / "heads").to(draft.target.device)
     return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
-
-
-def find(reference: str) -> str | None:
-    """Return the directory of heads that ``reference`` is, or that it has as a run."""
-    return found_in(reference, "heads", lambda place: said(place, "model_type") == "medusa")
 
 
 def open(reference: str, opening: Opening) -> Opened:

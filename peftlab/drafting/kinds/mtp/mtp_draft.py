@@ -27,6 +27,7 @@ from peftlab.errors import PeftlabError
 
 FOLDER = "mtp"  # of a run
 prepare, score, calibrate = state_draft.prepare, state_draft.score, state_draft.calibrate
+find = partial(found_in, folder=FOLDER, known=is_mtp)
 
 
 def check(job: DraftJob[MtpDraft], target: PretrainedConfig) -> None:
@@ -81,11 +82,6 @@ def _on(directory: Path, target: PreTrainedModel, dtype: torch.dtype | None = No
     network = _stored(target, directory).to(target.device)
     network.parts_to(dtype or network.mtp_layers[0].get_parameter("input_proj.weight").dtype)
     return network
-
-
-def find(reference: str) -> str | None:
-    """Return the directory of an mtp draft that ``reference`` is, or that it has as a run."""
-    return found_in(reference, FOLDER, is_mtp)
 
 
 def open(reference: str, opening: Opening) -> Opened:

@@ -23,7 +23,7 @@ from peftlab.drafting.kinds.eagle3.eagle_files import (
 )
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
 from peftlab.drafting.kinds.mtp.mtp_network import Mtp
-from peftlab.drafting.kinds.stored_drafts import said
+from peftlab.drafting.kinds.stored_drafts import says
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -32,7 +32,7 @@ _HEAD = "lm_head.weight"  # the target's, not written
 
 def is_mtp(directory: str | Path) -> bool:
     """Whether a directory contains a draft of speculators' type ``mtp``."""
-    return said(directory, "speculators_model_type") == "mtp"
+    return says(directory, "speculators_model_type", "mtp")
 
 
 def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, tokens: int) -> None:

@@ -26,6 +26,8 @@ from peftlab.drafting.kinds.stored_drafts import found_in, newest_in
 from peftlab.drafting.objectives import make_objective
 from peftlab.errors import PeftlabError
 
+find = partial(found_in, folder="merged", known=is_pard)
+
 
 @dataclass
 class ParallelDraft(PairDraft):
@@ -109,11 +111,6 @@ def drafter(draft: ParallelDraft, saved: Saved | None) -> Served | None:
         return None
     assert saved.merged is not None
     return Served(draft.target, partial(ParallelDrafter, draft_engine(saved.merged, tokens=saved.tokens), draft.masks))
-
-
-def find(reference: str) -> str | None:
-    """Return the merged draft of a run, or the directory of such a draft."""
-    return found_in(reference, "merged", is_pard)
 
 
 def open(reference: str, opening: Opening) -> Opened:

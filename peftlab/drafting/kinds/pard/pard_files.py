@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.decoding.drafters.parallel_drafter import Masks
-from peftlab.drafting.kinds.stored_drafts import said
+from peftlab.drafting.kinds.stored_drafts import says
 from peftlab.drafting.plain_export import check_plain, copy_plain
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
@@ -25,7 +25,7 @@ def write_masks(directory: Path, masks: Masks) -> None:
 
 def is_pard(directory: str | Path) -> bool:
     """Whether a directory contains a model whose configuration names a mask."""
-    return said(directory, "spd_type") == _TYPE
+    return says(directory, "spd_type", _TYPE)
 
 
 def read_masks(directory: str | Path) -> Masks:
