@@ -32,6 +32,9 @@ class Cpu:
     features: list[str]
     threads: int
 
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.features)}), {self.threads} thread{'' if self.threads == 1 else 's'}"
+
 
 def check_device_name(name: str) -> None:
     """Raise ``PeftlabError`` if no device has this name, on whatever machine."""

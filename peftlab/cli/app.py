@@ -182,8 +182,8 @@ def eval_(
     from peftlab.reporting.console import score_lines
 
     found = score_trained(reference, recipe, overrides or [], latency=latency, device=device)
-    show(*score_lines(found.scores, found.examples))
-    return found.scores
+    show(*score_lines(found.scores, found.examples), *([] if found.timed is None else [found.timed.line()]))
+    return found.as_json()
 
 
 @app.command()

@@ -201,7 +201,7 @@ def bench(
     )  # fmt: skip
     found = result.result
     tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
-    pages.show(tables, facts)
+    pages.show(tables, [*facts, result.where()])
     if html is not None:
         write_text(html, pages.bench_page(found, result.warnings, result.lines(), result.example))
     return result

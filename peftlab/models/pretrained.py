@@ -49,7 +49,8 @@ def load_base(
     Args:
         reference: hub id, local directory, GGUF file (dequantised to ``dtype``), or ``package:NAME/path``.
         auto_class: name of the transformers auto class.
-        dtype: of the weights; of those that are not quantised, and of the products, with ``quantised``.
+        dtype: of the weights; of those that are not quantised, and of the products, with ``quantised`` or where the
+            checkpoint is.
         quantised: store the linear maps but for the LM head in 8 or 4 bits. The codes are those of the checkpoint's
             own values, whatever ``dtype`` is.
         revision: git revision of a hub model.
@@ -67,6 +68,8 @@ def load_base(
         model, fresh = _load_quantised(reference, auto_class, quantised, dtype, told)
     else:
         model, fresh = _load_weights(reference, auto_class, dtype=dtype, **told)
+        if any(quantised_linears(model)):  # as the checkpoint is stored
+            _settle(model, dtype)
     model.config._name_or_path = reference
     return model.eval(), sorted(fresh)
 
@@ -173,10 +176,10 @@ def _bitsandbytes(base: BaseConfig, dtype: torch.dtype, kept: list[str]) -> Bits
 def _settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give what is not quantised the dtype of the products; embeddings and norms are not kept in fp32 for it."""
     keep_layout(model)
-    for _, module in quantised_linears(model):
-        weight: Unwrapped = module.weight
-        if getattr(weight, "quant_state", None) is not None:
-            weight.quant_state.dtype = dtype
+    for _, found in quantised_linears(model):
+        module: Unwrapped = found
+        if getattr(module.weight, "quant_state", None) is not None:
+            module.weight.quant_state.dtype = module.compute_dtype = dtype
     wide = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in wide):

@@ -6,7 +6,8 @@ the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -59,12 +60,34 @@ def dequantised(module: nn.Module, dtype: torch.dtype) -> Tensor:
     if type(weight).__name__ == "Int8Params":
         own: Unwrapped = module
         scales = weight.SCB if weight.SCB is not None else own.state.SCB  # where the first forward pass puts them
-        return weight.data.to(dtype).mul_(scales[:, None] / 127)
+        return weight.data.to(dtype).mul_(scales[:, None].mul(1.0 / 127.0))  # as the layer computes it in training
     from bitsandbytes.functional import dequantize_4bit
 
     state = copy(weight.quant_state)
     state.dtype = dtype
     return dequantize_4bit(weight.data, state)
+
+
+def int8_maps(model: nn.Module) -> list[nn.Module]:
+    """Return the maps of ``model`` that bitsandbytes multiplies in 8 bits."""
+    return [module for _, module in quantised_linears(model) if type(module).__name__ == "Linear8bitLt"]
+
+
+@contextmanager
+def inputs_as_they_are(maps: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block ``int8_maps`` on the CPU multiply their inputs by the weights' values, as in training.
+
+    In evaluation bitsandbytes rounds inputs to 8 bits, but for columns with a large number in any row of the batch: the
+    output of a token would depend on the tokens that are read with it.
+    """
+    training = [module.training for module in maps]
+    for module in maps:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, before in zip(maps, training, strict=True):
+            module.training = before
 
 
 def keep_layout(model: nn.Module) -> None:

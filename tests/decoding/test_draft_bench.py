@@ -22,6 +22,8 @@ from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.head_files import write_medusa
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
+from peftlab.files import to_json
+from peftlab.hardware import describe_cpu
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 from tests.command_line import invoke
@@ -105,6 +107,10 @@ def test_bench_verb(stories, draft_dir, prompt_file, tmp_path, batch, temperatur
         name: {"dtype": "fp32", "packed": list(build_engine(model).packed)}
         for name, model in zip(("target", "draft"), weights, strict=True)
     }
+    printed = shown.stdout.replace("\n", " ")
+    kept = ", ".join(result["weights"]["target"]["packed"])
+    assert f"{describe_cpu()}; weights: target in fp32 ({kept}); draft in fp32" in printed
+    assert result["cpu"]["features"] == describe_cpu().features
     assert result["lossless_by"] == ("construction" if temperature else "comparison")
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
     runs = {int(n): steps for n, steps in result["accepted_runs"].items()}
@@ -430,3 +436,14 @@ def test_heads_that_do_not_fit(stories, heads_dir, draft_dir, prompt_file, tmp_p
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 1024}))
     with pytest.raises(PeftlabError, match="heads for states of 64 and 1024 tokens, but the target has 64 and 512"):
         invoke("draft", "bench", *asked, "--draft", other)
+
+
+def test_generate_says_on_what_processor_and_weights(stories, draft_dir, tmp_path):
+    out = tmp_path / "out.json"
+    told = ("--prompt", "Once", "--max-new-tokens", 4, "--draft-dtype", "bf16", "--json", out)
+    shown = invoke("generate", "--target", stories, "--draft", draft_dir, *told)
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(out.read_text())
+    packed = build_engine(load_base(str(stories), "AutoModelForCausalLM")[0]).packed
+    assert result["weights"]["target"] == {"dtype": "fp32", "packed": list(packed)}
+    assert result["weights"]["draft"]["dtype"] == "bf16" and result["cpu"] == to_json(describe_cpu())

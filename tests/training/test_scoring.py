@@ -12,11 +12,14 @@ import tiny
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
+from typer.testing import CliRunner
 
 import peftlab
 from peftlab.checkpoints.merge.verify import ROUNDS
+from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.hardware import resolve_device
+from peftlab.files import to_json
+from peftlab.hardware import describe_cpu, resolve_device
 from peftlab.pipelines.trained.evaluate import evaluate, score_trained
 from peftlab.pipelines.trained.predict import predict
 from peftlab.pipelines.trained.prediction_files import predict_file
@@ -100,6 +103,13 @@ def test_latency_is_measured_where_it_is_asked_for(finished: Path, encoder: Path
         assert scores.keys() == {"validation", "latency"} and scores["latency"].keys() == {"merged", "unmerged"}
         assert all(ratio > 0 for ratio in scores["latency"].values())
     assert evaluate(finished).keys() == {"validation"}
+    out = tmp_path / "scores.json"
+    shown = CliRunner().invoke(app, ["eval", str(finished), "--latency", "--device", "cpu", "--json", str(out)])
+    found = json.loads(out.read_text())["timed"]
+    assert found["weights"] == {"base": "fp32", "merged": "fp32"} and found["cpu"] == to_json(describe_cpu())
+    assert found["device"] == "cpu"
+    printed = " ".join(shown.output.split())
+    assert f"timed on {describe_cpu()}; weights: base in fp32, merged in fp32" in printed
     with pytest.raises(PeftlabError, match="this is no adapter"):
         evaluate(finished / "merged", latency=True)
     alone = tmp_path / "alone"

@@ -100,6 +100,19 @@ def merge_latency(
     return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
 
 
+def timed_weights(adapter: str | Path | Adapter, merged: str | Path) -> dict[str, str]:
+    """Return how ``merge_latency`` stores weights: those of the ``base``, with and without adapter, and ``merged``."""
+    dtype, read = _dtype(load_config(str(merged))), _read(adapter, None)
+    raw = read.base.get("format")
+    plain = next(name for name, known in DTYPES.items() if known == dtype)
+    base = str(BaseFormat.from_dict(raw, "the adapter")) if isinstance(raw, dict) else plain
+    return {"base": base, "merged": plain}
+
+
+def _dtype(config: PretrainedConfig) -> torch.dtype:
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
 def _read(adapter: str | Path | Adapter, lora_alpha: float | None) -> Adapter:
     return adapter if isinstance(adapter, Adapter) else read_adapter(adapter, lora_alpha=lora_alpha)
 
@@ -115,7 +128,7 @@ class _Models:
         self.adapter, self.reference, self.directory = adapter, reference, directory
         self.config = load_config(directory)
         self.architecture = (self.config.architectures or ["AutoModel"])[0]
-        self.dtype = self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.float32
+        self.dtype = _dtype(self.config)
 
     def base(self) -> nn.Module:
         stored = _storage(self.adapter, self.dtype)

@@ -40,7 +40,7 @@ def build_engine(
         vocabulary: return logits for this many tokens only, where the LM head is padded past the
             tokenizer's size: target and draft must agree.
         pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory, a third
-            of 4- and 8-bit blocks; see ``products.py``). Sums are then rounded in another order than in
+            of codes; see ``packed/products.py``). Sums are then rounded in another order than in
             ``transformers``.
         flat: use the flattened step where the architecture is known.
         features: layers, rising, the states entering which ``Output.features`` is to have; their number stands for the

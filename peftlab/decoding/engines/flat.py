@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Ahead, Block, Context, KVCache, additive
-from peftlab.decoding.engines.products import Added, Product, Products, can_pack
+from peftlab.decoding.engines.packed.products import Added, Product, Products, can_pack
 from peftlab.decoding.engines.structure import Angles, LayerStructure, Linear, Norm, Structure
 
 Function = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ class FlatEngine:
         pack: bool = True,
         features: Sequence[int] = (),
     ):
-        products = Products(pack and can_pack(model))
+        products = Products(pack and can_pack(model), model.dtype)
         self.device = model.device
         self.vocab_size = vocabulary or structure.head.weight.shape[0]
         self.limit: int | None = structure.limit

@@ -21,6 +21,7 @@ from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.transformers import limit_of
 from peftlab.decoding.verification.tree import parents_of, shape_of
+from peftlab.models.quantised import inputs_as_they_are, int8_maps
 
 # Eight first choices before a path of three: the slot of the path's end is far from its position.
 _PARENTS = parents_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
@@ -199,11 +200,12 @@ def _window(config: PretrainedConfig) -> int:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout within a block: a model that is being trained stays in training."""
+    """Switch off dropout within a block, and rounded inputs: a model that is being trained stays in training."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with inputs_as_they_are(int8_maps(model)):
+            yield
     finally:
         for module in training:
             module.training = True

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from peftlab.methods.leaf import base_leaf
 from peftlab.methods.lora.gate import Gate
 from peftlab.methods.lora.layers import LowRank
+from peftlab.models.quantised import dequantised, is_quantised
 from peftlab.untyped import KnownModel
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -35,7 +37,10 @@ class Addition:
 
 @dataclass(frozen=True)
 class Linear:
-    """x Wᵀ + bias, and what a gated LoRA adds for some rows; ``weight`` [outputs, inputs]."""
+    """x Wᵀ + bias, and what a gated LoRA adds for some rows.
+
+    ``weight`` is [outputs, inputs], to be rounded to the model's dtype.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -126,7 +131,7 @@ def structure_of(model: PreTrainedModel) -> Structure | None:
 
 
 class _NotPlain(Exception):
-    """A module is not of the class that the family usually has: an adapter's, or a quantised one."""
+    """A module is not of the class that the family usually has: an adapter's, or one quantised on a GPU."""
 
 
 _USUAL = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
@@ -282,14 +287,25 @@ _FAMILIES: dict[str, Callable[[PreTrainedModel], Structure]] = {
 }
 
 
-def _linear(module: nn.Module | None) -> Linear:
-    if isinstance(module, LowRank) and module.lora_gate is not None:
+def _linear(module: KnownModel | None) -> Linear:
+    if isinstance(module, LowRank) and module.lora_gate is not None and not is_quantised(module):
         return replace(_linear(base_leaf(module)), addition=_addition(module, module.lora_gate))
     if type(module) is Conv1D:
         return Linear(module.weight.detach().T, module.bias.detach())
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+    if module is None or not (_plain(module) or _dequantisable(module)):
         raise _NotPlain
-    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    weight = module.weight.detach() if _plain(module) else dequantised(module, torch.float32)
+    return Linear(weight, None if module.bias is None else module.bias.detach())
+
+
+def _plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+def _dequantisable(module: nn.Module) -> bool:
+    """Whether a map is one of bitsandbytes' on the CPU, which dequantise their weights at every step."""
+    own = type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+    return own and is_quantised(module) and module.get_parameter("weight").device.type == "cpu"
 
 
 def _addition(leaf: LowRank, gate: Gate) -> Addition:

@@ -13,6 +13,7 @@ from peftlab.decoding.engines.base import Encoder, Output
 from peftlab.decoding.engines.cache import Block, Context, KVCache, additive
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.errors import PeftlabError
+from peftlab.models.quantised import inputs_as_they_are, int8_maps
 
 
 class TransformersEngine:
@@ -54,6 +55,7 @@ class TransformersEngine:
         self.device = model.device
         self.positioned = masks
         self._masks, self._features = masks, tuple(features)
+        self._int8 = int8_maps(model)
         self._window = getattr(config, "sliding_window", None)
         self._types = set(getattr(config, "layer_types", None) or ())
 
@@ -70,7 +72,8 @@ class TransformersEngine:
         head_inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         try:
-            logits, features = self._logits(cache, tokens, positions, block, keep)
+            with inputs_as_they_are(self._int8):
+                logits, features = self._logits(cache, tokens, positions, block, keep)
         finally:
             hook.remove()
         hidden = head_inputs[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from peftlab.decoding.analysis.departure import Departure, LossyResult
@@ -15,9 +15,11 @@ from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import ONE_PASS, PEARL, SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter, needs_draft
 from peftlab.errors import PeftlabError
+from peftlab.hardware import Cpu, describe_cpu
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
+from peftlab.pipelines.drafts.stored_weights import StoredWeights, stored_weights
 from peftlab.tasks.language.examples import end_of_turn
 from peftlab.tasks.prompts import Prompt, encode
 
@@ -32,6 +34,7 @@ class GeneratedText:
         block_efficiency: output tokens per target step; None without a drafter.
         acceptance: share of drafted tokens that were accepted; None if none was drafted.
         lossy: the rule that accepted them, and what it cost; None: the output is the target's own.
+        weights: how those of the ``target`` and of the ``draft``, if that is a model, are stored. cpu: the processor.
     """
 
     text: str
@@ -41,6 +44,8 @@ class GeneratedText:
     block_efficiency: float | None
     acceptance: float | None
     lossy: LossyResult | None = None
+    weights: dict[str, StoredWeights] = field(default_factory=dict)
+    cpu: Cpu = field(default_factory=describe_cpu)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class Writer:
         found = acceptance_statistics([result])
         tau, acceptance = (found.tau, found.acceptance) if self.drafter else (None, None)
         lossy = None if departure is None else departure.result()
-        return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance, lossy)
+        weights = stored_weights(self.pair, options)
+        return GeneratedText("".join(pieces), result.tokens, result.reason, seconds, tau, acceptance, lossy, weights)
 
 
 def load_writer(

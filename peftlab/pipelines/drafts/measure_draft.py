@@ -14,7 +14,6 @@ from peftlab.decoding.analysis.results import BenchmarkResult
 from peftlab.decoding.analysis.stopwatch import Stopwatch
 from peftlab.decoding.cache_memory import CacheMemory, cache_memory
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.decoding.trace import DraftedText, drafted_text
 from peftlab.drafting.load import (
@@ -31,7 +30,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
-from peftlab.reporting.facts import threads
+from peftlab.pipelines.drafts.stored_weights import StoredWeights, stored_weights, weights_line
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 
@@ -53,19 +52,6 @@ class Measured:
     def settings(self) -> dict[str, object]:
         """Return the attributes but the result, as JSON has them."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "result"}
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """How the weights of a model are stored while it decodes.
-
-    Attributes:
-        dtype: of the model. packed: in what ways its products have them, beside the model's own or in place of them:
-            in 16 bits, by oneDNN, as codes of blocks; empty: as the model has them.
-    """
-
-    dtype: str
-    packed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,19 +79,24 @@ class DraftBenchmark(Measured):
         return self.settings() | self.result.as_json()
 
     def lines(self) -> list[str]:
-        """Return what was measured, in a line about the models and one about the settings."""
+        """Return what was measured, in a line each about models, settings and the storage of weights."""
         of = self.result
         models = f"{self.result.drafter} for {self.target} in {self.dtype}"
         if self.draft is not None:
             models += f", draft {self.draft} in {self.draft_dtype}"
         shape = "" if self.width is None else f", width {self.width}"
         greedy = "greedy" if not of.temperature else f"temperature {of.temperature:g}"
-        where = f"{of.cpu.name}, {threads(of.threads)}" if of.device == "cpu" else of.device
         return [
             models,
             f"{len(of.prompts)} prompts, {of.batch_size} at a time, up to {of.max_new_tokens} new tokens, {greedy}; "
-            f"gamma {self.gamma}{shape}, policy {self.policy}; {where}",
+            f"gamma {self.gamma}{shape}, policy {self.policy}",
+            self.where(),
         ]
+
+    def where(self) -> str:
+        """Return a line about the processor or device, and about the storage of weights."""
+        of = self.result
+        return f"{of.cpu if of.device == 'cpu' else of.device}; {weights_line(self.weights)}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +171,7 @@ def benchmark(
         policy=options.policy,
         tree=options.tree,
         verify=options.verify,
-        weights=_stored(watches, options),
+        weights=stored_weights(pair, options),
         example=_example(pair, *first, questions, settings),
         result=result,
     )
@@ -270,12 +261,6 @@ def plan_draft(
         memory=cache_memory(pair.target, pair.draft, batches, (context, pair.target.limit or 4096), pair.window),
         result=result,
     )
-
-
-def _stored(models: Sequence[Engine], options: DecodingOptions) -> dict[str, StoredWeights]:
-    """Return how the weights of the target, and of a draft that is a model, are stored."""
-    dtypes = {"target": options.dtype, "draft": options.draft_dtype or options.dtype}
-    return {n: StoredWeights(dtype, model.packed) for (n, dtype), model in zip(dtypes.items(), models, strict=False)}
 
 
 def watched(pair: Pair) -> list[Stopwatch]:

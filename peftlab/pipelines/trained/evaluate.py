@@ -9,8 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge.verify import EXAMPLES, merge_latency
+from peftlab.checkpoints.merge.verify import EXAMPLES, merge_latency, timed_weights
 from peftlab.errors import PeftlabError
+from peftlab.files import Json, to_json
+from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.modes import eval_mode
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
@@ -23,16 +25,40 @@ from peftlab.training.distributed import accelerator_on
 
 
 @dataclass(frozen=True)
+class Timed:
+    """What forward passes were timed on.
+
+    Attributes:
+        device: its type. cpu: the processor. weights: how those of the ``base`` and the ``merged`` model are stored.
+    """
+
+    device: str
+    cpu: Cpu
+    weights: dict[str, str]
+
+    def line(self) -> str:
+        """Return it as a line of text."""
+        where = str(self.cpu) if self.device == "cpu" else self.device
+        return f"timed on {where}; weights: " + ", ".join(f"{name} in {how}" for name, how in self.weights.items())
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """What an evaluation found.
 
     Attributes:
         scores: split to metric to value, as ``evaluate`` returns them.
         examples: split to the number of examples that were scored.
+        timed: on what the latency was measured; None: it was not.
     """
 
     scores: dict[str, dict[str, float]]
     examples: dict[str, int]
+    timed: Timed | None = None
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the scores, and ``timed`` beside them."""
+        return to_json(self.scores) | ({} if self.timed is None else {"timed": to_json(self.timed)})
 
 
 def evaluate(
@@ -83,11 +109,13 @@ def score_trained(
         scores = dict(task.score(model))
         if answers is not None:
             scores["generate"] = answers(task.model)
+    timed = None
     if merged is not None and trained.adapter is not None:
         inputs = sample_inputs(task, EXAMPLES)
         found = merge_latency(trained.adapter, recipe.model, merged, inputs, device=accelerator.device)
         scores["latency"] = asdict(found)
-    return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()})
+        timed = Timed(accelerator.device.type, describe_cpu(), timed_weights(trained.adapter, merged))
+    return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()}, timed)
 
 
 def _merged_beside(reference: str | Path, trained: Trained) -> Path:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.flat import fold_heads, rotate, unfold_heads
-from peftlab.decoding.engines.products import pack_linears
+from peftlab.decoding.engines.packed.products import pack_linears
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer
 
 

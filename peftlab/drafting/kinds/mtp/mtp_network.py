@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.products import pack_linears
+from peftlab.decoding.engines.packed.products import pack_linears
 from peftlab.decoding.verification.tree import RankRates
 from peftlab.drafting.kinds.eagle3.eagle_network import (
     Attend,

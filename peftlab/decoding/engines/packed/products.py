@@ -1,8 +1,8 @@
 """Products with the weights of a model, packed once for the CPU.
 
 In float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step reads from
-memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they consist
-of 4- or 8-bit blocks, a few tokens are multiplied by the codes (``blocks.py``).
+memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they are
+codes of at most 8 bits (``blocks.py``), a few tokens are multiplied by the codes (``coded.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.engines.blocks import FEW, blocks_of, coded_product
+from peftlab.decoding.engines.packed.blocks import Blocks, blocks_of
+from peftlab.decoding.engines.packed.coded import coded_product, few_rows
 from peftlab.decoding.engines.structure import Linear
 
 Product = Callable[[Tensor], Tensor]
@@ -47,10 +48,14 @@ def _of_packed(linear: nn.Linear) -> Product:
 
 
 class Products:
-    """Makes the products of a model; ``stored`` says in what ways the weights of those made so far are stored."""
+    """Makes the products of a model; ``stored`` says in what ways the weights of those made so far are stored.
 
-    def __init__(self, pack: bool):
-        self._pack = pack
+    Args:
+        pack: pack the weights. dtype: of the products; None: the weights' own.
+    """
+
+    def __init__(self, pack: bool, dtype: torch.dtype | None = None):
+        self._pack, self._dtype = pack, dtype
         self.stored: list[str] = []
 
     def product(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[Product, float]:
@@ -64,20 +69,25 @@ class Products:
         return (multiply if add is None else lambda x: add(multiply(x), x)), shrink
 
     def _product(self, linears: Sequence[Linear], outputs: int | None) -> tuple[Product, float]:
-        weight, bias = _stacked(linears, outputs)
+        weights, bias = self._parts(linears, outputs)
+        weight = _stacked(weights)
         if not self._pack:
             return lambda x: F.linear(x, weight, bias), 1.0
         if (grow := growth(weight)) is not None:
             self._note("weights in 16 bits")
             return _half(weight * grow, bias), 1 / grow
-        packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
+        blocks = self._blocks(weights)
+        if blocks is not None and blocks.by_row:
+            several = _rows(blocks, bias)
+        else:
+            packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
 
-        def several(x: Tensor) -> Tensor:
-            return pointwise(x, packed, bias, "none", [], "")
+            def several(x: Tensor) -> Tensor:
+                return pointwise(x, packed, bias, "none", [], "")
 
-        if (few := self._coded_product(weight, bias)) is None:
+        if blocks is None:
             return several, 1.0
-        most = FEW * weight.shape[1]
+        few, most = coded_product(blocks, bias), few_rows(blocks) * weight.shape[1]
         return lambda x: few(x) if x.numel() <= most else several(x), 1.0
 
     def added(self, linear: Linear) -> Added:
@@ -86,28 +96,41 @@ class Products:
         return sum_up if add is None else lambda x, residual: add(sum_up(x, residual), x)
 
     def _added(self, linear: Linear) -> Added:
-        weight, bias = _stacked([linear])
+        (weight,), bias = self._parts([linear])
         if not self._pack:
             return lambda x, residual: residual + F.linear(x, weight, bias)
         if (grow := growth(weight)) is not None:
             self._note("weights in 16 bits")
             half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
             return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
-        packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
+        blocks = self._blocks([weight])
+        if blocks is not None and blocks.by_row:
+            rows = _rows(blocks, bias)
 
-        def several(x: Tensor, residual: Tensor) -> Tensor:
-            return fused(x, residual, packed, bias, "add")
+            def several(x: Tensor, residual: Tensor) -> Tensor:
+                return residual + rows(x)
+        else:
+            packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
 
-        if (few := self._coded_product(weight, bias)) is None:
+            def several(x: Tensor, residual: Tensor) -> Tensor:
+                return fused(x, residual, packed, bias, "add")
+
+        if blocks is None:
             return several
-        most = FEW * weight.shape[1]
+        few, most = coded_product(blocks, bias), few_rows(blocks) * weight.shape[1]
         return lambda x, residual: residual + few(x) if x.numel() <= most else several(x, residual)
 
-    def _coded_product(self, weight: Tensor, bias: Tensor | None) -> Product | None:
-        """The product of few rows with the codes of the weight; None where it has none."""
-        blocks = blocks_of(weight)
+    def _parts(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[list[Tensor], Tensor | None]:
+        """Return the weights of linear maps of one input, and their biases in one, as far as outputs are computed."""
+        weights = [linear.weight.to(self._dtype or linear.weight.dtype) for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases)[:outputs] if biases else None
+        return (weights if outputs is None else [_stacked(weights)[:outputs]]), bias
+
+    def _blocks(self, weights: Sequence[Tensor]) -> Blocks | None:
+        blocks = blocks_of(weights)
         self._note("packed by oneDNN" if blocks is None else str(blocks))
-        return None if blocks is None else coded_product(blocks, bias)
+        return blocks
 
     def _note(self, stored: str) -> None:
         if stored not in self.stored:
@@ -132,13 +155,8 @@ def growth(weight: Tensor) -> float | None:
     return grow if torch.equal(grown.half().float(), grown) else None
 
 
-def _stacked(linears: Sequence[Linear], outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
-    weights, biases = (
-        [linear.weight for linear in linears],
-        [linear.bias for linear in linears if linear.bias is not None],
-    )
-    weight = (torch.cat(weights) if len(weights) > 1 else weights[0])[:outputs]
-    return weight, torch.cat(biases)[:outputs] if biases else None
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*weights]) if len(weights) > 1 else weights[0]
 
 
 def _additions(linears: Sequence[Linear], factor: float) -> Added | None:
@@ -164,3 +182,9 @@ def _half(weight: Tensor, bias: Tensor | None) -> Product:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     dynamic = torch.ops.quantized.linear_dynamic_fp16.default
     return lambda x: dynamic(x, packed)
+
+
+def _rows(blocks: Blocks, bias: Tensor | None) -> Product:
+    """x -> x Wᵀ + bias in float32, W's codes kept in 16 bits, which represent whole numbers up to 2,048."""
+    product, scales = _half(blocks.codes.float(), None), blocks.scales.flatten()
+    return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
