@@ -10,8 +10,10 @@ import pytest
 import tiny
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
+from typer.testing import CliRunner
 
 import peftlab
+from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.merge import run_merge
 from peftlab.recipe.loading import load_recipe
@@ -113,7 +115,8 @@ def test_a_run_on_s3_is_killed_and_resumed_on_another_machine(bucket, written, w
     with pytest.raises(PeftlabError, match=rf"{url} exists already; .*peftlab resume {url}"):
         peftlab.run(written(url))
     machine()
-    peftlab.resume(url)
+    resumed = CliRunner().invoke(app, ["resume", url])
+    assert resumed.exit_code == 0 and f"uploaded: {url}" in resumed.output, resumed.output
     files = stored(url)
     assert_same(files, whole)
     assert not any(b"a-secret-of-the-tests" in content for content in files.values())
@@ -132,7 +135,8 @@ def test_a_run_is_stopped_resumed_and_used(memory, written, whole, machine, tmp_
     texts = ["a good film", "dull plot"]
     found, expected = (peftlab.predict(run, texts).probabilities for run in (url, whole))
     assert found.tolist() == expected.tolist()
-    peftlab.report([url, str(whole)], tmp_path / "both.json", "json")
+    reported = CliRunner().invoke(app, ["report", url, str(whole), "-o", str(tmp_path / "both.html")])
+    assert reported.exit_code == 0 and (tmp_path / "both.html").is_file(), reported.output
     copied = local_place(url, "references")
     assert not list(copied.glob("checkpoints")) and not local_place(url, "runs").exists()
 
