@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
+import peftlab
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
 from peftlab.decoding.analysis.statistics import acceptance_statistics
@@ -28,17 +29,19 @@ from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
+from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
+from peftlab.remote.remote_directory import RemoteDirectory
 
 pytestmark = pytest.mark.xdist_group("draft runs")  # one worker makes the fixtures
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
 
 
-def go(stories: Path, out: Path, *overrides: str, **options: Any) -> DraftResults:
+def go(stories: Path, out: Path | str, *overrides: str, **options: Any) -> DraftResults:
     recipe = load_recipe("draft/ci", [f"target={stories}", *SMALL, f"output_dir={out}", *overrides])
     return run_recipe(recipe, **options)
 
@@ -110,6 +113,35 @@ class TestRun:
         overrides = [f"output_dir={place / 'again'}", "train.max_steps=2", "train.eval_every=2"]
         run_recipe(load_recipe(run / "recipe.yaml", overrides))
         assert stamps == [path.stat().st_mtime_ns for path in before]
+
+    @pytest.mark.long
+    def test_at_a_url_it_resumes_on_another_machine(
+        self, stories: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Killed as its second checkpoint is uploaded; what it becomes is decoded with, from the URL."""
+        url, short = "memory://drafts/run", ["train.max_steps=4", "train.eval_every=2"]
+
+        class Killed(BaseException):
+            """Nothing catches this."""
+
+        def killed(remote: RemoteDirectory, file: Path, name: str) -> None:
+            if name == "checkpoints/step-00000004.pt":
+                raise Killed
+            upload(remote, file, name)
+
+        upload = RemoteDirectory.upload
+        monkeypatch.setenv("PEFTLAB_CACHE", str(place / "one machine"))
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(RemoteDirectory, "upload", killed)
+            go(stories, url, *short)
+        monkeypatch.setenv("PEFTLAB_CACHE", str(place / "another"))
+        peftlab.resume(url)
+        go(stories, place / "at a path", *short)
+        content = RemoteDirectory.at(url).read("merged/model.safetensors")
+        assert content == (place / "at a path" / "merged" / "model.safetensors").read_bytes()
+        few = DecodingOptions(max_new_tokens=8)
+        plain, drafted = (peftlab.generate(str(stories), "Once", each, few).text for each in (None, url))
+        assert plain == drafted
 
     def test_resumed_equals_uninterrupted(self, stories: Path, place: Path) -> None:
         """Examples of the lowest acceptance are chosen before the checkpoint that is resumed."""
