@@ -210,7 +210,7 @@ class TestNetwork:
         with told_server(lambda request, _: Said({"error": f"no such key: {KEY}"}, 401)) as (url, asked):
             with pytest.raises(PeftlabError, match=r"does not take the key.*no such key: \*\*\*") as caught:
                 served_continuations(data(url, endpoint_key="TOLD_KEY"), target, prompts(target), Writing(2), tmp_path)
-            assert KEY not in str(caught.value)
+            assert KEY not in str(caught.value) and not list(tmp_path.iterdir()), "nothing is left behind"
             assert [request.headers["Authorization"] for request in asked] == [f"Bearer {KEY}"]
             with pytest.raises(PeftlabError, match=r"no variable of that name \(did you mean 'TOLD_KEY'"):
                 served_model(data(url, None, endpoint_key="TOLD_KEI"))

@@ -89,7 +89,7 @@ def served_continuations(
         writing: ``batch_size`` is not used. cache: the directory of data sets.
 
     Raises:
-        PeftlabError: the server cannot be reached, takes no form of the prompts, or does not sample; a damaged file.
+        PeftlabError: the server cannot be reached, or takes no form of the prompts; a damaged file.
     """
     model = served_model(data)
     directory = cache / _digest(model, target, prompts, writing)[:16]
@@ -99,13 +99,13 @@ def served_continuations(
         with locked(directory / LOCK, directory, wait=math.inf):  # another run may be asking for the same text
             answers = _complete(data, model, target, jobs, writing, directory)
     rows = [answers[row] for row in range(len(jobs))]
-    different = {(i // writing.samples, answer.text) for i, answer in enumerate(rows)}
+    texts = [(i // writing.samples, answer.text) for i, answer in enumerate(rows) if answer.dropped is None]
     served = ServedText(
         model=model,
         answers=len(rows),
         forms=dict(Counter(answer.form for answer in rows)),
         dropped=dict(Counter(answer.dropped for answer in rows if answer.dropped is not None)),
-        repeated=len(rows) - len(different),
+        repeated=len(texts) - len(set(texts)),
     )
     found = [None if a.ids is None else Request(list(p.ids), a.ids) for p, a in zip(jobs, rows, strict=True)]
     return found, served
@@ -113,10 +113,20 @@ def served_continuations(
 
 def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: Writing) -> str:
     """Return a digest of what determines the text; of the weights too, since a server keeps its id for new ones."""
-    settings = {key: value for key, value in asdict(writing).items() if key != "batch_size"}
-    what = [model, weights_digest(target.model), settings, sorted(target.eos), [prompt.ids for prompt in prompts]]
+    what = [
+        model,
+        weights_digest(target.model),
+        _settings(writing),
+        sorted(target.eos),
+        [prompt.ids for prompt in prompts],
+    ]
     text = json.dumps(what, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _settings(writing: Writing) -> dict[str, float | None]:
+    """Return the settings that determine the text."""
+    return {key: value for key, value in asdict(writing).items() if key != "batch_size"}
 
 
 def _complete(
@@ -129,9 +139,6 @@ def _complete(
     if not missing:
         return answers
     print(f"text by {model} at {data.endpoint}: {len(answers)} of {len(jobs)} answers are stored", flush=True)
-    if not (directory / "data.json").exists():
-        write_json(directory / "data.json", {"model": model, **asdict(writing), "answers": len(jobs)})
-    cut_unfinished(path)
     server = Server(data)
 
     def ask(row: int, form: Form, attempts: int = ATTEMPTS) -> Reply | None:
@@ -142,20 +149,23 @@ def _complete(
         tokens = len(jobs[row].ids) + writing.max_new_tokens
         return server.ask(form.path, read_reply, body, tokens=tokens, attempts=attempts)
 
+    first, *others = missing
+    known = next((answer.form for answer in answers.values()), None)
+    taken, reply = _first(lambda form: ask(first, form, FIRST_ATTEMPTS), jobs[first], known)
+    if not (directory / "data.json").exists():
+        write_json(directory / "data.json", {"model": model, **_settings(writing), "answers": len(jobs)})
+    cut_unfinished(path)
     with open(path, "ab", buffering=0) as file:
 
-        def store(row: int, form: Form, reply: Reply | None) -> None:
-            answers[row] = _answer(target, jobs[row].ids, writing.max_new_tokens, form, reply)
+        def store(row: int, reply: Reply | None) -> None:
+            answers[row] = _answer(target, jobs[row].ids, writing.max_new_tokens, taken, reply)
             file.write(answer_line(row, answers[row]))
             if len(answers) % math.ceil(len(jobs) / 10) == 0:
                 print(f"{len(answers)} of {len(jobs)} answers", flush=True)
 
-        first, *others = missing
-        known = next((answer.form for answer in answers.values()), None)
-        taken, reply = _first(lambda form: ask(first, form, FIRST_ATTEMPTS), jobs[first], known)
-        store(first, taken, reply)
+        store(first, reply)
         for row, reply in _together(lambda row: ask(row, taken), others, data.concurrency):
-            store(row, taken, reply)
+            store(row, reply)
         os.fsync(file.fileno())
     return answers
 
