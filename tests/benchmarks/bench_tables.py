@@ -49,7 +49,9 @@ def timed(arguments: list[str], threads: int | None) -> float:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    print(f"{seconds:.1f} s: peftlab run {' '.join(arguments)}", flush=True)
+    return seconds
 
 
 @contextmanager
