@@ -129,7 +129,10 @@ def test_generate_draws_trees(stories):
         (["--tree", "rsd_c"], "tree rsd_c: needs a value, rsd_c:W; a whole number from 2"),
         (["--tree", "rsd:2"], r"tree rsd:2: one of rsd_c:W, rsd_s:W, specinfer:W \(did you mean"),
         (["--tree", "rsd_s:1"], "tree rsd_s:1: W is a whole number from 2"),
-        (["--width", 3], "width 3: of heads, eagle3, mtp and pard; a draft model's trees have names, as tree rsd_c:3"),
+        (
+            ["--width", 3],
+            "width 3: of heads, eagle3, mtp, pard and gated_lora; a draft model's trees have names, as tree rsd_c:3",
+        ),
         (
             ["--tree", "rsd_c:2", "--policy", "goodput"],
             "policy goodput: needs a chain from a draft model or from copies",
