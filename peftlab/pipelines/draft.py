@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
@@ -44,7 +47,7 @@ from peftlab.pipelines.drafts.draft_parts import (
     read_text,
     with_served_model,
 )
-from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults
+from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults, HeldOutRates
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import provenance
 from peftlab.recipe.loading import dump_recipe
@@ -270,7 +273,16 @@ def _results(
         cost=progress.cost(draft.model),
         selection=progress.selection(),
         served=sets.served,
+        held_out=_held_out(DRAFTS.find(recipe.draft.kind), draft, sets.held_out[split]),
     )
+
+
+def _held_out(kind: DraftKind, draft: Draft, data: Dataset) -> HeldOutRates:
+    """Return the acceptance of the trained draft on each example."""
+    score = resolve(kind.score)
+    rates = [score(draft, draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
+    digest = sha256(json.dumps([[row["prompt"], row["input_ids"]] for row in data]).encode()).hexdigest()
+    return HeldOutRates(digest, list(data["kept"]), [round(rate, 6) for rate in rates])
 
 
 def save_draft(

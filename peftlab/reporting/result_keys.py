@@ -80,6 +80,8 @@ DRAFT = {
     "`probabilities` that each layer's gate is open, how many are `expected` open, the `price` of one, `steps`. "
     "Pruned: units `kept` `of` how many per layer, and of each of the `rounds` its `steps`, the largest of the "
     "`distances` of each mask from those before it, and whether they were `stable`. Absent elsewhere",
+    "held_out": "`acceptance` of each example of the first held-out split, its `tokens`, and a digest of the "
+    "`text`: `peftlab report A B` compares runs on the same text in pairs by them",
     "served": "text by `data.endpoint`: the `model` id there, stored `answers`, form of the request -> answers "
     "(`forms`), reason -> answers that were left out (`dropped`), answers with the text of an earlier sample of their "
     "prompt (`repeated`); absent elsewhere",

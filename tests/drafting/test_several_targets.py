@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ def test_one_draft_learns_from_both(stories: Path, other: Path, tmp_path: Path) 
     assert [*results["metrics"]] == splits and results["train_examples"] == 2 * 8
     for split in splits:
         assert results["metrics"][split]["acceptance"] > results["baseline_metrics"][split]["acceptance"] + 0.02
+    each = results["held_out"]
+    pooled = sum(map(mul, each["tokens"], each["acceptance"])) / sum(each["tokens"])
+    assert pooled == pytest.approx(results["metrics"]["prompts"]["acceptance"], abs=1e-4) and len(each["tokens"]) == 2
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "merged").eval()
     texts = [json.loads(line) for path in tmp_path.glob("draft-data/*/part*") for line in path.read_text().splitlines()]
     assert len(texts) == 2 * 10 and len({tuple(text["response_ids"]) for text in texts}) > 10, "each wrote its own"

@@ -96,6 +96,24 @@ def test_why_scores_may_not_compare_is_said(runs: list[Path], tmp_path: Path) ->
     ]  # fmt: skip
 
 
+def test_drafts_on_the_same_text_are_compared_in_pairs(tmp_path: Path) -> None:
+    def run(name: str, rates: list[float], text: str = "a") -> Path:
+        held_out = {"text": text, "tokens": [10, 30, 20, 20], "acceptance": rates}
+        return write_run(tmp_path / name, held_out=held_out, **scores(0.9, 0.4))
+
+    even, better, mixed = (
+        run("kl", [0.5, 0.1, 0.9, 0.4]),
+        run("tvd", [0.6, 0.2, 1.0, 0.5]),
+        run("ce", [0.9, 0, 0.8, 0.4]),
+    )
+    found = peftlab.report([even, better, mixed, run("other", [1, 1, 1, 1], "b")], tmp_path / "page.html").comparison
+    assert found is not None and len(found.notes) == 2, "none about other text"
+    exact = "Acceptance of tvd minus that of kl: +0.100 (+0.100 to +0.100), in pairs on the same 4 held-out texts."
+    assert found.notes[0] == exact and exact in Page((tmp_path / "page.html").read_text()).text
+    gain, low, high = map(float, re.findall(r"[+-]\d\.\d{3}", found.notes[1]))
+    assert gain == pytest.approx((10 * 0.4 - 30 * 0.1 - 20 * 0.1) / 80, abs=1e-3) and low < 0 < high
+
+
 def test_runs_that_cannot_be_compared_are_refused(runs: list[Path], tmp_path: Path) -> None:
     for given, form, said in (
         ([runs[0], runs[0]], "html", "named twice"),

@@ -75,6 +75,19 @@ class Decoding:
         return to_json(vars(self)) | ({"before": {}} if self.before is None else {})
 
 
+@dataclass(frozen=True)
+class HeldOutRates:
+    """The draft's acceptance on each example of the first held-out split, to compare runs in pairs.
+
+    Attributes:
+        text: digest of the examples, in order. tokens: of each continuation. acceptance: of each, after training.
+    """
+
+    text: str
+    tokens: list[int]
+    acceptance: list[float]
+
+
 @dataclass
 class DraftResults:
     """What a draft run ends with; ``results.json`` contains these fields in this order.
@@ -102,6 +115,7 @@ class DraftResults:
         cost: of all training steps, scoring included; None with many processes or ``train.compile``.
         selection: what ``train.sample`` chose by a score; None where none chooses.
         served: how ``data.endpoint`` answered; None where the target wrote here.
+        held_out: acceptance by example.
     """
 
     task: str
@@ -140,6 +154,7 @@ class DraftResults:
     cost: Cost | None = None
     selection: SelectionResult | None = None
     served: ServedText | None = None
+    held_out: HeldOutRates | None = None
 
     def as_json(self) -> dict[str, Json]:
         """Return them as ``results.json`` has them: without what was not measured."""

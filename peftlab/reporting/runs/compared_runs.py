@@ -13,6 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import Json, read_object, read_text
 from peftlab.methods.table import METHODS
 from peftlab.reporting import facts
+from peftlab.reporting.runs.paired_drafts import paired_lines
 from peftlab.reporting.tables.score_scale import lower_is_better
 from peftlab.rows import resolve
 from peftlab.tasks.generated.table import HIGH, LOW
@@ -77,7 +78,7 @@ class Comparison:
     Attributes:
         scores: at each run's best evaluation, the deciding metric of the first run first.
         costs: parameters, time and memory. differences: of the recipes.
-        notes: why the scores may not be comparable.
+        notes: why the scores may not be comparable; of drafts, differences of acceptance in pairs.
     """
 
     runs: list[ComparedRun]
@@ -98,15 +99,16 @@ def compare_runs(directories: Sequence[Path]) -> Comparison:
         raise PeftlabError(f"{same[0]}: named twice")
     results = [read_object(path / "results.json") for path in directories]
     recipes = [read_text(path / "recipe.yaml") for path in directories]
+    names, origins = _names(directories), [read_object(path / "provenance.json") for path in directories]
     return Comparison(
         runs=[
             ComparedRun(name, str(path), *(str(found.get(key)) for key in ("task", "method", "model")))
-            for name, path, found in zip(_names(directories), directories, results, strict=True)
+            for name, path, found in zip(names, directories, results, strict=True)
         ],
         scores=_scores(results),
         costs=_costs(results),
         differences=_differences([YAML(typ="safe").load(recipe) for recipe in recipes]),
-        notes=_notes(results, [read_object(path / "provenance.json") for path in directories]),
+        notes=[*_notes(results, origins), *paired_lines(names, results)],
     )
 
 
