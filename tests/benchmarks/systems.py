@@ -72,7 +72,7 @@ SYSTEMS = (
     System("Early exit, not trained", "draft bench --draft exit:6 --gamma 2", "decoding/test_self_speculation.py::test_an_exit_is_lossless"),
     System("LayerSkip (2404.16710)", "draft bench --target {exits} --draft exit:6 --gamma 2", "drafting/test_layerskip.py::test_a_run_with_every_schedule_resumes_exactly"),
     System("DEL: exit and length of each round (2504.05598)", "draft bench --draft del --gamma 4", "decoding/test_chosen_exit.py::test_the_output_is_the_targets_own"),
-    System("SWIFT: skipped sublayers (2410.06916)", "draft bench --draft swift --gamma 8", "decoding/test_swift.py::test_the_commands_draft_with_it"),
+    System("SWIFT: skipped sublayers (2410.06916)", "draft bench --draft swift --gamma 8", "decoding/test_swift.py::test_the_commands_draft_with_the_targets_own_layers"),
     System("Kangaroo (2404.18911)", "draft bench --draft {kangaroo} --gamma 6 --policy confidence:0.6", "drafting/test_shared_layers.py::test_it_drafts_what_the_whole_draft_drafts"),
     System("Medusa, chain (2401.10774)", "draft bench --draft {medusa} --width 1 --gamma 3", _GATE),
     System("Medusa, tree of measured rates", "draft bench --draft {medusa} --gamma 6", "decoding/test_trees_and_free_drafters.py::test_a_tree_of_measured_rates"),
