@@ -218,7 +218,8 @@ def _remove_at_once(path: Path) -> None:
         path.unlink()
 
 
-_PATIENCE = 60.0  # seconds to wait for a process that holds a shared directory
+# Seconds to wait for processes that hold a shared directory: hundreds that end together write it in turn.
+_PATIENCE = 600.0
 
 
 @contextmanager
