@@ -218,7 +218,8 @@ def _remove_at_once(path: Path) -> None:
         path.unlink()
 
 
-_PATIENCE = 60.0  # seconds to wait for a process that holds a shared directory
+# Seconds to wait for processes that hold a shared directory: hundreds that end together write it in turn.
+_PATIENCE = 600.0
 
 
 @contextmanager
@@ -258,13 +259,19 @@ def claimed(
             )
         if there.kind != mark.kind:
             raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
-    elif not _free(place) and not is_locked(place):
+    elif not _free(place) and not is_locked(place) and not (shared and _begun(place, mark)):
         refuse()
     with locked(place / LOCK, path, wait=_PATIENCE if shared else 0.0):
-        begun = shared and (there := read_mark(place)) is not None and there.kind == mark.kind
-        if not resume and not begun and not _free(place):  # another process may have written and ended since
+        begun = resume or (shared and _begun(place, mark))
+        if not begun and not _free(place):  # another process may have written and ended since
             refuse()
         yield claim
+
+
+def _begun(place: Path, mark: Mark) -> bool:
+    """Return whether a process has begun a directory of this kind: whoever holds its lock writes the mark first."""
+    there = read_mark(place)
+    return there is not None and there.kind == mark.kind
 
 
 def main_process() -> bool:

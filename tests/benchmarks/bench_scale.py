@@ -3,8 +3,9 @@
     python -m tests.benchmarks.bench_scale [--rate EXAMPLES] [--failures PER_HOUR] [--costs START CELL]
 
 Measured on tiny runs, one torch thread each: a worker's start, the scheduling of a cell, what a cell and a worker ask of
-shared storage, how long the table's lock is held. Then the simulator (``tests.benchmarks.scheduling``): checked against
-two parts of a table that run at the same time, and applied to five methods, eight tasks and five seeds of ``glue/table``; with ``--costs`` that alone.
+shared storage, how long the table's lock is held. Then the simulator (``tests.benchmarks.scheduling``): checked against a
+table on two cores, in two parts and on two nodes of Ray, and applied to five methods, eight tasks and five seeds of
+``glue/table``; with ``--costs`` that alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
+from peftlab.hardware import cores
 from peftlab.pipelines.finetune import run_finetune
 from peftlab.pipelines.tables.cell_process import PRELOADED
 from peftlab.pipelines.tables.missing_cells import RESULTS, missing_cells
@@ -32,6 +33,7 @@ from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
+from tests.benchmarks.bench_tables import cluster
 from tests.benchmarks.scheduling import Costs, Failure, Job, longest_chain, makespan, queue
 from tests.training.tiny import recipe, save_model, save_rows, write_recipe
 
@@ -82,55 +84,57 @@ def run_at_once(commands: Sequence[Sequence[str]]) -> float:
     """Run commands at the same time and return the seconds until the last one ends."""
     started = time.perf_counter()
     running = [subprocess.Popen(each, stdout=subprocess.DEVNULL) for each in commands]
-    if max([process.wait() for process in running]):  # all of them have ended
+    codes = [process.wait() for process in running]
+    if any(codes):
         raise SystemExit("a run failed")
     return time.perf_counter() - started
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of the measured table: each cell's run by itself; of the command with one cell, and with all of them."""
-
-    alone: list[float]
-    one: float
-    all: float
-
-    @property
-    def costs(self) -> Costs:
-        """What a further cell takes beyond its run, and what is left of the first one's command."""
-        cell = (self.all - self.one - sum(self.alone[1:])) / (len(self.alone) - 1)
-        return Costs(start=self.one - self.alone[0] - cell, cell=cell)
-
-
-def measure(file: Path, table: TableRecipe, work: Path) -> Measured:
-    """Run a table's first cell, all its cells, and each row by itself in this process, which has imported everything."""
-    every = [f"~rows.{row}" for row in list(STEPS)[1:]]
-    one = run_at_once([command(file, work / "one", "seeds=[0]", *every)])
-    whole = run_at_once([command(file, work / "all")])
-    alone: dict[str, list[float]] = {row: [] for row in STEPS}
+def alone(table: TableRecipe) -> list[float]:
+    """Return the seconds of each cell's run by itself: the row's median in this process, which has imported everything."""
+    taken: dict[str, list[float]] = {row: [] for row in STEPS}
     for turn in range(4):  # the first one is not counted
         for cell in table_cells(table)[: len(STEPS)]:
             started = time.perf_counter()
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 run_finetune(cell.recipe, overwrite=True, device="cpu")
-            alone[cell.row] += [time.perf_counter() - started] * (turn > 0)
-    return Measured([statistics.median(alone[cell.row]) for cell in table_cells(table)], one, whole)
+            taken[cell.row] += [time.perf_counter() - started] * (turn > 0)
+    return [statistics.median(taken[cell.row]) for cell in table_cells(table)]
 
 
 def parts(cells: Sequence[Cell], jobs: Sequence[Job], count: int, costs: Costs) -> float:
-    """Return when the last of ``count`` parts of a table ends, each on a worker of its own."""
+    """Return when the last of ``count`` parts of a table ends, each on a worker that runs its cells one by one."""
     numbers = {cell: i for i, cell in enumerate(cells)}
     own = [[jobs[numbers[cell]] for cell in Shard(i, count).part(cells)] for i in range(count)]
     return max(makespan(queue([Job(job.seconds) for job in part], 1, costs)) for part in own)
 
 
-def compare(file: Path, table: TableRecipe, work: Path, found: Measured) -> None:
-    """Print the time of two parts at once beside the simulator's."""
-    options = [["--shard", f"{i}/2"] for i in range(2)]
-    real = run_at_once([command(file, work / "parts", *option) for option in options])
-    cells = table_cells(table)
-    simulated = parts(cells, [Job(seconds) for seconds in found.alone], 2, found.costs)
-    print(f"two parts at once: {real:.1f} s; simulated {simulated:.1f} s, {simulated / real:.2f} of it")
+def compare(file: Path, table: TableRecipe, work: Path) -> Costs:
+    """Measure what scheduling costs on one core, and print the time of other ways to run the table beside the simulator's."""
+    seconds = alone(table)
+    jobs = [Job(each) for each in seconds]
+    one = ["seeds=[0]", *(f"~rows.{row}" for row in list(STEPS)[1:])]  # the first cell
+    first = run_at_once([command(file, work / "first", *one)])
+    whole = run_at_once([command(file, work / "all")])
+    cell = (whole - first - sum(seconds[1:])) / (len(seconds) - 1)
+    costs = Costs(first - seconds[0] - cell, cell)
+    mean = statistics.mean(seconds)
+    print(
+        f"a worker's start {costs.start:.1f} s; a cell's run {mean:.2f} s, its scheduling {cell:.2f} s (wanted: at most 1)"
+    )
+    many = run_at_once([command(file, work / "many", "--cpus", "1")])
+    beside(f"{cores()} at a time", many, makespan(queue(jobs, cores(), costs)))
+    halves = run_at_once([command(file, work / "parts", "--shard", f"{i}/2") for i in range(2)])
+    beside("two parts at once", halves, parts(table_cells(table), jobs, 2, costs))
+    with cluster(2):
+        first = run_at_once([command(file, work / "first-ray", "--on", "ray", *one)])
+        ray = run_at_once([command(file, work / "ray", "--on", "ray")])
+    beside("two nodes of Ray", ray, makespan(queue(jobs, 2, Costs(first - seconds[0] - cell, cell))))
+    return costs
+
+
+def beside(name: str, real: float, simulated: float) -> None:
+    print(f"{name:18} {real:6.1f} s, simulated {simulated:6.1f} s: {simulated / real:.2f} of it", flush=True)
 
 
 def storage(work: Path) -> None:
@@ -224,17 +228,9 @@ def measured() -> tuple[float, float]:
         work = Path(directory)
         os.environ["HF_DATASETS_CACHE"] = str(work / "cache")
         table = shape(recipe(save_model(work / "model"), save_rows(work / "rows.csv"), work / "alone"))
-        file = write_recipe(table.model_dump(mode="json"), work / "table.yaml")
-        found = measure(file, table, work)
-        costs, mean = found.costs, statistics.mean(found.alone)
-        print(
-            f"a worker's start {costs.start:.1f} s; a cell's run {mean:.2f} s, its scheduling {costs.cell:.2f} s more",
-            end="",
-        )
-        print(" (wanted: at most 1)")
-        compare(file, table, work, found)
+        costs = compare(write_recipe(table.model_dump(mode="json"), work / "table.yaml"), table, work)
         storage(work)
-        return costs.start, costs.cell
+    return costs.start, costs.cell
 
 
 def main() -> None:

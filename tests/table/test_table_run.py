@@ -263,6 +263,20 @@ def test_what_is_no_part_is_refused(values: dict[str, Any], shard: str) -> None:
     assert not Path(values["output_dir"]).exists()
 
 
+def test_a_part_that_starts_just_after_another_one_has_begun_is_not_refused(tmp_path: Path) -> None:
+    """It has seen no table yet when it claims the directory, and finds one there."""
+    directory = tmp_path / "table"
+    with claimed(directory, TABLE, shared=True) as first:
+        first.begin()
+    with claimed(directory, TABLE, shared=True):
+        pass
+    with pytest.raises(PeftlabError, match="exists already"), claimed(directory, TABLE):
+        pass
+    write_mark(directory, RUN)
+    with pytest.raises(PeftlabError, match="is a run, not a table"), claimed(directory, TABLE, shared=True):
+        pass
+
+
 def test_the_same_part_runs_once(values: dict[str, Any]) -> None:
     run_recipe(table(values), shard="0/2")
     directory = Path(values["output_dir"])
