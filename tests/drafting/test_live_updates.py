@@ -25,7 +25,14 @@ from peftlab.pipelines.update import continued, draft_run, update_draft, updates
 from peftlab.recipe.loading import load_recipe
 
 pytestmark = pytest.mark.xdist_group("live updates")  # one worker makes the fixtures
-SMALL = ["data.samples=2", "data.max_new_tokens=16", "train.max_steps=6", "train.max_length=64", "train.eval_every=6"]
+SMALL = [
+    "data.samples=2",
+    "data.max_prompts=9",
+    "data.max_new_tokens=16",
+    "train.max_steps=6",
+    "train.max_length=64",
+    "train.eval_every=6",
+]
 FAST = ("train.batch_size=4", "train.epochs=2")
 STORIES = [f"{name} went to the {place} and" for place in ("park", "house") for name in ("Lily", "Tom", "Ben", "Sue")]
 COUNTS = [f"{a}, {b}, {a}, {b}, {a}," for a, b in permutations(["1", "2", "3", "4", "5"], 2)]

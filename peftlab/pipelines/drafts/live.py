@@ -52,9 +52,9 @@ from peftlab.training.loop import train
 
 # Greedy decoding, and one pass over the buffer at one rate: the draft is trained, and the next update follows soon.
 _USUAL = (
-    "data.temperature=0", "data.top_p=null", "data.samples=1", "data.endpoint=null", "data.targets=null",
-    "train.epochs=1", "train.max_steps=null", "train.eval_every=null", "train.save_every=null",
-    "train.early_stopping=null", "train.scheduler=constant", "train.warmup=0", "data.on_policy=0",
+    "data.temperature=0", "data.top_p=null", "data.samples=1", "data.max_prompts=null", "data.on_policy=0",
+    "data.endpoint=null", "data.targets=null", "train.epochs=1", "train.max_steps=null", "train.eval_every=null",
+    "train.save_every=null", "train.early_stopping=null", "train.scheduler=constant", "train.warmup=0",
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def update_live(
         run: directory of a draft recipe's run. prompts: file of requests, as ``data.prompts`` takes it, in order.
         every: requests of a window. size: of the buffer, in requests.
         overrides: as for ``peftlab run``, of the run's recipe. By default decoding is greedy, whatever its
-            ``data.temperature``, and an update is one epoch at a constant rate.
+            ``data.temperature``, all requests are decoded, and an update is one epoch at a constant rate.
         device: as for ``peftlab.run``.
 
     Raises:
