@@ -23,7 +23,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_json
 from peftlab.locks import LOCK, is_locked, locked, locks_work, same_file
-from peftlab.remote.remote_directory import is_url
+from peftlab.references import is_url
 
 MARK = "peftlab.json"
 

@@ -14,6 +14,12 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean, nearest
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+URL = re.compile(r"([A-Za-z][\w+.-]+(?:::[\w+.-]+)*):/+(.*)", re.DOTALL)  # Path makes one slash of two
+
+
+def is_url(reference: str | Path) -> bool:
+    """Return whether a reference is a URL and no path; ``package:NAME/path`` and ``C:/path`` are none."""
+    return URL.fullmatch(str(reference)) is not None
 
 
 def locate(reference: str, what: str = "model") -> Path | str:

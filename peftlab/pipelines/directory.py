@@ -17,8 +17,9 @@ from peftlab.outputs import Claim, Inputs, Mark, claimed
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe, TableRecipe
+from peftlab.references import is_url
 from peftlab.remote.mirror import mirrored
-from peftlab.remote.remote_directory import RemoteDirectory, is_url, local_place
+from peftlab.remote.remote_directory import RemoteDirectory, local_place
 
 RUN = Mark(
     "run",

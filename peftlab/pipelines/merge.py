@@ -20,8 +20,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_text
 from peftlab.hardware import resolve_device
 from peftlab.outputs import read_mark
+from peftlab.references import is_url
 from peftlab.remote.mirror import local_copy
-from peftlab.remote.remote_directory import is_url
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.verify import MergeCheck

@@ -17,7 +17,8 @@ from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
 from peftlab.models.config import Base, BaseConfig
-from peftlab.remote.remote_directory import check_url, is_url
+from peftlab.references import is_url
+from peftlab.remote.remote_directory import check_url
 from peftlab.rows import resolve
 from peftlab.section import Section, Seed
 from peftlab.tasks.config import DataConfig, Problem

@@ -19,7 +19,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, parse_json, read_object, write_json
 from peftlab.locks import LOCK, locked
 from peftlab.outputs import MARK, Mark, main_process, parse_mark
-from peftlab.remote.remote_directory import RemoteDirectory, is_url, local_place
+from peftlab.references import is_url
+from peftlab.remote.remote_directory import RemoteDirectory, local_place
 
 _RECORD = "downloaded.json"
 _CHECKPOINTS, _RESULTS = "checkpoints/", "results.json"

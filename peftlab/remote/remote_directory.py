@@ -17,22 +17,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import reason, replacing
+from peftlab.references import URL
 from peftlab.untyped import Function
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
-_URL = re.compile(r"([A-Za-z][\w+.-]+(?:::[\w+.-]+)*):/+(.*)", re.DOTALL)  # Path makes one slash of two
 _KEYS = re.compile(r"[^/@]*:[^/@]*@")
 _LOCAL = ("file", "local")
 _READ_ONLY = ("http", "https", "data", "github", "gist")
 _PAUSES = (1.0, 5.0)  # seconds before a failed request is made again
-
-
-def is_url(reference: str | Path) -> bool:
-    """Return whether a reference is a URL and no path; ``package:NAME/path`` and ``C:/path`` are none."""
-    return _URL.fullmatch(str(reference)) is not None
 
 
 def check_url(url: str) -> None:
@@ -140,7 +135,7 @@ def _asked(where: str, what: str, request: Callable[[], T], pauses: Sequence[flo
 def _file_system_class(url: str) -> Function[AbstractFileSystem]:
     from fsspec import available_protocols, get_filesystem_class, registry
 
-    found = _URL.fullmatch(url)
+    found = URL.fullmatch(url)
     if found is None or "://" not in url or not found[2]:
         raise PeftlabError(f"{url}: not a URL; write PROTOCOL://BUCKET/PATH")
     protocol, rest = found[1], found[2]

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 # Paragraphs and lines about other programs.
 OTHER_PARAGRAPHS = re.compile(r"python -m tests")
-OTHERS = re.compile(r"accelerate launch|torchrun|--multi_gpu|pip install|vllm|llama-|convert_|lm_eval|--include_path")
+OTHERS = re.compile(
+    r"accelerate launch|ray start|torchrun|--multi_gpu|pip install|vllm|llama-|convert_|lm_eval|--include_path"
+)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 

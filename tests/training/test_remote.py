@@ -20,7 +20,7 @@ from peftlab.recipe.loading import load_recipe
 from peftlab.remote.remote_directory import RemoteDirectory, local_place
 from tests.forked import python
 
-KILLED = Path(__file__).with_name("killed.py")
+KILLED_AT = Path(__file__).with_name("killed_at.py")
 STEPS = {"save_every": 2, "eval_every": 6, "max_steps": 6}
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -107,7 +107,7 @@ def assert_same(files, whole):
 
 def test_a_run_on_s3_is_killed_and_resumed_on_another_machine(bucket, written, whole, machine):
     url = f"{bucket}/deep/run"
-    killed = python(KILLED, "run", written(url), KILLED="before checkpoints/step-00000004.pt")
+    killed = python(KILLED_AT, "run", written(url), KILLED="before checkpoints/step-00000004.pt")
     assert killed.returncode == -9, killed.stderr[-3000:]
     there = stored(url)
     assert [name for name in there if name.startswith("checkpoints/")] == ["checkpoints/step-00000002.pt"]

@@ -13,7 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.provenance import launch
 from tests.forked import two
 
-KILLED = Path(__file__).with_name("killed.py")
+KILLED_AT = Path(__file__).with_name("killed_at.py")
 SETTINGS = {"save_every": 2, "eval_every": 6, "max_steps": 6}
 
 
@@ -31,10 +31,10 @@ def test_a_restarted_run_continues(files, tmp_path):
     whole, again = files
     assert [each.returncode for each in two("-m", "peftlab", "run", whole)] == [0, 0]
     job = {"KILLED": "saved 4", "TORCHELASTIC_RUN_ID": "job-7"}
-    killed = two(KILLED, "run", again, **job, TORCHELASTIC_RESTART_COUNT="0")
+    killed = two(KILLED_AT, "run", again, **job, TORCHELASTIC_RESTART_COUNT="0")
     assert killed[1].returncode == -9, killed[1].stderr[-3000:]
     assert not (tmp_path / "again" / "results.json").exists()
-    ended = two(KILLED, "run", again, **job, TORCHELASTIC_RESTART_COUNT="1")
+    ended = two(KILLED_AT, "run", again, **job, TORCHELASTIC_RESTART_COUNT="1")
     assert [each.returncode for each in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
     tiny.assert_same_run(tmp_path / "again", tmp_path / "whole")
 
@@ -45,7 +45,7 @@ def test_torchrun_restarts_a_run(files, tmp_path, monkeypatch):
     assert [each.returncode for each in two("-m", "peftlab", "run", whole)] == [0, 0]
     monkeypatch.setenv("KILLED", "saved 4")
     options = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-    ended = tiny.command(*options, KILLED, "run", again, timeout=600)
+    ended = tiny.command(*options, KILLED_AT, "run", again, timeout=600)
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert ended.stdout.count("trainable params") == 2  # it was started twice
     tiny.assert_same_run(tmp_path / "again", tmp_path / "whole")

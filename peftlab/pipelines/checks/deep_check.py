@@ -11,7 +11,8 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.checks.recipe_data import columns_read, runs_of
 from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
-from peftlab.remote.remote_directory import is_url, local_place
+from peftlab.references import is_url
+from peftlab.remote.remote_directory import local_place
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
