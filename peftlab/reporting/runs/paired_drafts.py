@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy
 from numpy.typing import NDArray
 
-from peftlab.decoding.analysis.statistics import percentiles
 from peftlab.reporting import facts
 
 _DRAWS = 2000
@@ -26,7 +25,7 @@ def paired_lines(names: Sequence[str], results: Sequence[facts.Results]) -> Iter
         tokens, own = first[1:]
         gains = tokens * (other[2] - own)
         picked = numpy.random.default_rng(0).integers(len(tokens), size=(_DRAWS, len(tokens)))
-        low, high = percentiles(gains[picked].sum(-1) / tokens[picked].sum(-1))
+        low, high = numpy.quantile(gains[picked].sum(-1) / tokens[picked].sum(-1), [0.025, 0.975])
         yield (
             f"Acceptance of {name} minus that of {names[0]}: {gains.sum() / tokens.sum():+.3f} "
             f"({low:+.3f} to {high:+.3f}), in pairs on the same {len(tokens)} held-out texts."
