@@ -182,7 +182,7 @@ class Claim:
     """A directory that this process alone writes files into, one after another.
 
     Attributes:
-        path: the directory as the user named it; of a URL, the one of this machine that stands for it.
+        path: the directory as the user named it; for a URL, its working directory on this machine.
         completed: called by the main process whenever what is in the directory could be continued elsewhere.
     """
 
@@ -269,7 +269,7 @@ def claimed(
 
 
 def _begun(place: Path, mark: Mark) -> bool:
-    """Return whether a process has begun a directory of this kind: whoever holds its lock writes the mark first."""
+    """Return whether a process has begun a directory of this kind: the process with its lock writes the mark first."""
     there = read_mark(place)
     return there is not None and there.kind == mark.kind
 

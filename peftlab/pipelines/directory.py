@@ -80,7 +80,7 @@ def check_directory(recipe: Recipe, *, overwrite: bool, resume: bool) -> None:
 def stored_recipe(directory: str | Path) -> Recipe:
     """Return the recipe of the run in a directory or at a URL, whose ``output_dir`` it is: a run may be moved.
 
-    The directory that stands for a URL on this machine is continued at the URL.
+    A run at a URL is continued at the URL, not in its working directory on this machine.
 
     Raises:
         PeftlabError: there is no run.

@@ -40,7 +40,7 @@ def check_url(url: str) -> None:
 
 
 def local_place(url: str, purpose: str) -> Path:
-    """Return the directory of this machine that stands for a URL: ``PEFTLAB_CACHE/PURPOSE/DIGEST/NAME``.
+    """Return the working directory of a URL on this machine: ``PEFTLAB_CACHE/PURPOSE/DIGEST/NAME``.
 
     ``PEFTLAB_CACHE`` is by default ``peftlab`` in ``XDG_CACHE_HOME``, else in ``~/.cache``; NAME ends the URL.
 

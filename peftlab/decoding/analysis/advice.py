@@ -72,7 +72,7 @@ class DraftCost:
         return self.once + self.each * (1 + (levels - 1) * several)
 
     def step(self, verification: Sequence[float], nodes: int, levels: int, several: float = 1.0) -> float | None:
-        """Return C + D of a draft of ``nodes`` in so many levels; None where as many tokens were not measured.
+        """Return C + D of a draft of ``nodes`` in this many levels; None where that number of tokens was not measured.
 
         Args:
             verification: C(1) = 1, C(2), ... several: as for ``of``.

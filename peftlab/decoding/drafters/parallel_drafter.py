@@ -38,6 +38,11 @@ class Masks:
             return [self.token] * count
         return torch.randint(self.token, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
+    def check_gamma(self, gamma: int) -> None:
+        """Raise ``PeftlabError`` for more tokens in one pass than the draft was trained to write."""
+        if gamma > self.length:
+            raise PeftlabError(f"--gamma {gamma}: the draft was trained to write {self.length} tokens in one pass")
+
 
 @dataclass
 class ParallelDrafter(Drafter):

@@ -63,7 +63,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, tokens: int) -> None:
-        """Sleep until a request for so many tokens may be sent; requests are spaced evenly."""
+        """Sleep until a request for N tokens may be sent; requests are spaced evenly."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
@@ -71,7 +71,7 @@ class Pace:
         time.sleep(start - now)
 
     def pause(self, seconds: float) -> None:
-        """Let nothing be sent for so many seconds."""
+        """Let nothing be sent for N seconds."""
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 

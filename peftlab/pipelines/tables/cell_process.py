@@ -93,7 +93,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 @contextmanager
 def _no_program() -> Iterator[None]:
-    """Let a process that is started in the block not execute this one's program anew: a cell needs nothing of it."""
+    """Let a process that is started in the block not execute this one's program again: a cell needs nothing of it."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

@@ -68,8 +68,7 @@ class UnoExport:
                 f"--for sglang: {self.place} was trained with a mask token, and SGLang's masks read tokens drawn at "
                 "random; train it with draft: {kind: gated_lora, noise: true}"
             )
-        if gamma > masks.length:
-            raise PeftlabError(f"--gamma {gamma}: the draft was trained to write {masks.length} tokens in one pass")
+        masks.check_gamma(gamma)
         self._check(target)
         tensors, header = read_tensors(self.place / WEIGHTS_FILE)
         odd = next((name for name in tensors if not _PROJECTIONS.fullmatch(name)), None)

@@ -88,7 +88,7 @@ def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
     used = {token for text in texts for token in text}
     free = next((token for token in reversed(range(size)) if token not in used), None)
     if free is None:
-        raise PeftlabError("draft.mask_token: the training text contains every token; name one that it may stand for")
+        raise PeftlabError("draft.mask_token: the training text contains every token; name one to use as the mask")
     return free
 
 

@@ -55,8 +55,7 @@ class PardExport:
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
         masks = read_masks(self.place)
-        if gamma > masks.length:
-            raise PeftlabError(f"--gamma {gamma}: the draft was trained to write {masks.length} tokens in one pass")
+        masks.check_gamma(gamma)
         check_plain(self.place, target, "vllm")
         return copy_plain(self.place, directory)
 
