@@ -226,6 +226,21 @@ def test_rates_by_depth_and_rank_are_counted_where_a_tree_can_reach(target, tmp_
         read_eagle(tmp_path, input_embedding(target))
 
 
+@pytest.mark.parametrize("sixteen", [False, True])
+def test_what_is_rounded_keeps_the_rows_of_the_target(sixteen: bool) -> None:
+    target = tiny(3, layers=4)
+    if sixteen:
+        target.to(torch.bfloat16).to(torch.float32)
+    network, head = eagle(target), head_weight(target).detach().clone()
+    before = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    network.round()
+    assert network.lm_head.weight.dtype == (torch.bfloat16 if sixteen else torch.float32)
+    network.parts_to(torch.float32)
+    for name, tensor in network.state_dict().items():
+        wanted = head if name == "lm_head.weight" else before[name].bfloat16().float()
+        assert torch.equal(tensor, wanted), name
+
+
 def test_stored_states_train_alike_and_the_target_does_not_run_again(target, tmp_path: Path, monkeypatch) -> None:
     rows = make_dataset([*requests(40), *requests(2)])
     network = eagle(target, TOKENS).train()

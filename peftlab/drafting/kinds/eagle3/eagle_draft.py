@@ -89,6 +89,7 @@ def drafter(draft: StateDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     network = read_eagle(saved.directory / draft.folder, input_embedding(draft.target)).to(draft.target.device)
+    network.parts_to(draft.computing)
     return Served(draft.target, partial(FeatureDrafter, EagleStep(network)), network.features)
 
 

@@ -83,7 +83,8 @@ def sglang_config(network: Eagle3) -> dict[str, Json]:
 
 @torch.no_grad()
 def _logits(network: Eagle3) -> Tensor:
-    """Logits of the drafted tokens for one text, by the target's ids."""
+    """Return logits of the drafted tokens for one text, by the target's ids, computed in float32."""
+    network.parts_to(torch.float32)
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 8, len(network.features) * network.shape.hidden_size, generator=generator)
     tokens = torch.arange(8)[None] % network.vocab_size

@@ -180,6 +180,16 @@ class StateNetwork(nn.Module):
         for part in self.children():
             part.to(device, dtype)
 
+    def round(self) -> None:
+        """Convert to bfloat16, in which drafts are stored: their steps then read half the bytes.
+
+        Rows of the LM head that bfloat16 would round stay as the target has them.
+        """
+        head = self.lm_head.weight.detach()
+        self.parts_to(torch.bfloat16)
+        if not torch.equal(self.lm_head.weight.to(head.dtype), head):
+            self.draft_only(head, self.tokens)
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the rows of the LM head, which no method takes for a linear map of the layer."""
         return self.lm_head

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from torch import nn
@@ -47,6 +48,11 @@ class StateDraft(Draft):
     @property
     def injected(self) -> StateNetwork:
         return self.model.network
+
+    @property
+    def computing(self) -> torch.dtype:
+        """The dtype in which the network trains and is measured; it is stored in bfloat16."""
+        return trainable_dtype(head_weight(self.target))
 
 
 def load_network(
@@ -110,12 +116,15 @@ def score(draft: StateDraft, model: nn.Module, data: Dataset, batch_size: int) -
 
 @contextmanager
 def storing(job: DraftJob[StateConfig], draft: StateDraft, directory: Path) -> Iterator[Path]:
-    """Fold an adapter into the network; yield where the block writes it, which gets its target's identity beside it."""
-    if is_injected(draft.model.network):
-        merge(draft.model.network)
+    """Fold an adapter into the network and round it; yield where the block writes it, beside its target's identity."""
+    network = draft.model.network
+    if is_injected(network):
+        merge(network)
+    network.round()
     with staged_directory(directory / draft.folder, "model", overwrite=True) as staging:
         yield staging
         identify(job.target, draft.target, job.tokenizer).write(staging)
+    network.parts_to(draft.computing)
 
 
 def calibrate(draft: StateDraft, directory: Path, held_out: Dataset, batch_size: int) -> None:

@@ -73,14 +73,14 @@ def drafter(draft: StateDraft, saved: Saved | None) -> Served | None:
     """Return the target with the layer read from disk; an untrained one drafts nothing."""
     if saved is None:
         return None
-    network = _on(saved.directory / draft.folder, draft.target)
+    network = _on(saved.directory / draft.folder, draft.target, draft.computing)
     return Served(draft.target, partial(FeatureDrafter, MtpStep(network)), network.features)
 
 
-def _on(directory: Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Mtp:
+def _on(directory: Path, target: PreTrainedModel, dtype: torch.dtype) -> Mtp:
     """Return the layer in a directory, in this dtype, on the target's device and with its rows of the LM head."""
     network = _stored(target, directory).to(target.device)
-    network.parts_to(dtype or network.mtp_layers[0].get_parameter("input_proj.weight").dtype)
+    network.parts_to(dtype)
     return network
 
 
