@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
@@ -117,6 +116,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         tokens = save_draft(recipe, kind, job, draft, sets)
         write_results(run_dir, results.as_json())
         saved = _read_back(job, draft, tokens)
+        results.held_out = _held_out(kind, draft, sets)
         _measure(recipe, draft, spec, sets, saved, results)
         served = resolve(kind.drafter)(draft, saved)
         head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
@@ -273,13 +273,12 @@ def _results(
         cost=progress.cost(draft.model),
         selection=progress.selection(),
         served=sets.served,
-        held_out=_held_out(DRAFTS.find(recipe.draft.kind), draft, sets.held_out[split]),
     )
 
 
-def _held_out(kind: DraftKind, draft: Draft, data: Dataset) -> HeldOutRates:
-    """Return the acceptance of the trained draft on each example."""
-    score = resolve(kind.score)
+def _held_out(kind: DraftKind, draft: Draft, sets: Sets) -> HeldOutRates:
+    """Return the acceptance of the trained draft on each example of the first held-out split."""
+    score, data = resolve(kind.score), next(iter(sets.held_out.values()))
     rates = [score(draft, draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
     digest = sha256(json.dumps([[row["prompt"], row["input_ids"]] for row in data]).encode()).hexdigest()
     return HeldOutRates(digest, list(data["kept"]), [round(rate, 6) for rate in rates])

@@ -1,11 +1,12 @@
 """What many runs cost beside the runs themselves, and how long a table takes on 10, 100 and 1,000 workers.
 
-    python -m tests.benchmarks.bench_scale [--rate EXAMPLES] [--failures PER_HOUR] [--costs START CELL]
+    python -m tests.benchmarks.bench_scale [--recipe NAME] [--seeds N]
+    python -m tests.benchmarks.bench_scale --costs START CELL [--rate EXAMPLES] [--failures PER_HOUR]
 
-Measured on tiny runs, one torch thread each: a worker's start, the scheduling of a cell, what a cell and a worker ask of
-shared storage, how long the table's lock is held. Then the simulator (``tests.benchmarks.scheduling``): checked against a
-table on two cores, in two parts and on two nodes of Ray, and applied to five methods, eight tasks and five seeds of
-``glue/table``; with ``--costs`` that alone.
+A table of four rows of runs of different lengths, on all cores at once, one after the other, in two parts and on Ray, each a
+command of its own: a worker's start and the scheduling of a cell, here and on a node of Ray, and each time beside that of the
+simulator (``tests.benchmarks.scheduling``). Then what a cell and a worker ask of shared storage, how long the table's lock is
+held, and, by the simulator, five methods, eight tasks and five seeds of ``glue/table``; with ``--costs`` that alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+
+import torch
 
 from peftlab.hardware import cores
 from peftlab.pipelines.finetune import run_finetune
@@ -33,18 +36,17 @@ from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
-from tests.benchmarks.bench_tables import cluster
 from tests.benchmarks.scheduling import Costs, Failure, Job, longest_chain, makespan, queue
 from tests.training.tiny import recipe, save_model, save_rows, write_recipe
 
 STEPS = {"a": 10, "b": 20, "c": 40, "d": 160}  # of the measured rows
-SEEDS = 5
 # Training examples of the GLUE tasks.
 EXAMPLES = {
     "cola": 8551, "sst2": 67349, "mrpc": 3668, "stsb": 5749, "qqp": 363846, "mnli": 392702, "qnli": 104743, "rte": 2490,
 }  # fmt: skip
 ROWS = ("base-full", "base-bitfit", "base-adapterdrop9", "base-adapterdrop3", "base-lora")
 WORKERS = (10, 100, 1000)
+ROOT = Path(__file__).parents[2]
 DRAWS = 20
 _OPENED = """
 import os, sys
@@ -57,8 +59,8 @@ print(len(sizes), sum(sizes))
 """
 
 
-def shape(values: dict[str, object]) -> TableRecipe:
-    """Return a table of tiny runs of different lengths: four rows, five seeds."""
+def shape(values: dict[str, object], seeds: int) -> TableRecipe:
+    """Return a table of the runs of a recipe, made of different lengths: four rows, so many seeds."""
     train = {**values.pop("train"), "eval_every": 1000}  # type: ignore[dict-item]
     for key in ("epochs", "seed"):
         train.pop(key)
@@ -70,10 +72,27 @@ def shape(values: dict[str, object]) -> TableRecipe:
             "kind": "table",
             "tasks": [values["task"]],
             "rows": rows,
-            "seeds": list(range(SEEDS)),
+            "seeds": list(range(seeds)),
             "train": train,
         }
     )
+
+
+@contextmanager
+def cluster(nodes: int) -> Iterator[None]:
+    """Let ``--on ray`` be a cluster on this machine, of so many nodes with one CPU each."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)})
+    started = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(nodes - 1):
+        started.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = started.address
+    try:
+        yield
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        started.shutdown()
 
 
 def command(file: Path, output: Path, *options: str) -> list[str]:
@@ -110,36 +129,48 @@ def parts(cells: Sequence[Cell], jobs: Sequence[Job], count: int, costs: Costs) 
 
 
 def compare(file: Path, table: TableRecipe, work: Path) -> Costs:
-    """Measure what scheduling costs on one core, and print the time of other ways to run the table beside the simulator's."""
+    """Print what scheduling costs, here and on Ray, and the time of each way to run the table beside the simulator's."""
     seconds = alone(table)
     jobs = [Job(each) for each in seconds]
     one = ["seeds=[0]", *(f"~rows.{row}" for row in list(STEPS)[1:])]  # the first cell
-    first = run_at_once([command(file, work / "first", *one)])
-    whole = run_at_once([command(file, work / "all")])
-    cell = (whole - first - sum(seconds[1:])) / (len(seconds) - 1)
-    costs = Costs(first - seconds[0] - cell, cell)
-    mean = statistics.mean(seconds)
-    print(
-        f"a worker's start {costs.start:.1f} s; a cell's run {mean:.2f} s, its scheduling {cell:.2f} s (wanted: at most 1)"
-    )
+
+    def costs(name: str, *options: str) -> tuple[Costs, float]:
+        first = run_at_once([command(file, work / f"{name}-first", *options, *one)])
+        whole = run_at_once([command(file, work / name, *options)])
+        cell = (whole - first - sum(seconds[1:])) / (len(seconds) - 1)
+        return Costs(first - seconds[0] - cell, cell), whole
+
+    here, whole = costs("here")
+    os.environ["OMP_NUM_THREADS"] = "2"
+    default = run_at_once([command(file, work / "default")])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with cluster(1):
+        ray, _ = costs("ray", "--on", "ray")
+    print(f"{len(jobs)} cells; a run by itself takes {statistics.mean(seconds):.2f} s (median of a row, mean of rows)")
+    for name, of in {"this machine": here, "a node of Ray": ray}.items():
+        print(
+            f"{name:18} a worker's start {of.start:.1f} s, the scheduling of a cell {of.cell:.2f} s (wanted: at most 1)"
+        )
+    print(f"{'two threads':18} {default:6.1f} s, one cell at a time, as by default")
+    beside("one thread", whole, makespan(queue(jobs, 1, here)), default)
     many = run_at_once([command(file, work / "many", "--cpus", "1")])
-    beside(f"{cores()} at a time", many, makespan(queue(jobs, cores(), costs)))
+    beside(f"{cores()} at a time", many, makespan(queue(jobs, cores(), here)), default)
     halves = run_at_once([command(file, work / "parts", "--shard", f"{i}/2") for i in range(2)])
-    beside("two parts at once", halves, parts(table_cells(table), jobs, 2, costs))
+    beside("two parts at once", halves, parts(table_cells(table), jobs, 2, here), default)
     with cluster(2):
-        first = run_at_once([command(file, work / "first-ray", "--on", "ray", *one)])
-        ray = run_at_once([command(file, work / "ray", "--on", "ray")])
-    beside("two nodes of Ray", ray, makespan(queue(jobs, 2, Costs(first - seconds[0] - cell, cell))))
-    return costs
+        nodes = run_at_once([command(file, work / "nodes", "--on", "ray")])
+    beside("two nodes of Ray", nodes, makespan(queue(jobs, 2, ray)), default)
+    return here
 
 
-def beside(name: str, real: float, simulated: float) -> None:
-    print(f"{name:18} {real:6.1f} s, simulated {simulated:6.1f} s: {simulated / real:.2f} of it", flush=True)
+def beside(name: str, real: float, simulated: float, default: float) -> None:
+    line = f"{name:18} {real:6.1f} s, {default / real:.2f} times as fast as the default"
+    print(f"{line}; simulated {simulated:6.1f} s, {simulated / real:.2f} of it", flush=True)
 
 
 def storage(work: Path) -> None:
     """Print what a cell writes, what a worker reads, and how long processes that share a table wait for each other."""
-    (cell, *_) = sorted((work / "all" / "cells").glob("*/results.json"))
+    (cell, *_) = sorted((work / "here" / "cells").glob("*/results.json"))
     files = [path for path in cell.parent.rglob("*") if path.is_file()]
     print(f"a finished cell: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e3:.0f} kB")
     names = [name for name in PRELOADED if name != "peftlab.pipelines.tables.quiet_server"]
@@ -221,27 +252,35 @@ def tables(costs: Costs, rate: float, per_hour: float) -> None:
         print(f"| {workers:,} | {shown} | {100 * share:.2f} % |")
 
 
-def measured() -> tuple[float, float]:
-    """Measure, and compare with the simulator; return the seconds of a worker's start and of a cell's scheduling."""
+def measured(name: str | None, seeds: int) -> Costs:
+    """Measure, and compare with the simulator; arguments as on the command line."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         os.environ["HF_DATASETS_CACHE"] = str(work / "cache")
-        table = shape(recipe(save_model(work / "model"), save_rows(work / "rows.csv"), work / "alone"))
+        if name is None:
+            values = recipe(save_model(work / "model"), save_rows(work / "rows.csv"), work / "alone")
+        else:
+            quick = ["data.validation=100", "merge.latency=false", f"output_dir={work / 'alone'}"]
+            values = load_recipe(name, quick).model_dump(mode="json", by_alias=True)
+        table = shape(values, seeds)
         costs = compare(write_recipe(table.model_dump(mode="json"), work / "table.yaml"), table, work)
         storage(work)
-    return costs.start, costs.cell
+    return costs
 
 
 def main() -> None:
     """Measure, compare, simulate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--recipe", help="of the runs, with a csv or data of the hub (default: a tiny BERT's)")
+    parser.add_argument("--seeds", type=int, default=5, help="four cells each (default: 5)")
     parser.add_argument("--rate", type=float, default=400.0, help="examples per second that a worker trains on")
     parser.add_argument("--failures", type=float, default=0.01, help="of each worker per hour")
     parser.add_argument("--costs", type=float, nargs=2, help="seconds of a worker's start and of a cell's scheduling")
     args = parser.parse_args()
-    start, cell = args.costs or measured()
-    tables(Costs(start, max(0.0, cell), save_every=600.0), args.rate, args.failures)
+    costs = Costs(*args.costs) if args.costs else measured(args.recipe, args.seeds)
+    tables(Costs(costs.start, max(0.0, costs.cell), save_every=600.0), args.rate, args.failures)
 
 
 if __name__ == "__main__":
