@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.engines.packed.products import pack_linears
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import input_embedding
 from peftlab.drafting.kinds.base import DraftJob, Opened, Opening, Saved, Served
@@ -105,6 +106,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
         return None
     served = saved.merged if saved.merged is not None else draft.adapted
     heads = read_hydra(saved.directory / FOLDER, input_embedding(served)).to(draft.target.device)
+    pack_linears(heads)
     return Served(served, partial(HeadsDrafter, heads))
 
 
@@ -116,6 +118,8 @@ def open(reference: str, opening: Opening) -> Opened:
     for part in (inner.blocks, inner.lm_heads):
         part.to(opening.draft_dtype)
     heads.to(opening.device)
+    if opening.pack:
+        pack_linears(heads)
     return Opened(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
 
 

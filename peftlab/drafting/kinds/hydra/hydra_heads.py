@@ -57,10 +57,9 @@ class HydraHeads(HeadStack):
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path], ids: Tensor | None = None) -> Tensor:
         """See ``HeadStack``; each node's children follow from the tokens on its path."""
-        weights = [weight for _, weight in self]
 
         def following(level: int, before: Tensor) -> Tensor:
             every = hidden[:, None].expand(-1, before.shape[1], -1)
-            return F.linear(self.states(level, every, before), weights[level])
+            return self.lm_heads[level % len(self.lm_heads)](self.states(level, every, before))
 
         return grown_tokens(following, last, tree, ids)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.engines.packed.products import pack_linears
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
@@ -129,6 +130,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     heads = read_medusa(saved.directory / "heads").to(draft.target.device)
+    pack_linears(heads)
     return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
 
 
@@ -136,6 +138,8 @@ def open(reference: str, opening: Opening) -> Opened:
     """Read the heads and check them against the target."""
     check_heads(reference, opening.target)
     heads = read_medusa(reference).to(opening.device, opening.draft_dtype)
+    if opening.pack:
+        pack_linears(heads)
     return Opened(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
 
 

@@ -83,7 +83,7 @@ class MedusaHeads(HeadStack):
         """Return the logits of every head without the Markov bias: [..., H] -> [K, ..., V]."""
         if len(self.lm_heads) == 1:  # one product reads a shared W2 once, not K times
             return self.lm_heads[0](torch.stack([block(hidden) for block in self.blocks]))
-        return torch.stack([F.linear(block(hidden), weight) for block, weight in self])
+        return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)])
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
         """See ``HeadStack``; the tokens before are not read."""
