@@ -1,7 +1,7 @@
 """Decoding SmolLM2-135M: one step, plain and speculative decoding, beside ``transformers``, in fp32 and in bf16.
 
 Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLAB_DRAFT=DIRECTORY`` a trained draft
-(in bf16) of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
+of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
 of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
 bfloat16") are taken, too.
@@ -94,7 +94,7 @@ def contest(target: str, dtype: torch.dtype) -> None:
     model, _ = load_base(target, "AutoModelForCausalLM", dtype=dtype)
     asked = questions(target)
     steps(model)
-    pair = load_pair(target, reference, dtype=dtype, draft_dtype=torch.bfloat16)
+    pair = load_pair(target, reference, dtype=dtype, draft_dtype=dtype)
     print(f"\npeftlab's step: {pair.target.kind}")
     watches = watched(pair)
     drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling}
