@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from peftlab.methods.table import METHODS
-from peftlab.recipe.schema import OWN_MODULES_LR
+from peftlab.recipe.schema import KINDS, OWN_MODULES_LR
 
 _TAG = "tag:yaml.org,2002:"
 _CORE = (
@@ -73,8 +73,8 @@ def overridden(data: Any, overrides: Iterable[str]) -> Any:
 def disagreement(stated: Any, printed: Any, schema: dict[str, Any]) -> str:
     """Return where ``printed`` is neither what was stated nor, where nothing was, the schema's default."""
     kind = stated.get("kind", "finetune")
-    name = {"finetune": "FinetuneRecipe", "draft": "DraftRecipe", "table": "TableRecipe"}[kind]
-    if kind != "table":
+    name = KINDS[kind].__name__
+    if kind in ("finetune", "draft"):
         printed = _without_own_lr(stated.get("train"), printed)
     return _differs(stated, printed, {"$ref": f"#/$defs/{name}"}, schema["$defs"], kind)
 
