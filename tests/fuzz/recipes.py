@@ -89,7 +89,7 @@ def _without_own_lr(stated: Any, printed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[str, Any], where: str) -> str:
-    if where == "draft.draft" and isinstance(stated, str):
+    if where in ("draft.draft", "draft_table.draft") and isinstance(stated, str):
         stated = {"kind": "model", "from": stated}
     if not isinstance(stated, dict):
         return "" if _equal(stated, printed) else f"{where}: printed {printed!r}, the file says {stated!r}"
