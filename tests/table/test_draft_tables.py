@@ -17,6 +17,7 @@ import peftlab
 from peftlab.cli.app import app
 from peftlab.drafting.text.target_text import written_once
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.tables.missing_cells import missing_cells
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import DraftRecipe, DraftTableRecipe
 from peftlab.recipe.table_cells import table_cells
@@ -209,6 +210,21 @@ def test_a_sweep_of_a_reference_keeps_it(written: Path) -> None:
 def test_mistakes_are_told_where_they_were_written(written: Path, override: str, message: str) -> None:
     line = complaint("t.yaml", override)[0]
     assert message in line and line.startswith((f"override {override!r}", "t.yaml:"))
+
+
+def test_a_cell_has_ended_when_it_is_measured(written: Path) -> None:
+    """A run writes a first results.json before it measures its draft; the endpoint's model id is written by the run."""
+    recipe = load_recipe("t.yaml", ["data.endpoint=http://localhost:8000/v1"])
+    assert isinstance(recipe, DraftTableRecipe)
+    first, other, *_ = cells = table_cells(recipe)
+    for cell in (first, other):
+        assert isinstance(cell.recipe, DraftRecipe)
+        data = cell.recipe.data.model_copy(update={"endpoint_model": "served"})
+        (cell.directory / "checkpoints").mkdir(parents=True)
+        (cell.directory / "results.json").write_text("{}")
+        (cell.directory / "recipe.yaml").write_text(dump_recipe(cell.recipe.model_copy(update={"data": data})))
+    (other.directory / "checkpoints" / "step-2.pt").write_bytes(b"")
+    assert missing_cells(cells, overwrite=False) == cells[1:]
 
 
 def test_processes_that_start_together_write_a_file_once(tmp_path: Path) -> None:
