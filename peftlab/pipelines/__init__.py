@@ -22,6 +22,7 @@ RUNNERS = {
     "finetune": "peftlab.pipelines.finetune:run_finetune",
     "draft": "peftlab.pipelines.draft:run_draft",
     "table": "peftlab.pipelines.tables.score_table:run_table",
+    "draft_table": "peftlab.pipelines.tables.score_table:run_table",
 }
 
 
@@ -36,8 +37,10 @@ def run_recipe(
     cpus: int | None = None,
 ) -> Results:
     """Run a recipe of any kind and return its results; arguments as in ``run``."""
+    from peftlab.recipe.table_schema import AnyTable
+
     options: dict[str, object] = {}
-    if recipe.kind == "table":
+    if isinstance(recipe, AnyTable):
         from peftlab.pipelines.tables.table_parts import Shard
 
         options = {"shard": None if shard is None else Shard.read(shard), "on": on, "cpus": cpus}

@@ -16,7 +16,8 @@ from peftlab.files import real, write_text
 from peftlab.outputs import Claim, Inputs, Mark, claimed
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe, TableRecipe
+from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
+from peftlab.recipe.table_schema import AnyTable, DraftTableRecipe
 from peftlab.references import is_url
 from peftlab.remote.mirror import mirrored
 from peftlab.remote.remote_directory import RemoteDirectory, local_place
@@ -72,7 +73,7 @@ def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resu
 
 def check_directory(recipe: Recipe, *, overwrite: bool, resume: bool) -> None:
     """Check that a run of ``recipe`` may write its directory; a table's is its runs' and may exist."""
-    if not isinstance(recipe, TableRecipe):
+    if not isinstance(recipe, AnyTable):
         with run_directory(recipe, overwrite=overwrite, resume=resume):
             pass
 
@@ -110,7 +111,7 @@ def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
     torchrun starts the command again when a worker has died. Of what the same launch has begun, the newest checkpoint
     is resumed; without one it starts again.
     """
-    if isinstance(recipe, TableRecipe) or (own := launch()) is None:
+    if isinstance(recipe, AnyTable) or (own := launch()) is None:
         return overwrite, False
     if is_url(recipe.output_dir):
         remote = RemoteDirectory.at(recipe.output_dir)
@@ -128,17 +129,19 @@ def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
 
 def recipe_inputs(recipe: Recipe) -> Inputs:
     """Return the paths and references that a recipe reads, by what they are."""
-    if isinstance(recipe, DraftRecipe):
+    if isinstance(recipe, DraftRecipe | DraftTableRecipe):
+        own: dict[str, str | None] = {}
+        if isinstance(recipe, DraftRecipe):
+            own = {"the draft": getattr(recipe.draft, "from_", None), "the reference model": recipe.objective.reference}
         return {
             "the target": recipe.target,
-            "the draft": getattr(recipe.draft, "from_", None),
-            "the reference model": recipe.objective.reference,
+            **own,
             "the prompts": recipe.data.prompts if isinstance(recipe.data.prompts, str) else None,
             "the requests": recipe.data.replay,
             "the data sets": recipe.data.cache,
             **{f"the target {reference}": reference for reference in recipe.data.targets or []},
         }
-    start = None if isinstance(recipe, TableRecipe) else recipe.init_from
+    start = recipe.init_from if isinstance(recipe, FinetuneRecipe) else None
     sample = recipe.train.sample
     return {
         "the model": recipe.model,

@@ -48,7 +48,7 @@ from peftlab.pipelines.drafts.draft_parts import (
 )
 from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults, HeldOutRates
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
-from peftlab.pipelines.provenance import provenance
+from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.reporting.console import trainable_line
@@ -264,6 +264,7 @@ def _results(
         train_examples=len(sets.train),
         learnt_tokens=sum(counts),
         kept_share=sum(objective.kept(n) for n in counts) / sum(counts),
+        peak_rss_mb=round(peak_memory(), 1),
         peak_gpu_mb=round(gpu, 1) if gpu is not None else None,
         lr=recipe.train.peak_lr,
         cpu=describe_cpu(),

@@ -17,10 +17,11 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.recipe import library
 from peftlab.recipe.problems import validated
-from peftlab.recipe.schema import KINDS, Recipe, TableRecipe
+from peftlab.recipe.schema import KINDS, Recipe
 from peftlab.recipe.source import Source, override, read_source
 from peftlab.recipe.sweep import SWEEP, sweep
 from peftlab.recipe.table_cells import expand
+from peftlab.recipe.table_schema import AnyTable
 from peftlab.recipe.wording import fields
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_][\w./:=@-]*[\w./]|[A-Za-z0-9_]", re.ASCII)
@@ -55,8 +56,8 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         source.complain(("kind",), f"kind: unknown kind {kind!r}{hint}; one of {', '.join(KINDS)}")
     if recipe is not None and sweeps:
         source = sweep(recipe, source, sweeps)
-        recipe = None if source.problems else validated(TableRecipe, source)
-    if isinstance(recipe, TableRecipe):
+        recipe = None if source.problems else validated(KINDS[str(source.data["kind"])], source)
+    if isinstance(recipe, AnyTable):
         expand(recipe, source)
     if recipe is None or source.problems:
         raise PeftlabError("\n".join(map(str, sorted(source.problems))))
@@ -89,7 +90,7 @@ def dump_recipe(recipe: Recipe, header: str = "") -> str:
     yaml.width = 2**20
     out = io.StringIO()
     values = recipe.model_dump(mode="json", by_alias=True)
-    if not isinstance(recipe, TableRecipe) and recipe.method is not None:
+    if not isinstance(recipe, AnyTable) and recipe.method is not None:
         values["method"] = {key: values["method"][key] for key in fields(type(recipe.method))}
     yaml.dump(_in_flow_style(values), out)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + out.getvalue()

@@ -17,10 +17,11 @@ from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.table import METHODS, config_class
 from peftlab.models.config import Base, BaseConfig
+from peftlab.recipe.table_schema import DraftTableRecipe, TableRecipe, draft_of_a_reference
 from peftlab.references import is_url
 from peftlab.remote.remote_directory import check_url
 from peftlab.rows import resolve
-from peftlab.section import Section, Seed
+from peftlab.section import Section
 from peftlab.tasks.config import DataConfig, Problem
 from peftlab.tasks.generated.config import GenerateConfig
 from peftlab.tasks.preference.config import PreferenceObjective
@@ -265,10 +266,7 @@ class DraftRecipe(Section):
     _lr = field_validator("train")(_with_lr)
     _place = field_validator("output_dir")(_run_place)
 
-    @field_validator("draft", mode="before")
-    @classmethod
-    def _of_a_reference(cls, value: object) -> object:
-        return {"kind": "model", "from": value} if isinstance(value, str) else value
+    _draft = field_validator("draft", mode="before")(draft_of_a_reference)
 
     @model_validator(mode="after")
     def _consistent(self) -> DraftRecipe:
@@ -321,68 +319,13 @@ class DraftRecipe(Section):
         return self
 
 
-Changes = dict[str, dict[str, object]]
-"""By task or row, the keys of a finetune recipe that differ there."""
-
-
-class TableCosts(Section):
-    """The rows of a table beside others of equal cost."""
-
-    of: str = Field(description="The row whose FLOPs are 1.")
-    controls: dict[str, str] = Field(default={}, description="Row to the row of equal cost that it is compared with.")
-
-
-class TableRecipe(Section):
-    """Finetune on every task in every way (row) with every seed, and collect the scores in one table."""
-
-    kind: Literal["table"] = Field(description="What the recipe makes.")
-    model: str = Field(description="Hub id, model, run or adapter directory, GGUF file, or package:NAME/path.")
-    revision: str | None = Field(default=None, description="Git revision of a hub model.")
-    trust_remote_code: bool = Field(default=False, description="Run Python code that the model repository ships.")
-    base: Base = Field(default=BaseConfig(), description="How the model's weights are stored; null: fp32.")
-    tasks: list[str] = Field(min_length=1, description="The columns: tasks as a finetune recipe names them.")
-    rows: Changes = Field(
-        min_length=1,
-        description="The rows: name to its own keys, {lora: {method: {name: lora}, train: {lr: 5e-4}}}; per_task among "
-        "them is for that row alone, init_from: null starts it from the model in every task.",
-    )
-    seeds: list[Seed] = Field(
-        default=[0], min_length=1, description="Each task and row is run with each of these as train.seed."
-    )
-    data: DataConfig = Field(default=DataConfig(), description="Where the examples come from.")
-    train: TrainConfig = Field(default=TrainConfig(), description="How the loop runs.")
-    per_task: Changes = Field(
-        default={},
-        description="Task to its own keys, {glue/rte: {train: {epochs: 80}}}; a row's own keys win.",
-    )
-    init: dict[str, str] = Field(
-        default={},
-        description="Task to the task of this table whose result, same row and seed, it starts from.",
-    )
-    costs: TableCosts | None = Field(
-        default=None,
-        description="{of: full, controls: {upper: shorter}}: also show FLOPs as a share of a row's, bytes and "
-        "time, and beside each row its control.",
-    )
-    merge: bool | MergeConfig = Field(
-        default=False, description="Write merged/ in every cell whose method has a linear fold; a section says how."
-    )
-    output_dir: str = Field(description="Directory of the table; its cells are stored below it.")
-
-    @field_validator("output_dir")
-    @classmethod
-    def _on_disk(cls, path: str) -> str:
-        if is_url(path):
-            raise ValueError(f"{path}: the cells of a table or sweep share a directory; only single runs have a URL")
-        return path
-
-
-Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe]  # noqa: UP007
+Recipe = Union[FinetuneRecipe, DraftRecipe, TableRecipe, DraftTableRecipe]  # noqa: UP007
 """Any kind of recipe."""
 
-KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe] | type[TableRecipe]] = {
+KINDS: dict[str, type[FinetuneRecipe] | type[DraftRecipe] | type[TableRecipe] | type[DraftTableRecipe]] = {
     "finetune": FinetuneRecipe,
     "draft": DraftRecipe,
     "table": TableRecipe,
+    "draft_table": DraftTableRecipe,
 }
 """The kinds of recipe by ``kind:``; the first is the default."""

@@ -1,4 +1,4 @@
-"""A table's cells: every task in every row with every seed, each a complete finetune recipe."""
+"""A table's cells: every task in every row with every seed, each a complete recipe of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, to_json
 from peftlab.methods.table import METHODS
 from peftlab.recipe.problems import validated
-from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
+from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
 from peftlab.recipe.source import Keys, Place, Source
+from peftlab.recipe.table_schema import AnyTable, DraftTableRecipe, TableRecipe
 from peftlab.tasks.table import TASKS
 
-SHARED = ("model", "revision", "trust_remote_code", "base", "data", "train", "merge")
-"""The keys that a table and its cells have in common."""
 PER_TASK = "per_task"
-_OF_THE_TABLE = ("kind", "task", "output_dir")
+DRAFT = "draft"
+"""What the cells of a table of drafts have in the place of a task."""
+_OF_THE_TABLE = ("kind", "output_dir")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,22 +27,37 @@ class Cell:
     """One run of a table.
 
     Attributes:
-        task, row, seed: its place in the table.
+        task, row, seed: its place in the table; of a draft, the task is ``DRAFT``.
         recipe: the recipe to run; its ``output_dir`` is the cell's directory.
     """
 
     task: str
     row: str
     seed: int
-    recipe: FinetuneRecipe
+    recipe: FinetuneRecipe | DraftRecipe
 
     @property
     def directory(self) -> Path:
-        """The cell's run directory, ``cells/TASK-ROW-seedN`` below the table's."""
+        """The cell's run directory, ``cells/TASK-ROW-seedN`` below the table's; ``cells/ROW-seedN`` of a draft."""
         return Path(self.recipe.output_dir)
 
+    @property
+    def init_from(self) -> str | None:
+        """The run that it starts from, which may be another cell's; None: from no run."""
+        return self.recipe.init_from if isinstance(self.recipe, FinetuneRecipe) else None
 
-def table_cells(recipe: TableRecipe) -> list[Cell]:
+
+def cell_recipe(table: type[AnyTable]) -> type[FinetuneRecipe] | type[DraftRecipe]:
+    """Return what the cells of a kind of table are."""
+    return DraftRecipe if table is DraftTableRecipe else FinetuneRecipe
+
+
+def shared_keys(table: type[AnyTable]) -> list[str]:
+    """Return the keys that a kind of table and its cells have in common, with the same meaning."""
+    return [key for key in table.model_fields if key in cell_recipe(table).model_fields and key not in _OF_THE_TABLE]
+
+
+def table_cells(recipe: AnyTable) -> list[Cell]:
     """Return the cells of a table in the order they are run.
 
     Raises:
@@ -54,7 +70,7 @@ def table_cells(recipe: TableRecipe) -> list[Cell]:
     return cells
 
 
-def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
+def expand(recipe: AnyTable, source: Source) -> list[Cell]:
     """Return the cells of ``recipe``; mistakes become problems of ``source``, at the place of the text.
 
     All cells of one seed come before those of the next, so that an interrupted table has every column and row; within
@@ -63,14 +79,18 @@ def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
     _consistent(recipe, source)
     if source.problems:
         return []
-    shared = to_json(recipe.model_dump(mode="json", include=set(SHARED)))
-    tasks = sorted(recipe.tasks, key=lambda task: task in recipe.init)
+    values = to_json(recipe.model_dump(mode="json", by_alias=True, include=set(shared_keys(type(recipe)))))
+    shared = {key: value for key, value in values.items() if value is not None}
+    tasks = [DRAFT]
+    if isinstance(recipe, TableRecipe):
+        init = recipe.init
+        tasks = sorted(recipe.tasks, key=lambda task: task in init)
     cells = []
     for seed in recipe.seeds:
         for task in tasks:
             for row in recipe.rows:
                 written = _cell_source(recipe, shared, source, task, row, seed)
-                valid = validated(FinetuneRecipe, written)
+                valid = validated(cell_recipe(type(recipe)), written)
                 if valid is not None:
                     cells.append(Cell(task, row, seed, valid))
                 source.problems += [p for p in written.problems if p not in source.problems]
@@ -78,36 +98,49 @@ def expand(recipe: TableRecipe, source: Source) -> list[Cell]:
 
 
 def _cell_source(
-    recipe: TableRecipe, shared: Mapping[str, Json], source: Source, task: str, row: str, seed: int
+    recipe: AnyTable, shared: Mapping[str, Json], source: Source, task: str, row: str, seed: int
 ) -> Source:
     """The cell as if it had been written by itself: the table's values, then the task's, the row's, and both's."""
     cell = Source({}, {(): source.place(())})
+    fields = cell_recipe(type(recipe)).model_fields
 
     def merge(changes: Mapping[str, Json], at: Keys) -> None:
         for key, value in changes.items():
-            before = cell.data.get(key)
-            cell.data[key] = {**before, **value} if isinstance(value, dict) and isinstance(before, dict) else value
+            tag = str(fields[key].discriminator) if key in fields else ""
+            cell.data[key] = _merged(cell.data.get(key), value, tag)
         for keys, place in source.places.items():
             if keys[: len(at)] == at and keys[len(at) :][:1] in {(key,) for key in changes}:
                 cell.places[keys[len(at) :]] = place
 
     merge(shared, ())
-    merge(to_json(recipe.per_task.get(task, {})), ("per_task", task))
     line = to_json(recipe.rows[row])
-    of_tasks = line.pop(PER_TASK, {})
-    merge(line, ("rows", row))
-    here = of_tasks.get(task) if isinstance(of_tasks, dict) else None
-    merge(here if isinstance(here, dict) else {}, ("rows", row, PER_TASK, task))
-    cell.data["task"] = task
-    cell.places[("task",)] = source.place(("tasks", recipe.tasks.index(task)))
+    if isinstance(recipe, TableRecipe):
+        merge(to_json(recipe.per_task.get(task, {})), ("per_task", task))
+        of_tasks = line.pop(PER_TASK, {})
+        merge(line, ("rows", row))
+        here = of_tasks.get(task) if isinstance(of_tasks, dict) else None
+        merge(here if isinstance(here, dict) else {}, ("rows", row, PER_TASK, task))
+        cell.data["task"] = task
+        cell.places[("task",)] = source.place(("tasks", recipe.tasks.index(task)))
+        if task in recipe.init and "init_from" not in line:
+            cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
+    else:
+        merge(line, ("rows", row))
+        cell.data["kind"] = "draft"
     if isinstance(train := cell.data["train"], dict):
         cell.data["train"] = {**train, "seed": seed}
     cell.data["output_dir"] = _directory(recipe, task, row, seed)
     if "merge" not in line and not _folds(cell.data.get("method")):
         cell.data["merge"] = False
-    if task in recipe.init and "init_from" not in line:
-        cell.data["init_from"] = _directory(recipe, recipe.init[task], row, seed)
     return cell
+
+
+def _merged(before: Json, value: Json, tag: str) -> Json:
+    """Return a section with the keys of another over it, or the other alone where its ``tag`` names another kind."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    kinds = [section[tag] for section in (before, value) if tag in section]
+    return value if len(kinds) == 2 and kinds[0] != kinds[1] else {**before, **value}
 
 
 def _folds(method: Json | None) -> bool:
@@ -116,8 +149,9 @@ def _folds(method: Json | None) -> bool:
     return not isinstance(name, str) or name not in METHODS or METHODS[name].folds
 
 
-def _directory(recipe: TableRecipe, task: str, row: str, seed: int) -> str:
-    name = f"{task.rpartition('/')[2]}-{_file_name(row)}-seed{seed}"
+def _directory(recipe: AnyTable, task: str, row: str, seed: int) -> str:
+    column = f"{task.rpartition('/')[2]}-" if isinstance(recipe, TableRecipe) else ""
+    name = f"{column}{_file_name(row)}-seed{seed}"
     return str(Path(recipe.output_dir, "cells", name))
 
 
@@ -125,11 +159,14 @@ def _file_name(row: str) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", row, flags=re.ASCII)
 
 
-def _consistent(recipe: TableRecipe, source: Source) -> None:
+def _consistent(recipe: AnyTable, source: Source) -> None:
     """Add the problems that no single cell shows."""
-    for key, listed in (("tasks", recipe.tasks), ("seeds", recipe.seeds)):
-        for i, item in enumerate(listed):
-            if item in listed[:i]:
+    listed: dict[str, list[str] | list[int]] = {"seeds": recipe.seeds}
+    if isinstance(recipe, TableRecipe):
+        listed["tasks"] = recipe.tasks
+    for key, items in listed.items():
+        for i, item in enumerate(items):
+            if item in items[:i]:
                 source.complain((key, i), f"{key}: {item} occurs twice")
     names: dict[str, str] = {}
     for row in recipe.rows:
@@ -138,6 +175,20 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
             source.complain(("rows", row), f"rows: {row!r} and {other!r} would have the same directories")
     if recipe.train.seed:
         source.complain(("train", "seed"), "train.seed: a table's seeds are listed under seeds")
+    changes = _changes(recipe, source)
+    own = {*_OF_THE_TABLE, "task"} if isinstance(recipe, TableRecipe) else {*_OF_THE_TABLE}
+    for at, keys in changes.items():
+        where = ".".join(map(str, at))
+        for key in keys.keys() & own:
+            source.complain((*at, key), f"{where}.{key}: the table sets it for all cells")
+        if isinstance(train := keys.get("train"), dict) and "seed" in train:
+            source.complain((*at, "train", "seed"), f"{where}.train.seed: a table's seeds are listed under seeds")
+    if isinstance(recipe, TableRecipe):
+        _known_names(recipe, source, changes)
+
+
+def _known_names(recipe: TableRecipe, source: Source, changes: Mapping[Keys, object]) -> None:
+    """Add the problems of the rows and tasks that a table of tasks names."""
     if recipe.costs is not None:
         named: dict[Keys, str] = {("costs", "of"): recipe.costs.of}
         for row, control in recipe.costs.controls.items():
@@ -146,13 +197,6 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
             if row not in recipe.rows:
                 where = ".".join(map(str, at[:3]))
                 source.complain(at[:3], f"{where}: no row {row!r}{did_you_mean(row, list(recipe.rows))}")
-    changes = _changes(recipe, source)
-    for at, keys in changes.items():
-        where = ".".join(map(str, at))
-        for key in keys.keys() & set(_OF_THE_TABLE):
-            source.complain((*at, key), f"{where}.{key}: the table sets it for all cells")
-        if isinstance(train := keys.get("train"), dict) and "seed" in train:
-            source.complain((*at, "train", "seed"), f"{where}.train.seed: a table's seeds are listed under seeds")
     # Keys may name tasks that the table leaves out, so that tasks can be removed; what is no task at all is a mistake.
     for at in [*(at for at in changes if PER_TASK in at), *(("init", task) for task in recipe.init)]:
         task = str(at[-1])
@@ -166,8 +210,10 @@ def _consistent(recipe: TableRecipe, source: Source) -> None:
             source.complain(("init", task), text)
 
 
-def _changes(recipe: TableRecipe, source: Source) -> dict[Keys, dict[str, object]]:
-    """Return the keys of a finetune recipe that differ in rows and tasks, by their place in the table."""
+def _changes(recipe: AnyTable, source: Source) -> dict[Keys, dict[str, object]]:
+    """Return the keys of a cell's recipe that differ in rows and tasks, by their place in the table."""
+    if not isinstance(recipe, TableRecipe):
+        return {("rows", row): keys for row, keys in recipe.rows.items()}
     found: dict[Keys, dict[str, object]] = {(PER_TASK, task): keys for task, keys in recipe.per_task.items()}
     for row, keys in recipe.rows.items():
         found["rows", row] = {key: value for key, value in keys.items() if key != PER_TASK}

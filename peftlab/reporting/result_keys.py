@@ -27,6 +27,7 @@ COMMON = {
     "train_seconds": "wall time of training, evaluations included",
     "examples_per_second": "training examples per second",
     "tokens_per_second": "training tokens per second, without padding",
+    "peak_rss_mb": "largest main memory in MiB",
     "peak_gpu_mb": "largest GPU memory in MiB; null without a GPU",
     "cost": "of all training steps, scoring of examples included: `forward_flops`, `backward_flops` (products and "
     "attention; a multiplication and an addition are 2); of the largest step `kept_bytes` (for backward, parameters "
@@ -44,7 +45,6 @@ COMMON = {
 }
 FINETUNE = {
     "padding_share": "share of the tokens in training batches that were padding",
-    "peak_rss_mb": "largest main memory in MiB",
     "classes": "class name to its number of examples by split; empty for regression",
     "dropped_rows": "rows left out because a text or label was missing",
     "left_out": "all rows left out, by reason",

@@ -173,7 +173,7 @@ def storage(work: Path) -> None:
     (cell, *_) = sorted((work / "here" / "cells").glob("*/results.json"))
     files = [path for path in cell.parent.rglob("*") if path.is_file()]
     print(f"a finished cell: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e3:.0f} kB")
-    names = [name for name in PRELOADED if name != "peftlab.pipelines.tables.quiet_server"]
+    names = [name for name in PRELOADED["finetune"] if name != "peftlab.pipelines.tables.quiet_server"]
     done = subprocess.run([sys.executable, "-c", _OPENED, *names], capture_output=True, text=True, check=True)
     count, size = map(int, done.stdout.split()[-2:])
     print(f"a worker's imports: {count} files, {size / 1e6:.0f} MB")

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from peftlab.methods.table import METHODS
-from peftlab.recipe.schema import OWN_MODULES_LR
+from peftlab.recipe.schema import KINDS, OWN_MODULES_LR
 
 _TAG = "tag:yaml.org,2002:"
 _CORE = (
@@ -73,8 +73,8 @@ def overridden(data: Any, overrides: Iterable[str]) -> Any:
 def disagreement(stated: Any, printed: Any, schema: dict[str, Any]) -> str:
     """Return where ``printed`` is neither what was stated nor, where nothing was, the schema's default."""
     kind = stated.get("kind", "finetune")
-    name = {"finetune": "FinetuneRecipe", "draft": "DraftRecipe", "table": "TableRecipe"}[kind]
-    if kind != "table":
+    name = KINDS[kind].__name__
+    if kind in ("finetune", "draft"):
         printed = _without_own_lr(stated.get("train"), printed)
     return _differs(stated, printed, {"$ref": f"#/$defs/{name}"}, schema["$defs"], kind)
 
@@ -89,7 +89,7 @@ def _without_own_lr(stated: Any, printed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differs(stated: Any, printed: Any, node: dict[str, Any], definitions: dict[str, Any], where: str) -> str:
-    if where == "draft.draft" and isinstance(stated, str):
+    if where in ("draft.draft", "draft_table.draft") and isinstance(stated, str):
         stated = {"kind": "model", "from": stated}
     if not isinstance(stated, dict):
         return "" if _equal(stated, printed) else f"{where}: printed {printed!r}, the file says {stated!r}"

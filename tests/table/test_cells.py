@@ -195,7 +195,7 @@ def test_a_recipe_without_a_rate_has_its_methods_and_says_so(tmp_path: Path) -> 
         ("sweep.lr=[1", "not valid YAML: "),
         ("sweep.lr", "write sweep.key=[value, value]"),
         ("sweep.train=[1]", "train: is a section; sweep one of its keys"),
-        ("sweep.method.rank_pattern.x=[1]", "method.rank_pattern: has no keys to sweep"),
+        ("sweep.method.rank_pattern.x=[1]", "method.rank_pattern: sweep it as a whole: sweep.method.rank_pattern=["),
         ("sweep.task=[glue/cole]", "task: unknown task 'glue/cole' (did you mean 'glue/cola'?)"),
         ("sweep.seed=[-1]", "seeds: expected list of whole number from 0"),
         ("sweep.output_dir=[a]", "rows.output_dir=a.output_dir: the table sets it for all cells"),
@@ -206,9 +206,9 @@ def test_mistakes_in_sweeps(override: str, message: str) -> None:
     assert line.startswith(f"override {override!r}: {message}")
 
 
-def test_only_finetune_recipes_are_swept() -> None:
+def test_a_table_is_not_swept() -> None:
     (line,) = complaint("t.yaml", "sweep.lr=[1]")
-    assert line == "override 'sweep.lr=[1]': only recipes of kind finetune are swept, this is a table"
+    assert line == "override 'sweep.lr=[1]': only recipes of kind finetune and draft are swept, this is a table"
 
 
 def test_cells_of_a_recipe_made_in_code_are_checked_too() -> None:

@@ -84,14 +84,15 @@ def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: 
     assert "MRPC" in (directory / "table.html").read_text() and "MRPC" in (directory / "table.tex").read_text()
 
 
-def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["finetune", "draft"])
+def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path, kind: str) -> None:
     """transformers imports torchao into the server that the processes are forked from."""
     pytest.importorskip("torchao")
     program = tmp_path / "program.py"
     program.write_text(
         "from peftlab.pipelines.tables.cell_process import _context\n"
         "if __name__ == '__main__':\n"
-        "    process = _context().Process(target=print, args=('started',))\n"
+        f"    process = _context({kind!r}).Process(target=print, args=('started',))\n"
         "    process.start()\n    process.join()\n"
     )
     done = command(program)

@@ -15,7 +15,7 @@ from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text.continuations import Collate
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.text.target_text import weights_digest, written_once
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing
 from peftlab.tasks.prompts import Request
@@ -37,17 +37,24 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
         raise PeftlabError(f"data.top_k: {k} is outside 1..{len(head_weight(target))}, the vocabulary")
     text = json.dumps([k, [[r.prompt, r.response] for r in requests]])
     digest = hashlib.sha256((weights_digest(target) + text).encode()).hexdigest()
-    found: list[TopK] = []
-    for start in range(0, len(requests), _PART):
-        part = requests[start : start + _PART]
-        path = cache / f"top{k}-{digest[:16]}" / f"part-{start // _PART:06d}.safetensors"
-        if not path.exists():
+    directory = cache / f"top{k}-{digest[:16]}"
+    parts = {
+        directory / f"part-{start // _PART:06d}.safetensors": requests[start : start + _PART]
+        for start in range(0, len(requests), _PART)
+    }
+
+    def write() -> None:
+        for path in [path for path in parts if not path.exists()]:
             tensors: dict[str, torch.Tensor] = {}
-            for i, request in enumerate(part):
+            for i, request in enumerate(parts[path]):
                 values, indices, rest = _distribution(target, request, k)
                 tensors |= {f"{i}.values": values, f"{i}.indices": indices, f"{i}.rest": rest}
             with replacing(path) as temporary:
                 write_tensors(temporary, tensors, {})
+
+    written_once([*parts], write)
+    found: list[TopK] = []
+    for path, part in parts.items():
         stored, _ = read_tensors(path)
         found += [TopK(*(stored[f"{i}.{name}"] for name in ("values", "indices", "rest"))) for i in range(len(part))]
     return found

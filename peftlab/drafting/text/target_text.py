@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text
+from peftlab.locks import LOCK, locked
 from peftlab.tasks.prompts import Request
 
 _SAMPLED = 1024  # elements per tensor that distinguish one set of weights from another
@@ -64,23 +66,32 @@ def write_continuations(
     digest = fingerprint(target, prompts, writing, eos)
     directory = cache / digest[:16]
     note = {"fingerprint": digest, **asdict(writing), "prompts": len(prompts), "eos": sorted(eos)}
-    if not (directory / "data.json").exists():
-        write_json(directory / "data.json", note)
     jobs = [prompt for prompt in prompts for _ in range(writing.samples)]
-    engine: Engine | None = None
-    requests: list[Request] = []
-    for start in range(0, len(jobs), writing.batch_size):
-        part = directory / f"part-{start // writing.batch_size:06d}.jsonl"
-        batch = jobs[start : start + writing.batch_size]
-        if not part.exists():
+    batches = {start: jobs[start : start + writing.batch_size] for start in range(0, len(jobs), writing.batch_size)}
+    parts = {start: directory / f"part-{start // writing.batch_size:06d}.jsonl" for start in batches}
+
+    def write() -> None:
+        if not (directory / "data.json").exists():
+            write_json(directory / "data.json", note)
+        engine: Engine | None = None
+        for start in [start for start, part in parts.items() if not part.exists()]:
             engine = engine or build_engine(target)
-            lines = [
-                json.dumps({"prompt_ids": list(p), "response_ids": r})
-                for p, r in _batch(engine, batch, writing, start, eos)
-            ]
-            write_text(part, "\n".join(lines) + "\n")
-        requests += _read_part(part, len(batch))
-    return directory, requests
+            rows = _batch(engine, batches[start], writing, start, eos)
+            lines = [json.dumps({"prompt_ids": list(p), "response_ids": r}) for p, r in rows]
+            write_text(parts[start], "\n".join(lines) + "\n")
+
+    written_once([directory / "data.json", *parts.values()], write)
+    return directory, [request for start, part in parts.items() for request in _read_part(part, len(batches[start]))]
+
+
+def written_once(files: Sequence[Path], write: Callable[[], None]) -> None:
+    """Call ``write``, which writes those of ``files`` that are missing, unless none is.
+
+    Cells of a table that start together need the same files: one of them writes, the others wait for it.
+    """
+    if not all(file.exists() for file in files):
+        with locked(files[0].with_name(f"{LOCK}-{files[0].name}"), files[0].parent, wait=math.inf):
+            write()
 
 
 def _batch(

@@ -76,7 +76,7 @@ def deep_check(recipe: Recipe) -> DeepCheck:
     """Read all labels, find the method's targets on the meta device, and compare the space of the disk.
 
     Raises:
-        PeftlabError: anything that would stop the run; or the recipe is of kind draft.
+        PeftlabError: anything that would stop the run; or the recipe is of drafts.
     """
     runs = runs_of(recipe)
     if not runs:

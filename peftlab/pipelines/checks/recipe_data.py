@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.schema import FinetuneRecipe, Recipe, TableRecipe
+from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.recipe.table_cells import table_cells
+from peftlab.recipe.table_schema import AnyTable
 from peftlab.references import locate
 from peftlab.rows import resolve
 from peftlab.tasks.columns import Columns
@@ -27,17 +28,19 @@ def check_data(recipe: Recipe) -> None:
     """
     for task, data in {(each.task, repr(each.data)): (each.task, each.data) for each in runs_of(recipe)}.values():
         _check(find_task(task), data)
-    if not isinstance(recipe, FinetuneRecipe | TableRecipe) and isinstance(recipe.data.prompts, str):
-        place = locate(recipe.data.prompts, "data.prompts")
-        if not isinstance(place, Path):
-            raise PeftlabError(f"data.prompts {recipe.data.prompts!r}: no such file")
+    prompts = [run.data.prompts for run in _all_runs(recipe) if isinstance(run, DraftRecipe)]
+    for file in dict.fromkeys(each for each in prompts if isinstance(each, str)):
+        if not isinstance(locate(file, "data.prompts"), Path):
+            raise PeftlabError(f"data.prompts {file!r}: no such file")
 
 
 def runs_of(recipe: Recipe) -> list[FinetuneRecipe]:
     """Return the finetune recipes that running ``recipe`` runs: itself, or a table's cells."""
-    if isinstance(recipe, FinetuneRecipe):
-        return [recipe]
-    return [cell.recipe for cell in table_cells(recipe)] if isinstance(recipe, TableRecipe) else []
+    return [run for run in _all_runs(recipe) if isinstance(run, FinetuneRecipe)]
+
+
+def _all_runs(recipe: Recipe) -> list[FinetuneRecipe | DraftRecipe]:
+    return [cell.recipe for cell in table_cells(recipe)] if isinstance(recipe, AnyTable) else [recipe]
 
 
 def columns_read(task: Task, data: DataConfig) -> list[str]:

@@ -103,7 +103,7 @@ class DraftResults:
         tokens_per_second: training tokens without padding.
         learnt_tokens: tokens of the target's text in the training examples.
         kept_share: share of them that the loss counted.
-        peak_gpu_mb: largest GPU memory in MiB; None without one.
+        peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
         lr: the peak learning rate. cpu: the processor.
         merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
         latency: of the merged draft, and of base and adapter, where the recipe asks (``merge.latency``).
@@ -139,6 +139,7 @@ class DraftResults:
     train_examples: int
     learnt_tokens: int
     kept_share: float
+    peak_rss_mb: float
     peak_gpu_mb: float | None
     lr: float
     cpu: Cpu

@@ -21,22 +21,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.tables.missing_cells import has_checkpoint
 from peftlab.quiet import quiet_libraries
-from peftlab.recipe.schema import FinetuneRecipe
+from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
 from peftlab.recipe.table_cells import Cell
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
-# What every cell imports; a package that is not installed is left out.
-PRELOADED = [
-    "peftlab.pipelines.tables.quiet_server",
-    "peftlab.pipelines.finetune",
-    "peftlab.tasks.labelled.evaluation",
-    "sklearn.metrics",
-    "matplotlib.figure",
-    "jinja2",
-]
+_ALL = ["peftlab.pipelines.tables.quiet_server", "matplotlib.figure", "jinja2"]
+# kind of recipe -> what such cells import; a package that is not installed is left out.
+PRELOADED = {
+    "finetune": [*_ALL, "peftlab.pipelines.finetune", "peftlab.tasks.labelled.evaluation", "sklearn.metrics"],
+    "draft": [*_ALL, "peftlab.pipelines.draft"],
+}
 
 
 class CellProcess:
@@ -46,7 +44,7 @@ class CellProcess:
 
     Args:
         slot: its CUDA_VISIBLE_DEVICES.
-        device: where it runs, as ``run_finetune`` takes it.
+        device: where it runs, as ``run_recipe`` takes it.
         threads: that PyTorch computes with; None: as many as it chooses.
 
     Attributes:
@@ -54,7 +52,7 @@ class CellProcess:
     """
 
     def __init__(self, cell: Cell, slot: str, device: str, threads: int | None) -> None:
-        context = _context()
+        context = _context(cell.recipe.kind)
         self.cell = cell
         self._listening, answering = context.Pipe(duplex=False)
         work = (cell.recipe, slot, device, threads, answering)
@@ -82,12 +80,16 @@ class CellProcess:
             self._listening.close()
 
 
-def _context() -> ForkServerContext | SpawnContext:
-    """Processes forked from a server without threads where that is safe, else started from nothing."""
+def _context(kind: str) -> ForkServerContext | SpawnContext:
+    """Processes forked from a server without threads where that is safe, else started from nothing.
+
+    Args:
+        kind: of the cells' recipes, whose imports the server has if it is started for them.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED[kind])
     return context
 
 
@@ -102,13 +104,19 @@ def _no_program() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def log_file(recipe: FinetuneRecipe) -> Path:
+def log_file(recipe: FinetuneRecipe | DraftRecipe) -> Path:
     """Return where a cell's output goes."""
     directory = Path(recipe.output_dir)
     return directory.with_name(f"{directory.name}.log")
 
 
-def _work(recipe: FinetuneRecipe, slot: str, device: str, threads: int | None, answering: Connection[str, str]) -> None:
+def _work(
+    recipe: FinetuneRecipe | DraftRecipe,
+    slot: str,
+    device: str,
+    threads: int | None,
+    answering: Connection[str, str],
+) -> None:
     """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
@@ -122,17 +130,17 @@ def _work(recipe: FinetuneRecipe, slot: str, device: str, threads: int | None, a
     quiet_libraries()
     import torch
 
-    from peftlab.pipelines.finetune import run_finetune
+    from peftlab.pipelines import run_recipe
 
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoints = Path(recipe.output_dir) / "checkpoints"
-    resume = any(checkpoints.glob("step-*.pt"))
+    directory = Path(recipe.output_dir)
+    resume = has_checkpoint(directory)
     reason = ""
     try:
-        run_finetune(recipe, overwrite=not resume, resume=resume, device=device)
+        run_recipe(recipe, overwrite=not resume, resume=resume, device=device)
         # The results are written; the optimiser states of many full finetunings would fill a disk.
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)
     except PeftlabError as error:
         print(f"error: {error}", file=sys.stderr)
         reason = str(error)

@@ -23,7 +23,7 @@ class LocalEngine:
 
     Args:
         slots: CUDA_VISIBLE_DEVICES of each.
-        device: where the cells run, as ``run_finetune`` takes it.
+        device: where the cells run, as ``run_recipe`` takes it.
         threads: that PyTorch computes with in each; None: as many as it chooses.
     """
 

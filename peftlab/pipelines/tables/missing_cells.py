@@ -1,4 +1,4 @@
-"""Which cells of a table are to be run: those without a result, and on request those of a changed recipe."""
+"""Which cells of a table are to be run: those that have not ended, and on request those of a changed recipe."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from peftlab.recipe.table_cells import Cell
 from peftlab.reporting.facts import flatten
 
 RESULTS = "results.json"
+_MODEL_ID = "data.endpoint_model"
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Return whether a run can be resumed."""
+    return any(directory.glob("checkpoints/step-*.pt"))
+
+
+def ended(cell: Cell) -> bool:
+    """Return whether a cell has all its results: a run writes some before it measures; checkpoints are removed last."""
+    return (cell.directory / RESULTS).exists() and not has_checkpoint(cell.directory)
 
 
 def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
@@ -34,11 +45,11 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
         more = f"\nand {len(lines) - 5} more cells" if len(lines) > 5 else ""
         advice = "pass --overwrite to run the changed cells anew, or choose another output_dir"
         raise PeftlabError("\n".join(lines[:5]) + f"{more}\n{advice}")
-    anew = {*changed, *(cell.directory for cell in cells if Path(cell.recipe.init_from or "") in changed)}
+    anew = {*changed, *(cell.directory for cell in cells if Path(cell.init_from or "") in changed)}
     for cell in cells:
         if cell.directory in anew:
             remove(cell.directory, RUN.kind, recipe_inputs(cell.recipe))
-    return [cell for cell in cells if not (cell.directory / RESULTS).exists()]
+    return [cell for cell in cells if not ended(cell)]
 
 
 def _difference(cell: Cell) -> str:
@@ -51,6 +62,8 @@ def _difference(cell: Cell) -> str:
     except PeftlabError as error:
         return str(error).splitlines()[0]
     here, there = (dict(flatten(_settings(recipe))) for recipe in (cell.recipe, before))
+    if here.get(_MODEL_ID) is None:  # the id that the endpoint gave is in the run's recipe, not in the table's
+        here[_MODEL_ID] = there.get(_MODEL_ID)
     differ = [key for key in {**there, **here} if here.get(key) != there.get(key)]
     return ", ".join(f"{key} {there.get(key)}, now {here.get(key)}" for key in differ)
 

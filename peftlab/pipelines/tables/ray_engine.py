@@ -24,7 +24,7 @@ from peftlab.locks import is_locked, remove_lost
 from peftlab.outputs import MARK
 from peftlab.pipelines.tables.engines import POLL, Engine
 from peftlab.pipelines.tables.local_engine import LocalEngine
-from peftlab.pipelines.tables.missing_cells import RESULTS, let_end
+from peftlab.pipelines.tables.missing_cells import ended, let_end
 from peftlab.pipelines.tables.schedule import Stopped, run_cells
 from peftlab.recipe.table_cells import Cell
 
@@ -174,7 +174,7 @@ def run_task(task: Task) -> str:
     os.chdir(task.cwd)
     sys.argv = task.argv
     directory = task.cell.directory
-    if (directory / RESULTS).exists() and not (directory / "checkpoints").exists():
+    if ended(task.cell):
         return ""  # the worker died after the cell had ended
     let_end([task.cell])  # in the process of a worker that died
     if is_locked(directory):

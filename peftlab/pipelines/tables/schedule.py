@@ -60,7 +60,7 @@ def _start(waiting: list[Cell], engine: Engine, received: Sequence[int]) -> None
     if received or not engine.free():
         return
     unfinished = {cell.recipe.output_dir for cell in (*waiting, *engine.running())}
-    for cell in [cell for cell in waiting if str(Path(cell.recipe.init_from or "")) not in unfinished]:
+    for cell in [cell for cell in waiting if str(Path(cell.init_from or "")) not in unfinished]:
         if received or not engine.free():
             return
         waiting.remove(cell)

@@ -20,8 +20,8 @@ from peftlab.pipelines.tables.schedule import run_cells
 from peftlab.pipelines.tables.table_files import TableFiles, controls_of
 from peftlab.pipelines.tables.table_parts import Shard
 from peftlab.recipe.loading import dump_recipe
-from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
+from peftlab.recipe.table_schema import AnyTable
 from peftlab.reporting.facts import duration, required
 from peftlab.reporting.tables.score_scale import shown
 from peftlab.reporting.tables.score_summary import Table
@@ -43,7 +43,7 @@ class CellsFailed(PeftlabError):
 
 
 def run_table(
-    recipe: TableRecipe,
+    recipe: AnyTable,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -99,7 +99,7 @@ def run_table(
     return TableResults(len(own), table)
 
 
-def _begin(recipe: TableRecipe, claim: Claim, cells: Sequence[Cell], overwrite: bool) -> list[Cell]:
+def _begin(recipe: AnyTable, claim: Claim, cells: Sequence[Cell], overwrite: bool) -> list[Cell]:
     """Write the table's recipe and return those of ``cells`` that have no result."""
     let_end(cells)
     missing = missing_cells(cells, overwrite=overwrite)

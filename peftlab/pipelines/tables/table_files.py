@@ -9,9 +9,9 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object, write_text
-from peftlab.pipelines.tables.missing_cells import RESULTS
-from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.table_cells import Cell
+from peftlab.pipelines.tables.missing_cells import RESULTS, ended
+from peftlab.recipe.table_cells import DRAFT, Cell
+from peftlab.recipe.table_schema import AnyTable, TableRecipe
 from peftlab.reporting.tables.cost_lines import Controls
 from peftlab.reporting.tables.score_summary import Table, summarise
 from peftlab.reporting.tables.table_page import table_page
@@ -33,7 +33,7 @@ class TableFiles:
     """
 
     def __init__(
-        self, recipe: TableRecipe, cells: Sequence[Cell], hold: Callable[[], AbstractContextManager[object]]
+        self, recipe: AnyTable, cells: Sequence[Cell], hold: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._recipe, self._cells, self._hold = recipe, cells, hold
         self.failed: list[str] = []
@@ -63,14 +63,9 @@ class TableFiles:
         """Write them and return the table and why there is no page, or an empty text."""
         recipe = self._recipe
         directory = Path(recipe.output_dir)
-        results = [
-            (cell.task, cell.row, read_object(cell.directory / RESULTS))
-            for cell in self._cells
-            if (cell.directory / RESULTS).exists()
-        ]
-        titles = {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
-        models = {row: str(keys.get("model", recipe.model)) for row, keys in recipe.rows.items()}
-        table, controls = summarise(models, len(recipe.seeds), titles, results), controls_of(recipe)
+        results = [(cell.task, cell.row, read_object(cell.directory / RESULTS)) for cell in self._cells if ended(cell)]
+        table = summarise(_models(recipe), len(recipe.seeds), _titles(recipe), results)
+        controls = controls_of(recipe)
         write_text(directory / "table.csv", table_csv(table, controls))
         write_text(directory / "table.tex", table_latex(table))
         try:
@@ -80,6 +75,21 @@ class TableFiles:
         return table, ""
 
 
-def controls_of(recipe: TableRecipe) -> Controls | None:
+def _titles(recipe: AnyTable) -> dict[str, str]:
+    """Return the names of a table's columns, by task."""
+    if not isinstance(recipe, TableRecipe):
+        return {DRAFT: "acceptance"}
+    return {task: find_task(task).folder or task.rpartition("/")[2] for task in recipe.tasks}
+
+
+def _models(recipe: AnyTable) -> dict[str, str]:
+    """Return the reference of the model of each row; of drafts, that of the target."""
+    key, usual = ("model", recipe.model) if isinstance(recipe, TableRecipe) else ("target", recipe.target)
+    return {row: str(keys.get(key, usual)) for row, keys in recipe.rows.items()}
+
+
+def controls_of(recipe: AnyTable) -> Controls | None:
     """Return which row costs are relative to, and which rows are compared at equal cost."""
-    return None if recipe.costs is None else Controls(recipe.costs.of, recipe.costs.controls)
+    if not isinstance(recipe, TableRecipe) or recipe.costs is None:
+        return None
+    return Controls(recipe.costs.of, recipe.costs.controls)

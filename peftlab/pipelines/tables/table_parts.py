@@ -47,7 +47,7 @@ class Shard:
         numbers: dict[str, int] = {}
         independent = 0
         for cell in cells:
-            start = numbers.get(cell.recipe.init_from or "")
+            start = numbers.get(cell.init_from or "")
             if start is None:
                 start, independent = independent, independent + 1
             numbers[cell.recipe.output_dir] = start

@@ -7,10 +7,11 @@ comes with the sample standard deviation (n - 1).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peftlab.reporting import facts
+from peftlab.reporting.runs.paired_drafts import PairedGain, paired_gain
 from peftlab.reporting.tables.published import Published, PublishedRow, published_rows
 from peftlab.reporting.tables.score_scale import decimals, lower_is_better, scale
 from peftlab.reporting.tables.seed_spread import Ranking, rank
@@ -61,6 +62,18 @@ class RunCost:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """How a row's drafts decode at the end of their runs, over seeds.
+
+    Attributes:
+        block_efficiency: tokens per target step; None where nothing was drafted. speed_up: over plain decoding.
+    """
+
+    block_efficiency: Spread | None
+    speed_up: Spread
+
+
+@dataclass(frozen=True)
 class Entry:
     """One task in one row, over its finished seeds.
 
@@ -72,7 +85,7 @@ class Entry:
         trainable: trainable parameters. seconds: mean training time.
         memory: peak MB of a process, the largest; gpu: of its GPU, None without one.
         lr: peak learning rate; None in results that do not say.
-        cost: None where a run's steps were not counted.
+        cost: None where a run's steps were not counted. drafting: of drafts alone.
     """
 
     metric: str
@@ -86,6 +99,7 @@ class Entry:
     gpu: float | None
     lr: float | None
     cost: RunCost | None = None
+    drafting: Drafting | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Table:
         models: row to the reference of its model, in order. seeds: how many there are to be in each entry.
         titles: task to its name in a heading, in order.
         entries: by (task, row); one without a finished seed is absent.
-        published: rows of others.
+        published: rows of others. gains: of drafts, over those of the first row.
     """
 
     models: dict[str, str]
@@ -104,6 +118,7 @@ class Table:
     titles: dict[str, str]
     entries: dict[tuple[str, str], Entry]
     published: Published = field(default_factory=Published)
+    gains: tuple[PairedGain, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the attributes, with the entries by row and then by task, and each task's ranking."""
@@ -120,6 +135,11 @@ class Table:
         """The model of all rows, or how many there are."""
         different = list(dict.fromkeys(self.models.values()))
         return different[0] if len(different) == 1 else f"{len(different)} models"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the rows are drafts, which decode."""
+        return any(entry.drafting is not None for entry in self.entries.values())
 
     @property
     def averaged(self) -> bool:
@@ -177,7 +197,20 @@ def summarise(
     for task, row, found in results:
         runs.setdefault((task, row), []).append(found)
     entries = {key: _entry(found) for key, found in runs.items()}
-    return Table(dict(models), seeds, titles, entries, published_rows(models, titles))
+    gains = tuple(gain for task in titles for gain in _gains(task, list(models), runs))
+    return Table(dict(models), seeds, titles, entries, published_rows(models, titles), gains)
+
+
+def _gains(
+    task: str, rows: Sequence[str], runs: Mapping[tuple[str, str], Sequence[facts.Results]]
+) -> Iterator[PairedGain]:
+    """Yield each row's gain over the first one on the seeds that both have, where they are drafts on the same text."""
+    of_seed = {row: {facts.required(run, "seed"): run for run in runs.get((task, row), ())} for row in rows}
+    first = of_seed[rows[0]]
+    for row in rows[1:]:
+        gain = paired_gain(row, rows[0], [(first[seed], run) for seed, run in of_seed[row].items() if seed in first])
+        if gain is not None:
+            yield gain
 
 
 def _entry(runs: list[facts.Results]) -> Entry:
@@ -208,7 +241,18 @@ def _entry(runs: list[facts.Results]) -> Entry:
         max(gpus, default=None),
         facts.real(runs[0].get("lr")),
         _cost([run["cost"] for run in runs if "cost" in run]),
+        _drafting([run["decoding"] for run in runs if "decoding" in run]),
     )
+
+
+def _drafting(found: list[object]) -> Drafting | None:
+    """Return how the drafts of the runs decode; None of runs that train none."""
+    after = [each["after"] for each in found if isinstance(each, dict)]
+    if not after:
+        return None
+    rates = [rate for each in after if (rate := facts.real(each.get("block_efficiency"))) is not None]
+    speeds = tuple(facts.required(each, "speed_up") for each in after)
+    return Drafting(Spread(tuple(rates), 2) if rates else None, Spread(speeds, 2))
 
 
 def _cost(found: list[object]) -> RunCost | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from peftlab.reporting import facts
 from peftlab.reporting.html import render
+from peftlab.reporting.tables import draft_columns
 from peftlab.reporting.tables.cost_lines import HEADINGS, Controls, cost_lines
 from peftlab.reporting.tables.published import PublishedRow
 from peftlab.reporting.tables.score_scale import decimals
@@ -31,6 +32,7 @@ def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | No
             "cells": [
                 {"text": _text(table.entries.get((task, row))), "best": row in best[task]} for task in table.titles
             ],
+            "drafting": draft_columns.cells(table, row),
             "average": _one(table.average(row)),
             "parameters": row_parameters(table, row),
             "published": _published(table, beside[row], "published") if row in beside else None,
@@ -41,13 +43,14 @@ def table_page(table: Table, failed: Sequence[str] = (), controls: Controls | No
         "model": table.model,
         "heading": table.heading.replace("x 100", "× 100").capitalize(),
         "titles": [*table.titles.values(), *(["Average"] if several else [])],
+        "drafting": draft_columns.headings(table),
         "several": several,
         "overview": overview,
         "published": [_published(table, row, row.title) for row in table.published.others],
         "figures": [figure for task in table.titles if (figure := _figure(table, task, controls))],
         "cost_headings": HEADINGS,
         "reference": controls.reference if controls is not None else None,
-        "notes": table.published.notes,
+        "notes": [*draft_columns.notes(table), *table.published.notes],
         "failed": list(failed),
     }
     return render("table.html.j2", context)
@@ -94,7 +97,8 @@ def _figure(table: Table, task: str, controls: Controls | None) -> dict[str, obj
     numbers = [_numbers(row, entry, table.seeds, others) for row, entry in entries.items()]
     return {
         "title": table.titles[task],
-        "metric": facts.label(metric) + (" × 100" if decimals(metric) == 1 else ""),
+        "metric": (facts.label(metric) if metric != table.titles[task] else "")
+        + (" × 100" if decimals(metric) == 1 else ""),
         "ranking": None if ranking is None else ranking.sentence(),
         "rows": rows,
         "published": [

@@ -12,6 +12,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from peftlab.reporting import facts
+from peftlab.reporting.tables import draft_columns
 from peftlab.reporting.tables.cost_lines import HEADINGS, Controls, cost_lines, share
 from peftlab.reporting.tables.published import PublishedRow
 from peftlab.reporting.tables.score_summary import Entry, Table, row_parameters, short_count
@@ -29,7 +30,7 @@ def print_table(table: Table, console: Console | None = None, controls: Controls
     """Print the overview and each task's details, in 80 columns; with ``controls``, the rows by their costs, too."""
     parts: list[ConsoleRenderable] = [_overview(table), *(_details(table, task) for task in table.titles)]
     parts += [] if controls is None else [_costs(table, task, controls) for task in table.titles]
-    parts += [Text(note, style="dim") for note in [SPREAD, *table.published.notes]]
+    parts += [Text(note, style="dim") for note in [SPREAD, *draft_columns.notes(table), *table.published.notes]]
     (console or Console()).print(Group(*parts))
 
 
@@ -53,7 +54,7 @@ def _overview(table: Table) -> Grid:
     many = len(table.titles) > _SEVERAL
     if many:
         grid.padding = (0, 0, 0, 0)
-    for title in [*table.titles.values(), *(["avg"] if several else [])]:
+    for title in [*table.titles.values(), *(["avg"] if several else []), *draft_columns.headings(table)]:
         grid.add_column(Text(title), justify="right", no_wrap=True)
     best = {task: table.best(task) for task in table.titles}
 
@@ -71,7 +72,7 @@ def _overview(table: Table) -> Grid:
             entry = table.entries.get((task, row))
             text = "-" if entry is None else entry.best.text(entry.best.mean) if many else str(entry.best)
             scores.append(text + _BEST if row in best[task] else text)
-        add(_name(row), row_parameters(table, row), scores, table.average(row), "")
+        add(_name(row), row_parameters(table, row), [*scores, *draft_columns.cells(table, row)], table.average(row), "")
         if row in table.published.beside:
             add_published(table.published.beside[row], _PUBLISHED_BELOW)
     if table.published.others:
@@ -85,7 +86,7 @@ def _overview(table: Table) -> Grid:
 def _details(table: Table, task: str) -> Grid:
     found = [table.entries[task, row] for row in table.rows if (task, row) in table.entries]
     gpu = any(entry.gpu is not None for entry in found)
-    metric = f", {facts.label(found[0].metric)}" if found else ""
+    metric = f", {facts.label(found[0].metric)}" if found and found[0].metric != table.titles[task] else ""
     ranking, beside = table.ranking(task), table.published.beside
     grid = _grid(f"{table.titles[task]}{metric}")
     grid.add_column("", min_width=len(_PUBLISHED_BELOW))
@@ -147,6 +148,7 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
     others = list(dict.fromkeys(name for entry in table.entries.values() for name in entry.others))
     head = ["source", "task", "row", *_OURS, "against_best", *_PUBLISHED, *others, *_COSTS, *_COUNTED]
     head += ["flops_share", "control"] if controls is not None else []
+    head += draft_columns.CSV if table.drafts else []
     out = io.StringIO()
     writer = csv.DictWriter(out, head, restval="", lineterminator="\n")
     writer.writeheader()
@@ -175,6 +177,7 @@ def table_csv(table: Table, controls: Controls | None = None) -> str:
                 "peak_gpu_mb": entry.gpu,
                 **(vars(entry.cost) if entry.cost is not None else {}),
                 **_beside(table, task, row, controls),
+                **{name: _rounded(value) for name, value in draft_columns.csv_cells(table, task, row).items()},
             }
         )
     for theirs in table.published.others:
@@ -221,7 +224,8 @@ def table_latex(table: Table) -> str:
     Published rows follow the row they belong to, the others the table.
     """
     tasks, several = list(table.titles), len(table.titles) > 1
-    head = ["Method", "Params", *(_escaped(title) for title in table.titles.values()), *(["Avg."] if several else [])]
+    titles = [*table.titles.values(), *(["Avg."] if several else []), *draft_columns.headings(table)]
+    head = ["Method", "Params", *map(_escaped, titles)]
     lines = [
         f"% Needs \\usepackage{{booktabs}}. {table.heading.capitalize()}: mean over seeds with standard deviation.",
         f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
@@ -242,13 +246,18 @@ def table_latex(table: Table) -> str:
         entries = [table.entries.get((task, row)) for task in tasks]
         bold = [row in table.best(task) for task in tasks]
         scores = [_latex("-" if e is None else str(e.best), best) for e, best in zip(entries, bold, strict=True)]
+        scores += [_latex(cell) for cell in draft_columns.cells(table, row)]
         lines.append(line(row, row_parameters(table, row).replace("-", "--"), scores, table.average(row)))
         if row in table.published.beside:
             lines.append(published(table.published.beside[row], "published"))
     if table.published.others:
         lines += ["\\midrule", f"\\multicolumn{{{len(head)}}}{{l}}{{\\emph{{published}}}} \\\\"]
         lines += [published(row, row.title) for row in table.published.others]
-    lines += ["\\bottomrule", "\\end{tabular}", *(f"% {note}" for note in table.published.notes)]
+    lines += [
+        "\\bottomrule",
+        "\\end{tabular}",
+        *(f"% {note}" for note in [*draft_columns.notes(table), *table.published.notes]),
+    ]
     return "\n".join(lines) + "\n"
 
 

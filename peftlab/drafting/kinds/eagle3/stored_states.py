@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from peftlab.checkpoints.io.tensorfiles import map_tensors, write_tensors
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, target_states
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.text.target_text import weights_digest, written_once
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing
 
@@ -64,9 +64,13 @@ def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path,
     each = (len(features) + 1) * head_weight(model).shape[1] * torch.bfloat16.itemsize
     missing = {path: part for path, part in parts.items() if not path.exists()}
     _check_room(cache, each, _tokens(parts.values()), _tokens(missing.values()), most)
-    for path, part in missing.items():
-        with replacing(path) as temporary:
-            write_tensors(temporary, _computed(model, part), {})
+
+    def write() -> None:
+        for path in [path for path in missing if not path.exists()]:
+            with replacing(path) as temporary:
+                write_tensors(temporary, _computed(model, missing[path]), {})
+
+    written_once([*parts], write)
     states: dict[tuple[int, ...], Tensor] = {}
     for path, part in parts.items():
         stored = map_tensors(path)

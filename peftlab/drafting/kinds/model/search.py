@@ -18,7 +18,7 @@ from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import Collate
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.text.target_text import weights_digest, written_once
 from peftlab.files import Json, replacing
 from peftlab.section import Section
 from peftlab.tasks.batches import epoch_batches
@@ -79,10 +79,14 @@ class Search:
         ]
         digest = hashlib.sha256(json.dumps([known, text]).encode()).hexdigest()
         path = cache / f"draft-{digest[:16]}.safetensors"
-        with PartialState().main_process_first():
+
+        def write() -> None:
             if not path.exists():
                 found = choose()
                 with replacing(path) as temporary:
                     write_tensors(temporary, found.tensors, {"report": json.dumps(found.report)})
+
+        with PartialState().main_process_first():
+            written_once([path], write)
         tensors, metadata = read_tensors(path)
         return Found(tensors, json.loads(metadata["report"]))
