@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from peftlab.hardware import describe_cpu
 from peftlab.recipe.loading import load_recipe
@@ -36,6 +37,8 @@ POOL = "pool"
 
 Figures = Mapping[str, tuple[str, str]]
 """Name of a system -> tau and speed, as text."""
+Drafts = Mapping[str, tuple[str, ...]]
+"""Name of a draft -> parameters, minutes and acceptance, as text."""
 
 
 def cells(page: str) -> dict[str, tuple[str, str]]:
@@ -44,11 +47,36 @@ def cells(page: str) -> dict[str, tuple[str, str]]:
     return {row[0]: (row[3], row[4]) for row in rows[2:]}
 
 
-def filled(page: str, measured: Figures, where: str | None = None) -> str:
+def trained_drafts(page: str) -> dict[str, tuple[str, ...]]:
+    """Return parameters, minutes and acceptance of the drafts that a page contains."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, "drafts").splitlines()]
+    return {row[0].strip("`"): tuple(row[2:5]) for row in rows[2:]}
+
+
+def trained(directory: Path) -> dict[str, tuple[str, ...]]:
+    """Return trained parameters, minutes of training and held-out acceptance of the drafts below ``directory``."""
+    found = {}
+    for name in DRAFTS:
+        file = directory / name / "results.json"
+        if file.exists():
+            result = json.loads(file.read_text())
+            minutes = f"{result['train_seconds'] / 60:.1f}"
+            found[name] = (f"{result['trainable_parameters'] / 1e6:.1f} M", minutes, _acceptance(result["metrics"]))
+    return found
+
+
+def _acceptance(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the acceptance on the first held-out split, and that of each drafted token where it is measured."""
+    scores = next(iter(metrics.values()))
+    parts = [f"{value:.2f}" for name, value in scores.items() if name.startswith("acceptance_")]
+    return f"{scores['acceptance']:.2f}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
+
+
+def filled(page: str, measured: Figures, where: str | None = None, drafts: Drafts = MappingProxyType({})) -> str:
     """Return the page with a row for every system, and the figures just measured in place of those it had.
 
     Args:
-        where: on what they were measured; None: as the page says.
+        where: on what they were measured; None: as the page says. drafts: figures of ``trained``.
     """
     known = cells(page) | dict(measured)
     lines = ["| system | command | test | τ | speed against plain |", "| --- | --- | --- | --- | --- |"]
@@ -57,8 +85,11 @@ def filled(page: str, measured: Figures, where: str | None = None) -> str:
         tau, speed = known.get(system.name, NOT_MEASURED)
         lines.append(f"| {system.name} | `{_shown(system.command)}` | {test} | {tau} | {speed} |")
     page = _with_part(page, "systems", lines)
-    drafts = [f"| `{name}` | `peftlab {command}` |" for name, command in DRAFTS.items()]
-    page = _with_part(page, "drafts", ["| name | trained by |", "| --- | --- |", *drafts])
+    trained = trained_drafts(page) | dict(drafts)
+    lines = ["| name | trained by | parameters | minutes | acceptance |", "| --- | --- | --- | --- | --- |"]
+    for name, command in DRAFTS.items():
+        lines.append(" | ".join([f"| `{name}`", f"`peftlab {command}`", *trained.get(name, ("-",) * 3)]) + " |")
+    page = _with_part(page, "drafts", lines)
     published = [
         f"| {of.system} | {of.benchmark} | {of.tau:.2f} | `{of.like}` | {of.source} |" for of in published_speeds()
     ]
@@ -125,7 +156,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these; none: the table alone")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "systems")
     options = parser.parse_args()
-    PAGE.write_text(filled(PAGE.read_text(), {}))
+    PAGE.write_text(filled(PAGE.read_text(), {}, drafts=trained(options.dir)))
     wanted = [""] if options.only is None else options.only
     chosen = [of for of in SYSTEMS if of.measured and any(text in of.name for text in wanted)]
     if chosen:
@@ -134,6 +165,7 @@ def main() -> None:
         needed = any(f"{{{name}}}" in of.command for of in chosen)
         if needed and not (options.dir / name / "results.json").exists():
             peftlab(*shlex.split(command), f"output_dir={options.dir / name}")
+            PAGE.write_text(filled(PAGE.read_text(), {}, drafts=trained(options.dir)))
     out = options.dir / "result.json"
     for system in chosen:
         print(f"\n### {system.name}\n", flush=True)
