@@ -168,7 +168,7 @@ def test_unknown_key_of_the_top_level_and_of_nowhere() -> None:
         ("data: a.csv", "4: data: expected keys below it, got 'a.csv'"),
         ("train:", "4: train: expected keys below it, got null"),
         ("method: head", "4: method: expected keys below it, got 'head' (write {name: head})"),
-        ("kind: finetun", "4: kind: unknown kind 'finetun' (did you mean 'finetune'?); one of finetune, draft, table"),
+        ("kind: finetun", "4: kind: unknown kind 'finetun' (did you mean 'finetune'?); one of finetune, draft, table, draft_table"),
         ("train:\n  lr: 1\n  seed: 2\n  lr: 3", "7: train.lr: duplicate key, first on line 5"),
         ("revision: !secret x", "4: revision: unknown tag !secret"),
         ("data: &a\n  path: *a", "5: data.path: an alias refers to a value that contains it"),
