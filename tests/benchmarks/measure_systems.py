@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from peftlab.hardware import describe_cpu
+from peftlab.hardware import Cpu, describe_cpu
 from peftlab.recipe.loading import load_recipe
 from peftlab.reporting.facts import threads
 from peftlab.reporting.tables.published_drafts import published_speeds
@@ -32,19 +32,21 @@ from tests.packages import SMOLLM2
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "decoding.md"
 PROMPTS, NEW_TOKENS, REPEATS = 6, 48, 3
-NOT_MEASURED = ("-", "-")
+NOT_MEASURED = ("-", "-", "-")
 POOL = "pool"
 
-Figures = Mapping[str, tuple[str, str]]
-"""Name of a system -> tau and speed, as text."""
+Figures = Mapping[str, tuple[str, str, str]]
+"""Name of a system -> tau, speed and the CPU's short name, as text."""
+Machines = Mapping[str, str]
+"""Short name of a CPU -> when and how its figures were measured, as text."""
 Drafts = Mapping[str, tuple[str, ...]]
 """Name of a draft -> parameters, minutes and acceptance, as text."""
 
 
-def cells(page: str) -> dict[str, tuple[str, str]]:
+def cells(page: str) -> dict[str, tuple[str, str, str]]:
     """Return the figures that a page contains."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, "systems").splitlines()]
-    return {row[0]: (row[3], row[4]) for row in rows[2:]}
+    return {row[0]: (row[3], row[4], row[5]) for row in rows[2:]}
 
 
 def trained_drafts(page: str) -> dict[str, tuple[str, ...]]:
@@ -72,18 +74,26 @@ def _acceptance(metrics: Mapping[str, Mapping[str, float]]) -> str:
     return f"{scores['acceptance']:.2f}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
-def filled(page: str, measured: Figures, where: str | None = None, drafts: Drafts = MappingProxyType({})) -> str:
+def short_name(cpu: Cpu) -> str:
+    """Return a CPU's name for a column of the table: without trade marks, with AMX where it has it."""
+    name = re.sub(r"\((R|TM)\)| Processor", "", cpu.name, flags=re.IGNORECASE)
+    return name + (", AMX" if "amx_bf16" in cpu.features else "")
+
+
+def filled(
+    page: str, measured: Figures, where: Machines = MappingProxyType({}), drafts: Drafts = MappingProxyType({})
+) -> str:
     """Return the page with a row for every system, and the figures just measured in place of those it had.
 
     Args:
-        where: on what they were measured; None: as the page says. drafts: figures of ``trained``.
+        where: the machines to add. drafts: figures of ``trained``.
     """
     known = cells(page) | dict(measured)
-    lines = ["| system | command | test | τ | speed against plain |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| system | command | test | τ | speed against plain | CPU |", "| --- | --- | --- | --- | --- | --- |"]
     for system in SYSTEMS:
         test = f"`tests/{system.test}`".replace("::", "` `")
-        tau, speed = known.get(system.name, NOT_MEASURED)
-        lines.append(f"| {system.name} | `{_shown(system.command)}` | {test} | {tau} | {speed} |")
+        found = " | ".join(known.get(system.name, NOT_MEASURED))
+        lines.append(f"| {system.name} | `{_shown(system.command)}` | {test} | {found} |")
     page = _with_part(page, "systems", lines)
     trained = trained_drafts(page) | dict(drafts)
     lines = ["| name | trained by | parameters | minutes | acceptance |", "| --- | --- | --- | --- | --- |"]
@@ -95,7 +105,10 @@ def filled(page: str, measured: Figures, where: str | None = None, drafts: Draft
     ]
     head = ["| system | prompts | τ there | our drafter of its kind | source |", "| --- | --- | --- | --- | --- |"]
     page = _with_part(page, "published", [*head, *published])
-    return page if where is None else _with_part(page, "where", [where])
+    machines = dict(line.strip("|").split("|", 1) for line in _part(page, "where").splitlines()[2:])
+    machines |= {f" {name} ": f" {text} " for name, text in where.items()}
+    lines = ["| CPU | measured |", "| --- | --- |", *(f"|{name}|{text}|" for name, text in machines.items())]
+    return _with_part(page, "where", lines)
 
 
 def _shown(command: str) -> str:
@@ -172,9 +185,10 @@ def main() -> None:
         peftlab(*words(system, options.dir), "--json", str(out))
         result = json.loads(out.read_text())
         cpu = describe_cpu()
+        name = short_name(cpu)
         plain = f"plain decoding {result['baseline_tokens_per_second']:.1f} tokens/s"
-        where = f"Last measured {datetime.date.today()} on {cpu.name}, {threads(cpu.threads)}, {plain}."
-        PAGE.write_text(filled(PAGE.read_text(), {system.name: figures(system, result)}, where))
+        where = {name: f"{datetime.date.today()}, {threads(cpu.threads)}, {plain}"}
+        PAGE.write_text(filled(PAGE.read_text(), {system.name: (*figures(system, result), name)}, where))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from peftlab.decoding.table import (
 )
 from peftlab.drafting.kinds.table import DRAFTS as KINDS
 from peftlab.drafting.load import ONE_PASS, PEARL
+from peftlab.hardware import Cpu
 from peftlab.recipe.loading import load_recipe
-from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, words
+from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, short_name, words
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -80,10 +81,18 @@ def test_the_page_has_the_rows_and_keeps_what_was_measured() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page, {}) == page, "run python -m tests.benchmarks.measure_systems --only"
     first, last = SYSTEMS[0].name, SYSTEMS[-1].name
-    once = filled(page, {first: ("1.50", "1.20 (1.10 to 1.30)")}, "Measured here.")
-    twice = filled(once, {last: ("2.00", "0.50")})
-    assert cells(twice)[first] == ("1.50", "1.20 (1.10 to 1.30)") and cells(twice)[last] == ("2.00", "0.50")
-    assert "Measured here." in twice and list(cells(twice)) == [system.name for system in SYSTEMS]
+    of_first, of_last = ("1.50", "1.20 (1.10 to 1.30)", "Some CPU"), ("2.00", "0.50", "Another, AMX")
+    once = filled(page, {first: of_first}, {"Some CPU": "today"})
+    twice = filled(once, {last: of_last}, {"Another, AMX": "yesterday"})
+    assert cells(twice)[first] == of_first and cells(twice)[last] == of_last
+    assert "| Some CPU | today |\n| Another, AMX | yesterday |" in twice
+    assert filled(twice, {}, {"Some CPU": "now"}).count("Some CPU |") == 2  # its row of the table, and its line
+    assert list(cells(twice)) == [system.name for system in SYSTEMS]
+
+
+def test_a_cpu_has_a_short_name() -> None:
+    assert short_name(Cpu("Intel(R) Xeon(R) Processor", ["avx2", "amx_bf16"], 2)) == "Intel Xeon, AMX"
+    assert short_name(Cpu("AMD EPYC", ["avx2", "avx512_bf16"], 2)) == "AMD EPYC"
 
 
 def test_figures_are_read_from_the_commands_result() -> None:
