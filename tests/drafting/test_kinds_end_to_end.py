@@ -27,12 +27,14 @@ from peftlab.recipe.loading import load_recipe
 
 SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
 KINDS = {
+    "medusa": ("{kind: medusa, heads: 2, bias: true, markov: 4, vocabulary: 300}", "null", "heads/model.safetensors"),
     "hydra": ("{kind: hydra, heads: 2, shared_head: true, vocabulary: 300}", "null", "heads/model.safetensors"),
     "mtp": ("{kind: mtp, steps: 2, vocabulary: 300, store_gb: 1}", "null", "mtp/model.safetensors"),
     "pard": ("{kind: pard, tokens: 3, vocabulary: 300}", "{name: lora, r: 4}", "merged/model.safetensors"),
     "gated_lora": ("{kind: gated_lora, noise: true}", "{name: lora, r: 4}", "adapter/adapter_model.safetensors"),
 }
 REFUSED = {
+    "medusa": ("vllm", "Medusa heads, which no released engine loads"),
     "hydra": ("vllm", "Hydra heads, which no released engine loads"),
     "mtp": ("vllm", "only for targets that come with them"),
     "pard": ("sglang", "which vllm alone drafts with"),
@@ -123,6 +125,22 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
     assert [answer["response_ids"] for answer in answers] == [output.tokens for output in plain]
 
 
+@pytest.mark.parametrize("run", ["medusa"], indirect=True)
+def test_heads_of_other_settings_are_not_continued_from(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
+    kind, place = run
+    one, many = "a Markov bias of rank 4 (draft.markov)", "2 heads with 2 LM heads (draft.heads, draft.shared_head)"
+    for settings, wanted in (
+        ("heads: 2, bias: true", f"{many}, biases (draft.bias)"),
+        ("heads: 2, markov: 4", f"{many}, {one}"),
+        ("heads: 2, bias: true, markov: 3", "a Markov bias of rank 3 (draft.markov)"),
+    ):
+        draft = f"draft={{kind: medusa, from: {place}, {settings}}}"
+        with pytest.raises(PeftlabError) as caught:
+            run_recipe(recipe(stories, tmp_path / "out", kind, draft))
+        assert f"draft.from: {place} has {many}, biases (draft.bias), {one}; the recipe asks for" in str(caught.value)
+        assert str(caught.value).endswith(wanted) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("run", ["pard"], indirect=True)
 def test_vllm_drafts_with_masks(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
     _, place = run
@@ -166,6 +184,7 @@ def test_sglang_serves_a_gated_lora_and_nothing_takes_it_for_an_adapter(
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
+        ("medusa", ["draft={kind: medusa, from: nowhere}"], "nowhere contains no Medusa heads"),
         ("hydra", ["draft={kind: hydra, from: nowhere}"], "nowhere contains no Hydra heads"),
         ("hydra", ["policy=confidence:0.5"], "heads draft trees"),
         ("mtp", ["draft={kind: mtp, from: nowhere}"], "nowhere is no mtp draft"),

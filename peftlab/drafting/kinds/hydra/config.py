@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
-
 from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.kinds.medusa.config import HeadsConfig
 
@@ -13,12 +11,7 @@ from peftlab.drafting.kinds.medusa.config import HeadsConfig
 class HydraDraft(HeadsConfig):
     """K heads on the target's last hidden state that also read the tokens drafted before (arXiv 2402.05109)."""
 
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-
     kind: Literal["hydra"] = "hydra"
-    from_: str | None = Field(
-        default=None, alias="from", description="A run or directory of such heads to continue from; null: new ones."
-    )
 
 
 def costs(target: TargetWeights) -> list[DraftCost]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,10 +19,10 @@ from peftlab.drafting.kinds.hydra.hydra_files import read_hydra, write_hydra
 from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
 from peftlab.drafting.kinds.medusa import head_draft
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
-from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, first_rows
+from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, continue_from, continuing, first_rows
 from peftlab.drafting.kinds.medusa.head_files import check_heads, write_ranks
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, says
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, ReducedHeads
+from peftlab.drafting.kinds.stored_drafts import check_start, found_in, says
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 
@@ -64,26 +63,8 @@ def put_heads(target: PreTrainedModel, config: HydraDraft) -> HeadedModel:
         place = find(config.from_)
         assert place is not None
         check_heads(place, target)
-        _continue(heads, read_hydra(place, input_embedding(target)), config.from_)
+        continue_from(heads, read_hydra(place, input_embedding(target)), config)
     return HeadedModel(target, heads)
-
-
-@torch.no_grad()
-def _continue(heads: HydraHeads, stored: HeadStack | ReducedHeads, source: str) -> None:
-    """Give ``heads`` the weights of stored ones; rows of W2 that those were written without stay the target's."""
-    inner = stored.heads if isinstance(stored, ReducedHeads) else stored
-    shared = len(heads.lm_heads) < heads.depth
-    if (inner.depth, len(inner.lm_heads)) != (heads.depth, len(heads.lm_heads)):
-        raise PeftlabError(
-            f"draft.from: {source} has {inner.depth} heads with {len(inner.lm_heads)} LM heads; the recipe asks for "
-            f"{heads.depth} with {len(heads.lm_heads)} (draft.heads, draft.shared_head)"
-        )
-    heads.blocks.load_state_dict(inner.blocks.state_dict())
-    if shared:
-        return
-    for (_, mine), (_, theirs) in zip(heads, inner, strict=True):
-        rows = stored.kept if isinstance(stored, ReducedHeads) else torch.arange(len(mine))
-        mine[rows.to(mine.device)] = theirs.to(mine)
 
 
 def save(job: DraftJob[HydraDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
@@ -132,14 +113,5 @@ def export(place: str, consumer: str) -> Path:
 
 
 def update(config: HydraDraft, newest: Path, log: Path) -> HydraDraft:
-    """Return the section that continues from the heads of ``newest``; heads of a target that trains, too, are refused.
-
-    The served target must not change between requests.
-    """
-    stored = newest_in(newest, FOLDER, _is_hydra)
-    if (newest / "adapter").exists():
-        raise PeftlabError(
-            f"{newest}: its method trains the target, which must not change between requests; train heads on its "
-            f"merged/ with method: null and data.replay={log}"
-        )
-    return config.model_copy(update={"from_": stored})
+    """See ``medusa.head_draft.continuing``."""
+    return continuing(config, newest, log, _is_hydra)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
@@ -14,7 +14,12 @@ from peftlab.drafting.config import DraftConfig, OtherKeys
 class HeadsConfig(DraftConfig):
     """What kinds of heads on the target's last hidden state have in common."""
 
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
     usual_method: ClassVar[str | None] = None
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such heads to continue from; null: new ones."
+    )
     heads: int = Field(default=4, ge=1, description="K: head i (from 0) predicts the token i + 2 positions ahead.")
     shared_head: bool = Field(
         default=False,

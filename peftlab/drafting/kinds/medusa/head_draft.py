@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
@@ -19,10 +21,10 @@ from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, 
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.config import HeadsConfig, MedusaDraft
 from peftlab.drafting.kinds.medusa.head_files import check_heads, read_medusa, write_medusa, write_ranks
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
+from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.kinds.stored_drafts import found_in, says
+from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, says
 from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
@@ -30,7 +32,10 @@ from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import trainable_dtype
 from peftlab.methods.table import plan
 
-find = partial(found_in, folder="heads", known=partial(says, key="model_type", value="medusa"))
+FOLDER = "heads"  # of a run
+_is_medusa = partial(says, key="model_type", value="medusa")
+find = partial(found_in, folder=FOLDER, known=_is_medusa)
+HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
 _CONSUMERS = "Medusa heads, which no released engine loads; peftlab generate and peftlab draft bench do"
 
 
@@ -47,14 +52,48 @@ def put_heads(target: PreTrainedModel, config: MedusaDraft) -> HeadedModel:
     The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
 
     Raises:
-        PeftlabError: the target has no linear LM head.
+        PeftlabError: the target has no linear LM head, or the heads to continue from are for another target or of other
+            settings.
     """
     own, dtype = first_rows(target, config)
     heads = MedusaHeads(own, config.heads, config.bias, config.shared_head, config.markov)
     for new in (heads.blocks, heads.markov_head):
         if new is not None:
             new.to(own.device, dtype)
+    if config.from_ is not None:
+        place = find(config.from_)
+        assert place is not None
+        check_heads(place, target)
+        continue_from(heads, read_medusa(place), config)
     return HeadedModel(target, heads)
+
+
+@torch.no_grad()
+def continue_from(heads: HeadStack, stored: HeadStack | ReducedHeads, config: HeadsConfig) -> None:
+    """Give ``heads`` the weights of stored ones; rows that those were written without stay as they are.
+
+    Raises:
+        PeftlabError: the stored heads are not as ``config`` asks for.
+    """
+    inner = stored.heads if isinstance(stored, ReducedHeads) else stored
+    if (theirs := _settings(inner)) != (ours := _settings(heads)):
+        raise PeftlabError(f"draft.from: {config.from_} has {theirs}; the recipe asks for {ours}")
+    mine = heads.state_dict()
+    for name, weight in inner.state_dict().items():
+        if name.startswith("lm_heads.") and config.shared_head:
+            continue  # the target's own
+        rows = stored.kept if isinstance(stored, ReducedHeads) and len(weight) < len(mine[name]) else slice(None)
+        mine[name][rows] = weight.to(mine[name])
+
+
+def _settings(heads: HeadStack) -> str:
+    """Return what stored heads must have in common with those that continue from them, in words."""
+    names = heads.state_dict()
+    parts = [f"{heads.depth} heads with {len(heads.lm_heads)} LM heads (draft.heads, draft.shared_head)"]
+    parts += ["biases (draft.bias)"] if any(name.endswith(".bias") for name in names) else []
+    markov = names.get("markov_head.markov_w1.weight")
+    parts += [] if markov is None else [f"a Markov bias of rank {markov.shape[1]} (draft.markov)"]
+    return ", ".join(parts)
 
 
 def first_rows(target: PreTrainedModel, config: HeadsConfig) -> tuple[Tensor, torch.dtype]:
@@ -75,14 +114,15 @@ def first_rows(target: PreTrainedModel, config: HeadsConfig) -> tuple[Tensor, to
 
 
 def check(job: DraftJob[MedusaDraft], target: PretrainedConfig) -> None:
-    """Refuse nothing: heads fit every target."""
+    """Refuse heads to continue from that are none."""
+    check_start(job.config.from_, find, "contains no Medusa heads (config.json, model_type medusa)")
 
 
 def load(job: DraftJob[MedusaDraft], target: PreTrainedModel) -> HeadDraft:
-    """Return the target with untrained heads.
+    """Return the target with new heads, or those to continue from.
 
     Raises:
-        PeftlabError: the method would train the LM head, whose distribution the heads learn.
+        PeftlabError: the method would train the LM head, whose distribution the heads learn; or see ``put_heads``.
     """
     if job.method is not None:
         check_trunk(target, job.method)
@@ -115,21 +155,21 @@ def score(draft: HeadDraft, model: nn.Module, data: Dataset, batch_size: int) ->
 def save(job: DraftJob[MedusaDraft], draft: HeadDraft, directory: Path, train: Dataset) -> Tensor | None:
     """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
     tokens = response_tokens(train, job.config.vocabulary, draft.target)
-    write_medusa(draft.model.heads, directory / "heads", tokens=tokens, overwrite=True)
+    write_medusa(draft.model.heads, directory / FOLDER, tokens=tokens, overwrite=True)
     return tokens
 
 
 def calibrate(draft: HeadDraft, directory: Path, held_out: Dataset, batch_size: int) -> None:
     """Measure on held-out text how often each choice of the written heads is right, and store it with them."""
-    heads = read_medusa(directory / "heads").to(draft.target.device)
-    write_ranks(directory / "heads", measure_ranks(draft.model, heads, held_out, batch_size))
+    heads = read_medusa(directory / FOLDER).to(draft.target.device)
+    write_ranks(directory / FOLDER, measure_ranks(draft.model, heads, held_out, batch_size))
 
 
 def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
     if saved is None:
         return None
-    heads = read_medusa(saved.directory / "heads").to(draft.target.device)
+    heads = read_medusa(saved.directory / FOLDER).to(draft.target.device)
     pack_linears(heads)
     return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
 
@@ -149,5 +189,22 @@ def export(place: str, consumer: str) -> Path:
 
 
 def update(config: MedusaDraft, newest: Path, log: Path) -> MedusaDraft:
-    """Refuse: the served target must not change between requests, and its heads belong to it."""
-    raise PeftlabError(f"{newest}: Medusa heads belong to the target; train them anew with data.replay={log}")
+    """See ``continuing``."""
+    return continuing(config, newest, log, _is_medusa)
+
+
+def continuing(config: HeadsT, newest: Path, log: Path, known: Callable[[Path], bool]) -> HeadsT:
+    """Return the section that continues from the heads of ``newest``; heads of a target that trains, too, are refused.
+
+    The served target must not change between requests.
+
+    Args:
+        log: the requests. known: whether a directory contains heads of this kind.
+    """
+    stored = newest_in(newest, FOLDER, known)
+    if any((newest / trained).exists() for trained in ("adapter", "merged")):
+        raise PeftlabError(
+            f"{newest}: its method trains the target, which must not change between requests; train heads on its "
+            f"merged/ with method: null and data.replay={log}"
+        )
+    return config.model_copy(update={"from_": stored})
