@@ -106,11 +106,12 @@ def add_rates(
 ) -> None:
     """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time.
 
+    States are rounded to their head's dtype: in a mixed-precision run a 16-bit model returns them in fp32.
     ``tokens`` [V_d] says which tokens ``draft_head`` [V_d, H] is for; None for all. The draft never proposes another.
     """
     for part in torch.arange(len(rows)).split(_CHUNK):
-        p = F.linear(target[part], target_head).float().softmax(-1)
-        q = F.linear(draft[part], draft_head).float().softmax(-1)
+        p = F.linear(target[part].to(target_head.dtype), target_head).float().softmax(-1)
+        q = F.linear(draft[part].to(draft_head.dtype), draft_head).float().softmax(-1)
         if tokens is not None:
             q = torch.zeros_like(p).index_copy_(-1, tokens, q)
         best = q.argmax(-1)

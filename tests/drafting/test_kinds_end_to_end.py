@@ -125,6 +125,24 @@ def test_a_stream_is_answered_as_by_the_target_while_the_draft_learns(
     assert [answer["response_ids"] for answer in answers] == [output.tokens for output in plain]
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        *(f"draft={draft} method={method}" for draft, method, _ in KINDS.values()),
+        "draft={kind: eagle3, features: [1, 3, 4], vocabulary: 300} method=null",
+        "draft={kind: early_exit, exits: [2]} method={name: lora, r: 4}",
+        "draft={kind: model, truncate: {layers: [0, 4]}} method={name: lora, r: 4}",
+    ],
+)
+def test_a_target_in_16_bits_and_mixed_precision(stories: Path, tmp_path: Path, sections: str) -> None:
+    """``accelerate`` gives what a model returns in fp32, and the LM head stays as it is stored."""
+    draft, method = sections.split(" method=")
+    half = ["base.dtype=bf16", "train.precision=bf16", "train.max_steps=2", "train.eval_every=1"]
+    overrides = [f"target={stories}", draft, f"method={method}", *SMALL, *half, f"output_dir={tmp_path / 'run'}"]
+    results = run_recipe(load_recipe("draft/ci", overrides))
+    assert 0 < results.metrics["prompts"]["acceptance"] <= 1
+
+
 @pytest.mark.parametrize("run", ["medusa"], indirect=True)
 def test_heads_of_other_settings_are_not_continued_from(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
     kind, place = run
