@@ -61,13 +61,15 @@ def chunked_loss(
         hidden, parameters = torch.cat((hidden, addend[0]), -1), [head_weight, addend[1]]
 
     def loss(rows: Tensor, states: Tensor) -> Tensor:
-        logits = F.linear(states[:, :width], head_weight)
+        logits = F.linear(states[:, :width].to(head_weight.dtype), head_weight)
         if addend is not None:
-            logits = logits + F.linear(states[:, width:], addend[1])
+            logits = logits + F.linear(states[:, width:].to(addend[1].dtype), addend[1])
         if isinstance(target, TopK):
             losses = divergence(TopK(*(part[rows] for part in target)), logits, **settings)
         else:
-            picked = target[rows] if target_head is None else F.linear(target[rows], target_head)
+            picked = target[rows]
+            if target_head is not None:
+                picked = F.linear(picked.to(target_head.dtype), target_head)
             losses = divergence(picked.detach(), logits, **settings)
         return (shares[rows] * losses).sum()
 

@@ -21,7 +21,7 @@ _CHUNK = 256  # places whose logits live at a time
 
 def greedy_tokens(hidden: Tensor, head: Tensor) -> Tensor:
     """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
-    flat = hidden.flatten(0, 1)
+    flat = hidden.flatten(0, 1).to(head.dtype)
     return torch.cat([F.linear(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
 
 
@@ -32,7 +32,7 @@ def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | N
         ids: [V_d], the token of each row of ``weight``; None: its own number.
     """
     width = min(RANKS, len(weight))
-    best = torch.cat([F.linear(part, weight).topk(width, -1).indices for part in states.split(_CHUNK)])
+    best = torch.cat([F.linear(part, weight).topk(width, -1).indices for part in states.to(weight.dtype).split(_CHUNK)])
     return (best if ids is None else ids[best]) == right[:, None]
 
 

@@ -86,7 +86,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     if saved is None:
         return None
     served = saved.merged if saved.merged is not None else draft.adapted
-    heads = read_hydra(saved.directory / FOLDER, input_embedding(served)).to(draft.target.device)
+    heads = read_hydra(saved.directory / FOLDER, input_embedding(served)).to(draft.target.device, served.dtype)
     pack_linears(heads)
     return Served(served, partial(HeadsDrafter, heads))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftlab.decoding.drafters.head_drafter import grown_tokens
 from peftlab.decoding.verification.tree import Path
-from peftlab.drafting.kinds.medusa.head_stack import HeadStack
+from peftlab.drafting.kinds.medusa.head_stack import HeadStack, as_parameters
 
 
 class HydraBlock(nn.Module):
@@ -53,7 +53,7 @@ class HydraHeads(HeadStack):
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
         """See ``HeadStack``."""
         embedded = F.embedding(before, self.embedding).flatten(-2).to(hidden.dtype)
-        return self.blocks[head](torch.cat((hidden, embedded), -1))
+        return self.blocks[head](as_parameters(self.blocks[head], torch.cat((hidden, embedded), -1)))
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path], ids: Tensor | None = None) -> Tensor:
         """See ``HeadStack``; each node's children follow from the tokens on its path."""

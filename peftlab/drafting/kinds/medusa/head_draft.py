@@ -169,7 +169,7 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
     if saved is None:
         return None
-    heads = read_medusa(saved.directory / FOLDER).to(draft.target.device)
+    heads = read_medusa(saved.directory / FOLDER).to(draft.target.device, draft.target.dtype)
     pack_linears(heads)
     return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
 

@@ -84,6 +84,12 @@ class HeadStack(nn.Module):
         raise NotImplementedError
 
 
+def as_parameters(block: nn.Module, states: Tensor) -> Tensor:
+    """Return states in the dtype of a block's parameters: those that train on a 16-bit target are in fp32."""
+    dtype = next((parameter.dtype for parameter in block.parameters()), states.dtype)
+    return states.to(dtype)
+
+
 class HeadedModel(nn.Module):
     """A language model and the heads on its last hidden state, as they train together.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftlab.decoding.drafters.head_drafter import tree_tokens
 from peftlab.decoding.verification.tree import Path
-from peftlab.drafting.kinds.medusa.head_stack import HeadStack
+from peftlab.drafting.kinds.medusa.head_stack import HeadStack, as_parameters
 
 
 class MedusaBlock(nn.Module):
@@ -87,7 +87,7 @@ class MedusaHeads(HeadStack):
 
     def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
         """See ``HeadStack``; the tokens before are not read."""
-        return self.blocks[head](hidden)
+        return self.blocks[head](as_parameters(self.blocks[head], hidden))
 
     def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the factors of the Markov bias after the last of these tokens; None for heads without one."""
