@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peftlab.decoding.analysis.theory import acceptance_rate
-from peftlab.drafting.hidden_states import frozen_hidden, head_weight
+from peftlab.drafting.hidden_states import frozen_hidden, head_weight, logits_of
 from peftlab.drafting.text.continuations import Collate
 from peftlab.tasks.batches import eval_batches
 
@@ -74,7 +73,7 @@ def each_token(
     for _, places, ids, mask in batches(data, batch_size, heads[0].device):
         own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
         for mine, theirs in zip(own.split(_CHUNK), other.split(_CHUNK), strict=True):
-            p, q = (F.linear(h, w).float().softmax(-1) for h, w in zip((mine, theirs), heads, strict=True))
+            p, q = (logits_of(h, w).float().softmax(-1) for h, w in zip((mine, theirs), heads, strict=True))
             yield theirs, acceptance_rate(p, q), p.argmax(-1) == q.argmax(-1)
 
 
@@ -106,12 +105,11 @@ def add_rates(
 ) -> None:
     """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time.
 
-    States are rounded to their head's dtype: in a mixed-precision run a 16-bit model returns them in fp32.
     ``tokens`` [V_d] says which tokens ``draft_head`` [V_d, H] is for; None for all. The draft never proposes another.
     """
     for part in torch.arange(len(rows)).split(_CHUNK):
-        p = F.linear(target[part].to(target_head.dtype), target_head).float().softmax(-1)
-        q = F.linear(draft[part].to(draft_head.dtype), draft_head).float().softmax(-1)
+        p = logits_of(target[part], target_head).float().softmax(-1)
+        q = logits_of(draft[part], draft_head).float().softmax(-1)
         if tokens is not None:
             q = torch.zeros_like(p).index_copy_(-1, tokens, q)
         best = q.argmax(-1)

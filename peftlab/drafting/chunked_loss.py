@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from peftlab.drafting.hidden_states import logits_of
 from peftlab.drafting.objectives import OBJECTIVES, TopK
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.chunked_sum import chunked_sum
@@ -61,15 +61,13 @@ def chunked_loss(
         hidden, parameters = torch.cat((hidden, addend[0]), -1), [head_weight, addend[1]]
 
     def loss(rows: Tensor, states: Tensor) -> Tensor:
-        logits = F.linear(states[:, :width].to(head_weight.dtype), head_weight)
+        logits = logits_of(states[:, :width], head_weight)
         if addend is not None:
-            logits = logits + F.linear(states[:, width:].to(addend[1].dtype), addend[1])
+            logits = logits + logits_of(states[:, width:], addend[1])
         if isinstance(target, TopK):
             losses = divergence(TopK(*(part[rows] for part in target)), logits, **settings)
         else:
-            picked = target[rows]
-            if target_head is not None:
-                picked = F.linear(picked.to(target_head.dtype), target_head)
+            picked = target[rows] if target_head is None else logits_of(target[rows], target_head)
             losses = divergence(picked.detach(), logits, **settings)
         return (shares[rows] * losses).sum()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -46,6 +47,15 @@ def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 def unwrapped(model: nn.Module) -> Unwrapped:
     """Return the module inside the one that accelerate wraps it in, or ``model`` itself."""
     return getattr(model, "module", model)
+
+
+def logits_of(states: Tensor, head: Tensor) -> Tensor:
+    """Return the product of states [..., H] and a head [V, H] in the head's dtype: [..., V].
+
+    In mixed precision accelerate gives the states of a 16-bit model in fp32, and blocks that train in fp32 on such a
+    model may share its LM head.
+    """
+    return F.linear(states.to(head.dtype), head)
 
 
 def head_weight(model: nn.Module) -> Tensor:

@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from peftlab.decoding.verification.tree import RankRates
+from peftlab.drafting.hidden_states import logits_of
 from peftlab.errors import PeftlabError
 
 RANKS = 8
@@ -21,8 +21,8 @@ _CHUNK = 256  # places whose logits live at a time
 
 def greedy_tokens(hidden: Tensor, head: Tensor) -> Tensor:
     """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
-    flat = hidden.flatten(0, 1).to(head.dtype)
-    return torch.cat([F.linear(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
+    flat = hidden.flatten(0, 1)
+    return torch.cat([logits_of(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
 
 
 def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | None) -> Tensor:
@@ -32,7 +32,7 @@ def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | N
         ids: [V_d], the token of each row of ``weight``; None: its own number.
     """
     width = min(RANKS, len(weight))
-    best = torch.cat([F.linear(part, weight).topk(width, -1).indices for part in states.to(weight.dtype).split(_CHUNK)])
+    best = torch.cat([logits_of(part, weight).topk(width, -1).indices for part in states.split(_CHUNK)])
     return (best if ids is None else ids[best]) == right[:, None]
 
 

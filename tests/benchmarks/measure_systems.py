@@ -45,14 +45,12 @@ Drafts = Mapping[str, tuple[str, ...]]
 
 def cells(page: str) -> dict[str, tuple[str, str, str]]:
     """Return the figures that a page contains."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, "systems").splitlines()]
-    return {row[0]: (row[3], row[4], row[5]) for row in rows[2:]}
+    return {row[0]: (row[3], row[4], row[5]) for row in _rows(page, "systems")}
 
 
 def trained_drafts(page: str) -> dict[str, tuple[str, ...]]:
     """Return parameters, minutes and acceptance of the drafts that a page contains."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, "drafts").splitlines()]
-    return {row[0].strip("`"): tuple(row[2:5]) for row in rows[2:]}
+    return {row[0].strip("`"): tuple(row[2:5]) for row in _rows(page, "drafts")}
 
 
 def trained(directory: Path) -> dict[str, tuple[str, ...]]:
@@ -105,14 +103,18 @@ def filled(
     ]
     head = ["| system | prompts | τ there | our drafter of its kind | source |", "| --- | --- | --- | --- | --- |"]
     page = _with_part(page, "published", [*head, *published])
-    machines = dict(line.strip("|").split("|", 1) for line in _part(page, "where").splitlines()[2:])
-    machines |= {f" {name} ": f" {text} " for name, text in where.items()}
-    lines = ["| CPU | measured |", "| --- | --- |", *(f"|{name}|{text}|" for name, text in machines.items())]
+    machines = {row[0]: row[1] for row in _rows(page, "where")} | dict(where)
+    lines = ["| CPU | measured |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in machines.items())]
     return _with_part(page, "where", lines)
 
 
 def _shown(command: str) -> str:
     return command.replace("{", "").replace("}", "")
+
+
+def _rows(page: str, name: str) -> list[list[str]]:
+    """Return the cells of a part's table without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in _part(page, name).splitlines()[2:]]
 
 
 def _part(page: str, name: str) -> str:

@@ -34,23 +34,23 @@ _POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
 _TREES = "decoding/test_tree_laws.py"
 _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 
-DRAFTS: dict[str, str] = {
-    "model": "run draft/quickstart train.epochs=3 'draft={kind: model, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' "
+_KEYS = {
+    "model": "'draft={kind: model, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' "
     "method=full acceptance_head=true",
-    "exits": "run draft/quickstart train.epochs=3 'draft={kind: early_exit, exits: [6, 12], scale: 0.2, curriculum: rotational}' "
+    "exits": "'draft={kind: early_exit, exits: [6, 12], scale: 0.2, curriculum: rotational}' "
     "'method={name: lora, r: 16, target_modules: all-linear}'",
-    "kangaroo": "run draft/quickstart train.epochs=3 'draft={kind: model, truncate: {layers: [0, 1, 29]}}' "
-    "method=full 'train.layers={from: 2}'",
-    "medusa": "run draft/quickstart train.epochs=3 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192}'",
-    "markov": "run draft/quickstart train.epochs=3 'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192, markov: 64}'",
-    "hydra": "run draft/quickstart train.epochs=3 'draft={kind: hydra, heads: 3, shared_head: true, vocabulary: 8192}'",
-    "mtp": "run draft/quickstart train.epochs=3 'draft={kind: mtp}'",
-    "pard": "run draft/quickstart train.epochs=3 'draft={kind: pard, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' method=full",
-    "gated": "run draft/quickstart train.epochs=3 'draft={kind: gated_lora}' 'method={name: lora, r: 64, lora_alpha: 128, "
+    "kangaroo": "'draft={kind: model, truncate: {layers: [0, 1, 29]}}' method=full 'train.layers={from: 2}'",
+    "medusa": "'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192}'",
+    "markov": "'draft={kind: medusa, heads: 3, shared_head: true, vocabulary: 8192, markov: 64}'",
+    "hydra": "'draft={kind: hydra, heads: 3, shared_head: true, vocabulary: 8192}'",
+    "mtp": "'draft={kind: mtp}'",
+    "pard": "'draft={kind: pard, truncate: {layers: [0, 1, 2, 29]}, vocabulary: 8192}' method=full",
+    "gated": "'draft={kind: gated_lora}' 'method={name: lora, r: 64, lora_alpha: 128, "
     "target_modules: all-linear}' objective.name=lk",
-    "eagle1": "run draft/quickstart train.epochs=3 'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
-    "eagle3": "run draft/quickstart train.epochs=3",
+    "eagle1": "'draft={kind: eagle3, features: [30], steps: 1, regression: 10}'",
+    "eagle3": "",
 }
+DRAFTS = {name: f"run draft/quickstart train.epochs=3 {keys}".rstrip() for name, keys in _KEYS.items()}
 """Name -> the command that trains it; ``output_dir`` is added."""
 
 SYSTEMS = (

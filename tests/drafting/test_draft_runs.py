@@ -309,7 +309,7 @@ class TestUpdate:
 
     def test_heads_that_train_with_their_target_are_not_updated(self, heads: Path, tmp_path: Path) -> None:
         run = shutil.copytree(heads, tmp_path / "run")
-        (run / "adapter").mkdir()  # of Medusa-2's method, which alone makes it
+        (run / "adapter").mkdir()  # as the LoRA of Medusa-2 leaves it
         for update in (update_draft, update_live):
             with pytest.raises(PeftlabError, match="its method trains the target, which must not change between"):
                 update(run, tmp_path / "log.jsonl")

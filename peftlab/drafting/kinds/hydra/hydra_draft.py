@@ -59,11 +59,7 @@ def put_heads(target: PreTrainedModel, config: HydraDraft) -> HeadedModel:
     own, dtype = first_rows(target, config)
     heads = HydraHeads(own, config.heads, input_embedding(target), config.shared_head)
     heads.blocks.to(own.device, dtype)
-    if config.from_ is not None:
-        place = find(config.from_)
-        assert place is not None
-        check_heads(place, target)
-        continue_from(heads, read_hydra(place, input_embedding(target)), config)
+    continue_from(heads, target, config, find, partial(read_hydra, embedding=input_embedding(target)))
     return HeadedModel(target, heads)
 
 

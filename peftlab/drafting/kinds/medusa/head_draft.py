@@ -60,21 +60,31 @@ def put_heads(target: PreTrainedModel, config: MedusaDraft) -> HeadedModel:
     for new in (heads.blocks, heads.markov_head):
         if new is not None:
             new.to(own.device, dtype)
-    if config.from_ is not None:
-        place = find(config.from_)
-        assert place is not None
-        check_heads(place, target)
-        continue_from(heads, read_medusa(place), config)
+    continue_from(heads, target, config, find, read_medusa)
     return HeadedModel(target, heads)
 
 
 @torch.no_grad()
-def continue_from(heads: HeadStack, stored: HeadStack | ReducedHeads, config: HeadsConfig) -> None:
-    """Give ``heads`` the weights of stored ones; rows that those were written without stay as they are.
+def continue_from(
+    heads: HeadStack,
+    target: PreTrainedModel,
+    config: HeadsConfig,
+    find: Callable[[str], str | None],
+    read: Callable[[str], HeadStack | ReducedHeads],
+) -> None:
+    """Give ``heads`` the weights of those in ``config.from_``, if any; rows that those were written without stay.
+
+    Args:
+        find, read: of the kind.
 
     Raises:
-        PeftlabError: the stored heads are not as ``config`` asks for.
+        PeftlabError: the stored heads are for another target, or not as ``config`` asks for.
     """
+    place = None if config.from_ is None else find(config.from_)
+    if place is None:
+        return
+    check_heads(place, target)
+    stored = read(place)
     inner = stored.heads if isinstance(stored, ReducedHeads) else stored
     if (theirs := _settings(inner)) != (ours := _settings(heads)):
         raise PeftlabError(f"draft.from: {config.from_} has {theirs}; the recipe asks for {ours}")
@@ -169,9 +179,10 @@ def drafter(draft: HeadDraft, saved: Saved | None) -> Served | None:
     """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
     if saved is None:
         return None
-    heads = read_medusa(saved.directory / FOLDER).to(draft.target.device, draft.target.dtype)
+    served = saved.merged if saved.merged is not None else draft.adapted
+    heads = read_medusa(saved.directory / FOLDER).to(draft.target.device, served.dtype)
     pack_linears(heads)
-    return Served(saved.merged if saved.merged is not None else draft.adapted, partial(HeadsDrafter, heads))
+    return Served(served, partial(HeadsDrafter, heads))
 
 
 def open(reference: str, opening: Opening) -> Opened:
