@@ -21,7 +21,7 @@ def check(
     ],
     base: Base = None,
 ) -> object:
-    """Show what an adapter is, what it would touch, and which programs read it as meant."""
+    """Show what an adapter is, what it would touch, and which programs read it as it was trained."""
     from peftlab.checkpoints.consumers.check import check_adapter
     from peftlab.reporting.adapter_tables import check_lines, consumers_table
 

@@ -253,7 +253,7 @@ def update(
 @verb()
 def export(
     source: Annotated[Path, typer.Argument(help="A draft run, its merged/, or another model directory.")],
-    consumer: Annotated[str, typer.Option("--for", help="transformers or vllm.")],
+    consumer: Annotated[str, typer.Option("--for", help="transformers, vllm or sglang.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     target: Target,
     gamma: Gamma = 4,

@@ -72,7 +72,8 @@ def export_draft(
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
     if consumer not in CONSUMERS:
-        raise PeftlabError(f"--for {consumer}: only eagle3 drafts; a draft model is for {' or '.join(CONSUMERS)}")
+        others = " or ".join(CONSUMERS)
+        raise PeftlabError(f"--for {consumer}: only eagle3 and gated_lora drafts; a draft model is for {others}")
     plain = found
     command = CONSUMERS[consumer](target, out, gamma)
     check_plain(plain, target, consumer)

@@ -200,8 +200,8 @@ class TrainConfig(Section):
     )
     sample: SampledExamples | None = Field(
         default=None,
-        description="{keep: 0.5, by: random|batches|least_confidence}: the share of the examples that is trained "
-        "on, and how it is chosen. null: all examples in every epoch.",
+        description="{keep: 0.5, by: random|batches|least_confidence|lowest_acceptance}: the share of the examples "
+        "that is trained on, and how it is chosen. null: all examples in every epoch.",
     )
     weights: Literal["bf16_stochastic"] | None = Field(
         default=None,
