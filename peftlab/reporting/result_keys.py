@@ -116,7 +116,7 @@ _OTHERS = """\
 .. autoclass:: peftlab.checkpoints.merge.report.TensorReport
 ```
 
-## `--json` of each verb
+## JSON of each verb
 
 Every verb takes `--json PATH` (`-`: one object on stdout, and everything else goes to stderr) and `--quiet`. The object
 is what the function in Python returns: `run`, `resume` and `draft update` give the keys above (a table: `cells` and
