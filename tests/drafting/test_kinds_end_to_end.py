@@ -143,6 +143,15 @@ def test_a_target_in_16_bits_and_mixed_precision(stories: Path, tmp_path: Path, 
     assert 0 < results.metrics["prompts"]["acceptance"] <= 1
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_draft_writes_its_own_text_in_mixed_precision(stories: Path, tmp_path: Path, dtype: str) -> None:
+    half = [f"base.dtype={dtype}", "train.precision=bf16", "train.max_steps=2", f"output_dir={tmp_path / 'run'}"]
+    draft = ["draft={kind: model, truncate: {layers: [0, 4]}}", "method={name: lora, r: 4}", "data.on_policy=1"]
+    overrides = [f"target={stories}", *draft, *SMALL, *half]
+    results = run_recipe(load_recipe("draft/ci", overrides))
+    assert 0 < results.metrics["prompts"]["acceptance"] <= 1
+
+
 @pytest.mark.parametrize("run", ["medusa"], indirect=True)
 def test_heads_of_other_settings_are_not_continued_from(run: tuple[str, Path], stories: Path, tmp_path: Path) -> None:
     kind, place = run

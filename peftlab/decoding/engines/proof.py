@@ -36,8 +36,9 @@ class Trial:
     """What the model's own forward gives for single rows, and whether an engine gives the same.
 
     Two sequences are continued, one of 5 tokens and one past the window. Logits agree where their ``difference`` is
-    at most the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16. Rounding
-    over thirty layers is several times smaller, and a token too many or too few in a trained model larger.
+    at most the square root of the precision of the dtype that the model computes in: 3e-4 in float32, 0.03 in
+    float16, 0.09 in bfloat16. Rounding over thirty layers is several times smaller, and a token too many or too few in
+    a trained model larger.
 
     Args:
         model: a causal language model, or an encoder-decoder model's decoder, as it is to decode: on its device, in its
@@ -64,11 +65,12 @@ class Trial:
         self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
         self._prompt = self._prompt[: self._long]
         with _evaluating(model), torch.inference_mode():
-            self._prompt_logits = self._begin()
+            with _dtypes_of_products(model) as dtypes:
+                self._prompt_logits = self._begin()
             self._paths = {
                 n: [self._after(n, self._tree[path])[0] for path in _PATHS] for n in (self._short, self._long)
             }
-            self.tolerance = _precision(model.dtype) ** 0.5
+            self.tolerance = max(map(_precision, dtypes)) ** 0.5
             parts = self._after(self._long, *self._tree[_PATHS[0]].split(2))
             self.causal = self._agree(torch.cat(parts), self._paths[self._long][0])
 
@@ -183,6 +185,20 @@ def difference(logits: Tensor, expected: Tensor) -> float:
     spread = torch.where(usual, b - b.sum(-1, keepdim=True) / usual.sum(-1, keepdim=True), 0)
     found = ((a - b).norm(dim=-1) / spread.norm(dim=-1)).square().mean().sqrt().item()
     return found if found == found else float("inf")
+
+
+@contextmanager
+def _dtypes_of_products(model: PreTrainedModel | Decoder) -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes in which the model computes in this block: its own, and the LM head's, as autocast has it."""
+    dtypes, head = {model.dtype}, model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        yield dtypes
+        return
+    hook = head.register_forward_hook(lambda _, __, logits: dtypes.add(logits.dtype))
+    try:
+        yield dtypes
+    finally:
+        hook.remove()
 
 
 def _precision(dtype: torch.dtype) -> float:
