@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from peftlab.errors import PeftlabError
 from peftlab.recipe.loading import load_recipe
 from tests.documents.blocks import Block, blocks
 
@@ -46,5 +47,5 @@ def test_is_valid(block: Block, tmp_path: Path) -> None:
 def test_a_wrong_key_is_found(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(whole({"train": {"layer": {"from": 3}}})))
-    with pytest.raises(Exception, match=r"train\.layer"):
+    with pytest.raises(PeftlabError, match=r"train\.layer"):
         load_recipe(str(file))
