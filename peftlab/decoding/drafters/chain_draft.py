@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peftlab.decoding.drafters.base import Proposal, Row
 from peftlab.decoding.engines.base import Output
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling
+from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, largest
 
 
 def draft_chain(
@@ -40,17 +40,17 @@ def draft_chain(
     for i in range(max(budgets)):
         step = output.logits[:, -1]
         q = sampling.probabilities(step) if not greedy else step.softmax(-1) if watched else step
-        place = step.argmax(-1) if greedy else random.draw(q)
+        place = largest(step) if greedy else random.draw(q)
         x = place if known is None else known[0][place]
         tokens.append(x)
         logits.append(step)
         probs.append(q)
         if watched:
-            confidence, largest = q.gather(-1, place[:, None])[:, 0].tolist(), q.amax(-1).tolist()
+            confidence, most = q.gather(-1, place[:, None])[:, 0].tolist(), q.amax(-1).tolist()
             for j, row in enumerate(rows):
                 if i >= budgets[j]:
                     continue
-                if largest[j] < least or not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
+                if most[j] < least or not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
                     budgets[j] = i + 1
         if i + 1 >= max(budgets):
             break

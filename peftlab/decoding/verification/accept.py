@@ -16,6 +16,7 @@ from peftlab.decoding.verification.sampling import (
     Sampling,
     TreeRandomSource,
     certain,
+    largest,
 )
 from peftlab.decoding.verification.traversal import verify_traversal
 from peftlab.decoding.verification.tree import walk_greedy
@@ -64,7 +65,7 @@ def accept(
     if parents is None:
         return _accept_chains(logits, tokens, probs, sampling, generators, verifier)
     if sampling.greedy:
-        rows = zip(logits.argmax(-1).tolist(), tokens.tolist(), parents, strict=True)
+        rows = zip(largest(logits).tolist(), tokens.tolist(), parents, strict=True)
         walks = [walk_greedy(*row) for row in rows]
     else:
         p = sampling.probabilities(logits)
@@ -84,7 +85,7 @@ def _accept_chains(
     verifier: Verifier,
 ) -> Accepted:
     if sampling.greedy:
-        counts, following = verify_greedy(logits.argmax(-1), tokens)
+        counts, following = verify_greedy(largest(logits), tokens)
     else:
         p, random = sampling.probabilities(logits), RowRandomSource(generators)
         if probs is None:

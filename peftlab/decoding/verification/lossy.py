@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.table import Chosen
-from peftlab.decoding.verification.sampling import RandomSource, Sampling, certain
+from peftlab.decoding.verification.sampling import RandomSource, Sampling, certain, largest
 from peftlab.rows import resolve
 
 
@@ -43,7 +43,7 @@ class LossyRule:
             p = sampling.probabilities(logits)
             return p, self.allowed(p)
         whole = logits.softmax(-1)
-        return certain(logits.argmax(-1), whole), self.allowed(whole)
+        return certain(largest(logits), whole), self.allowed(whole)
 
 
 def typical(p: Tensor, epsilon: float) -> Tensor:

@@ -12,6 +12,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, Verifie
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
 from peftlab.decoding.drafters.own_layers.parts import Exit
+from peftlab.decoding.verification.sampling import largest
 
 
 @dataclass(kw_only=True)
@@ -56,6 +57,6 @@ class ChosenExit(ModelDrafter):
     def _accepted(self, shadows: Tensor, logits: Tensor) -> list[list[float]]:
         """Return the acceptance of each exit's logits [m, exits, V] by the target's [m, V]."""
         if self._sampling.greedy:
-            return (shadows.argmax(-1) == logits.argmax(-1)[:, None]).float().tolist()
+            return (largest(shadows) == largest(logits)[:, None]).float().tolist()
         p, q = self._sampling.probabilities(logits), self._sampling.probabilities(shadows)
         return torch.minimum(p[:, None], q).sum(-1).tolist()
