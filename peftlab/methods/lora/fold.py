@@ -16,7 +16,9 @@ from torch import Tensor
 
 from peftlab.methods.leaf import FOLDING, Folding
 
-FOLD_BLOCK = 1 << 17  # weights summed at a time: in fp32, a block of this size stays in a core's cache
+# Weights summed at a time. Of smaller blocks the operations are so short that threads wait for the interpreter's lock;
+# larger ones leave the cache.
+FOLD_BLOCK = 1 << 19
 
 
 def fold_weight(
@@ -32,8 +34,8 @@ def fold_weight(
     """Return W + scale·B·A: product and sum in fp32 (fp64 for an fp64 weight), rounded once to W's dtype.
 
     ``how`` may ask for more precision or another dtype. With ``magnitude`` (DoRA) each output row of the sum is
-    scaled to the norm it gives. Blocks of rows keep the intermediates in the cache; threads that meet after every
-    block would lose more than they gain.
+    scaled to the norm it gives. Blocks of rows keep the intermediates small; threads that meet after every block would
+    lose more than they gain.
 
     Args:
         weight: (out, in); (in, out) with ``transposed``; (out, in, ...) for a convolution; for experts
