@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy
@@ -14,6 +14,8 @@ from peftlab.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
+
+_BLOCK = 1 << 17  # values of a parameter that a CPU computes at a time, so that what comes between stays in its cache
 
 
 def make_optimiser(
@@ -67,15 +69,17 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state["step"], (state["exp_avg"], state["exp_avg_sq"]) = torch.zeros(()), averages
             state["step"] += 1
             step, (beta1, beta2) = int(state["step"]), group["betas"]
-            gradient = parameter.grad.float()
-            mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-            square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-            value = parameter.float().mul_(1 - group["lr"] * group["weight_decay"])
-            value.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
             generator = torch.Generator(parameter.device).manual_seed(_key(self._seed, group["taken"], place))
-            noise = torch.randint(1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32)
-            parameter.copy_(round_to_bf16(value, noise) if parameter.dtype == torch.bfloat16 else value)
+            for weight, grad, mean, square in _blocks(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+                gradient = grad.float()
+                mean.lerp_(gradient, 1 - beta1)
+                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                value = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+                value.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
+                if weight.dtype == torch.bfloat16:
+                    value = round_to_bf16(value, _noise(value, generator))
+                weight.copy_(value)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state; torch's own would round the averages to the parameters' bf16."""
@@ -91,6 +95,22 @@ def _key(*parts: int) -> int:
     return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
 
 
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors of the same shape in blocks of rows; whole on other hardware than a CPU."""
+    first, *_ = tensors = tuple(map(torch.atleast_1d, tensors))
+    rows = max(1, len(first))
+    if first.device.type == "cpu":
+        rows = max(1, _BLOCK * rows // max(1, first.numel()))
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return int32 from 0 to 2^16 − 1: four of each word of 64 bits that the generator gives."""
+    words = torch.empty(math.ceil(like.numel() / 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)  # 0 to 2^63 without arguments
+    return words.view(torch.uint16)[: like.numel()].view(like.shape).to(torch.int32)
+
+
 def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     """Return fp32 values as bf16, up or down by their noise: the mean over all noises is the value.
 
@@ -99,7 +119,7 @@ def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     """
     bits = value.view(torch.int32)
     rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-    return torch.where(value.isfinite(), rounded, value).bfloat16()
+    return torch.where(value.isnan(), value, rounded).bfloat16()  # of infinity the bits that the noise meets are 0
 
 
 def widen(model: nn.Module) -> None:

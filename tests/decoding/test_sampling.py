@@ -126,6 +126,15 @@ def test_sample_follows_the_distribution_and_never_draws_the_impossible():
                        sample(probs.expand(9, -1), torch.Generator().manual_seed(2)))  # fmt: skip
 
 
+def test_the_numbers_behind_a_draw_follow_the_exponential_law_down_to_the_smallest():
+    n = 400_000
+    drawn = RandomSource(torch.Generator().manual_seed(3)).exponentials(torch.zeros(n)).sort().values.double()
+    assert float((1 - (-drawn).exp() - (torch.arange(n) + 0.5) / n).abs().max()) < 1.95 / n**0.5  # Kolmogorov, 0.999
+    # Numbers of 24 bits would be multiples of 2⁻²⁴ here: too coarse for tokens of small probability.
+    small = drawn[drawn < 2**-10] * 2**24
+    assert len(small) > 300 and (small != small.round()).double().mean() > 0.9
+
+
 def test_sample_is_repeatable_and_keeps_the_leading_shape():
     probs = torch.full((2, 3, 7), 1 / 7)
     a, b = (sample(probs, torch.Generator().manual_seed(5)) for _ in range(2))

@@ -12,7 +12,7 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.training.config import TrainConfig
-from peftlab.training.optimiser import StochasticAdamW, make_optimiser, round_to_bf16
+from peftlab.training.optimiser import StochasticAdamW, _noise, make_optimiser, round_to_bf16
 
 SETTINGS = TrainConfig(weights="bf16_stochastic", lr=1e-4, seed=3)
 
@@ -29,9 +29,33 @@ def test_the_mean_over_all_noises_is_the_value(value):
 
 
 def test_what_is_not_finite_stays():
-    x = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    rounded = round_to_bf16(x, torch.full((3,), (1 << 16) - 1, dtype=torch.int32))
-    assert torch.equal(rounded[:2].float(), x[:2]) and rounded[2].isnan()
+    last = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # of NaN, a sum with noise would overflow
+    x = torch.tensor([float("inf"), float("-inf"), float("nan"), last])
+    rounded = round_to_bf16(x, torch.full((4,), (1 << 16) - 1, dtype=torch.int32))
+    assert torch.equal(rounded[:2].float(), x[:2]) and rounded[2:].isnan().all()
+
+
+def test_the_noise_has_every_place_of_a_word():
+    """Four numbers are cut from each word of the generator."""
+    noise = _noise(torch.empty(1 << 15, 4), torch.Generator().manual_seed(0)).double()
+    assert noise.min() >= 0 and noise.max() < 1 << 16 and noise.max() > (1 << 16) - 20
+    deviation = (1 << 16) / 12**0.5
+    assert ((noise.mean(0) - ((1 << 16) - 1) / 2).abs() < 5 * deviation / len(noise) ** 0.5).all()
+    assert (torch.corrcoef(noise.t()) - torch.eye(4)).abs().max() < 5 / len(noise) ** 0.5
+
+
+def test_a_parameter_larger_than_a_block_steps_as_in_one(monkeypatch):
+    weights = []
+    for size in (1 << 17, 60):
+        monkeypatch.setattr("peftlab.training.optimiser._BLOCK", size)
+        weight = nn.Parameter(torch.linspace(-1, 1, 12 * 20).view(20, 12).t())  # rows that are not contiguous
+        stepper = make_optimiser({"weight": weight}, SETTINGS, {})
+        weight.grad = torch.sin(torch.arange(240.0)).view(12, 20)
+        stepper.param_groups[0]["lr"] = 1e-2
+        stepper.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)
+    assert not torch.equal(weights[0], torch.linspace(-1, 1, 12 * 20).view(20, 12).t())
 
 
 def descend(optimiser_of, steps=400):
