@@ -76,6 +76,19 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_within_top_k(row, k, top_p)
     torch.testing.assert_close(probs[kept], cut[kept] / mass, rtol=1e-12, atol=0)
 
 
+@settings(deadline=None)
+@given(st.lists(ROWS.map(lambda row: [round(x / 8) for x in row * 8][:8]), min_size=1, max_size=3),
+       st.integers(1, 9) | st.none(), st.floats(0.01, 1))  # fmt: skip
+def test_of_equal_tokens_at_the_cut_the_first_are_kept(rows, k, top_p):
+    logits = torch.tensor(rows, dtype=torch.float64)
+    for row, probs, cut in zip(rows, probabilities(logits), probabilities(logits, top_k=k, top_p=top_p), strict=True):
+        order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+        masses = probs[order].cumsum(0) / probs[order].sum()
+        kept = {i for i, after in zip(order, [0, *masses.tolist()], strict=False) if after < top_p - 1e-9}
+        near = {i for i, after in zip(order, [0, *masses.tolist()], strict=False) if after < top_p + 1e-9}
+        assert kept <= set(cut.nonzero().flatten().tolist()) <= near
+
+
 def test_top_p_of_one_and_top_k_of_all_change_nothing():
     logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 6
     whole = probabilities(logits)

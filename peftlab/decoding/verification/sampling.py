@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -64,19 +65,40 @@ def probabilities(
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
     # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
-    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    probs = (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     if top_p == 1:
         top_p = None  # else a sum rounded up to 1 would cut the tail
     if top_k is None and top_p is None:
         return probs
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        ordered[..., top_k:] = 0
+    ordered = _descending(probs)
+    mass = ordered[..., :top_k].cumsum(-1)
+    count = torch.full_like(mass[..., :1], mass.shape[-1], dtype=torch.long)
     if top_p is not None:
-        mass_before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(mass_before < top_p * ordered.sum(-1, keepdim=True), 0)
-    ordered = ordered / ordered.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, order, ordered)
+        count = torch.minimum(count, torch.searchsorted(mass, top_p * mass[..., -1:]) + 1)
+    kept = probs.where(_most_probable(probs, ordered, count), 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _descending(probs: Tensor) -> Tensor:
+    """Return each row's values, the largest first."""
+    if probs.device.type != "cpu":
+        return probs.sort(dim=-1, descending=True).values
+    # torch's own sort takes 60 times as long, a quarter of a small model's step.
+    return torch.from_numpy(numpy.sort(probs.detach().numpy(), -1)).flip(-1)
+
+
+def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
+    """Return which tokens are the ``count`` [..., 1] most probable of each row, the lowest indices among equals.
+
+    Args:
+        ordered: the values of ``probs``, descending.
+    """
+    least, following = ordered.gather(-1, count - 1), ordered.gather(-1, count.clamp_max(probs.shape[-1] - 1))
+    found = probs >= least
+    if ((following == least) & (count < probs.shape[-1])).any():
+        above, equal = probs > least, probs == least
+        found = above | equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True))
+    return found
 
 
 def largest(scores: Tensor) -> Tensor:
