@@ -4,7 +4,7 @@ Run alone on the machine: ``python -m tests.benchmarks decoding``. With ``PEFTLA
 of any kind joins in, and, if it is a model, ``transformers``' assisted generation with the very same draft;
 ``PEFTLAB_TARGET`` names the model that it was trained for, and ``PEFTLAB_PROMPTS=FILE`` prompts of its domain instead
 of the Spec-Bench questions; ``PEFTLAB_COUNT`` (5 prompts), ``PEFTLAB_GAMMA`` and ``PEFTLAB_DTYPES`` ("float32
-bfloat16") are taken, too.
+bfloat16") are taken, too. With ``PEFTLAB_TOP_P=P`` all sample at temperature 0.8, cut to top-p.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.drawing import rsd_c
+from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
@@ -38,6 +39,8 @@ from tests.packages import SMOLLM2
 NEW, REPEATS, LONGEST = 64, 3, 300
 PROMPTS = int(os.environ.get("PEFTLAB_COUNT", "5"))
 GAMMA, WIDTH = int(os.environ.get("PEFTLAB_GAMMA", "4")), 3
+TOP_P = float(os.environ.get("PEFTLAB_TOP_P", "0"))
+SAMPLING = Sampling(0.8, top_p=TOP_P) if TOP_P else Sampling()
 GENERATE = "transformers.generate"
 SPEC_BENCH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm" / "spec_bench_question.jsonl"
 
@@ -67,12 +70,13 @@ def steps(model: Any) -> None:
 
 def library(model: Any, **options: Any) -> Decode:
     """Return ``transformers.generate`` as a way to decode."""
+    chosen = {"do_sample": True, "temperature": 0.8, "top_p": TOP_P, "top_k": 0} if TOP_P else {"do_sample": False}
 
     def generate(batch: Sequence[Question]) -> list[Generation]:
         (question,) = batch
         ids = torch.tensor([question.ids])
         mask = torch.ones_like(ids)
-        new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+        new = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **chosen, **options)
         return [Generation(new[0, len(question.ids) :].tolist())]
 
     return generate
@@ -108,11 +112,11 @@ def contest(target: str, dtype: torch.dtype) -> None:
     if pair.draft is not None:
         small, _ = load_base(str(reference), "AutoModelForCausalLM", dtype=dtype)
         others["transformers, assisted by the draft"] = partial(library, model, assistant_model=small)
-    settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), repeats=REPEATS)
+    settings = Settings(NEW, eos_ids(model), partial(Fixed, GAMMA), sampling=SAMPLING, repeats=REPEATS)
     run = compare(watches[0], drafters, asked, settings, models=watches, others=others)
     within = sum(watch.seconds for watch in watches)
     show(run, drafters, f"{dtype}, {len(asked)} prompts, {NEW} new tokens, gamma {GAMMA}")
-    if dtype == torch.float32:
+    if dtype == torch.float32 and SAMPLING.greedy:
         gate(model, asked, run.records[GENERATE].outputs)
     everything = sum(sum(map(sum, run.records[name].seconds)) for name in (PLAIN, *drafters))
     print(f"time outside the models: {100 * (1 - within / everything):.1f} %\n", flush=True)
