@@ -103,11 +103,8 @@ def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
 
 def largest(scores: Tensor) -> Tensor:
     """Return the index of the largest score of each row, the lowest among equals: [..., V] -> [...]."""
-    if scores.device.type != "cpu":
-        return scores.argmax(-1)
-    # torch's own takes ten times as long as numpy's, in bf16 with the conversion included.
-    wide = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-    return torch.as_tensor(wide.numpy().argmax(-1))
+    # Of equals max returns the first. On a CPU argmax takes three to five times as long.
+    return scores.max(-1).indices
 
 
 def certain(tokens: Tensor, like: Tensor) -> Tensor:
