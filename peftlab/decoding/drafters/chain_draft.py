@@ -46,11 +46,11 @@ def draft_chain(
         logits.append(step)
         probs.append(q)
         if watched:
-            confidence, most = q.gather(-1, place[:, None])[:, 0].tolist(), q.amax(-1).tolist()
+            confidence, highest = q.gather(-1, place[:, None])[:, 0].tolist(), q.amax(-1).tolist()
             for j, row in enumerate(rows):
                 if i >= budgets[j]:
                     continue
-                if most[j] < least or not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
+                if highest[j] < least or not row.policy.should_continue(confidence[j], output.hidden[j, -1]):
                     budgets[j] = i + 1
         if i + 1 >= max(budgets):
             break

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.verification.multidraft import draw_drafts
-from peftlab.decoding.verification.sampling import RandomSource
+from peftlab.decoding.verification.sampling import RandomSource, largest
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Chains:
         else:
             above = self._eldest
             drawn_from = q.gather(1, above[..., None].expand_as(q))
-            tokens = drawn_from.argmax(-1) if random is None else random.draw(drawn_from)
+            tokens = largest(drawn_from) if random is None else random.draw(drawn_from)
         tokens = tokens.where(drawn_from.sum(-1) > 0, -1)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         alike = (above[:, :, None] == above[:, None]) & (tokens[:, :, None] == tokens[:, None])

@@ -11,6 +11,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.parts import Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
+from peftlab.decoding.verification.sampling import largest
 
 _WINDOW = 32  # tokens on which a set is tried
 
@@ -56,4 +57,4 @@ class Swift(ModelDrafter):
         with self._cache.restored(row.slot, start, _WINDOW):
             block = self._cache.block([row.slot], [start], _WINDOW)
             logits = self.engine.forward(self._cache, torch.tensor([read], device=device), block).logits[0]
-        return float((logits.argmax(-1) == torch.tensor(written, device=device)).float().mean())
+        return float((largest(logits) == torch.tensor(written, device=device)).float().mean())
