@@ -29,7 +29,7 @@ def eagle(
     network = Eagle3(
         shape_for(target.config, features), input_embedding(target), head if tokens is None else head[tokens], tokens
     )
-    return network.eval()
+    return network.to(head.device).eval()
 
 
 @lru_cache(maxsize=2)
@@ -49,7 +49,8 @@ def trained_eagle(target: Any, steps: int = 50) -> EagleStep:
     optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=4e-3)
     for step in range(steps):
         optimiser.zero_grad()
-        (loss(model, Collate()([data[(8 * step + i) % 32] for i in range(8)])) / 300).backward()
+        batch = Collate()([data[(8 * step + i) % 32] for i in range(8)])
+        (loss(model, {key: value.to(target.device) for key, value in batch.items()}) / 300).backward()
         optimiser.step()
     for parameter, wanted in zip(target.parameters(), frozen, strict=True):
         parameter.requires_grad_(wanted)

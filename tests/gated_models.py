@@ -18,7 +18,8 @@ def gated_model(model: Any, std: float, *, seed: int = 0, **fields: Any) -> tupl
     inject(copy, make_config("lora", **{"r": 4, "target_modules": "all-linear", **fields}))
     for name, parameter in copy.named_parameters():
         if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=std if ".lora_B" in name else 0.3, generator=generator)
+            drawn = torch.empty(parameter.shape).normal_(std=std if ".lora_B" in name else 0.3, generator=generator)
+            parameter.data.copy_(drawn)
     gate = Gate()
     set_gate(copy, gate)
     return copy, gate

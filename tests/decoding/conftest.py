@@ -145,7 +145,7 @@ def uneven_prompts(stories_tokenizer) -> list[list[int]]:
 
 def hf_greedy(model, prompt: list[int], new: int, eos: int | None = None) -> list[int]:
     """What ``transformers`` generates for one prompt on its own."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -1,4 +1,4 @@
-"""Greedy output is the target's own, token for token: every drafter, draft length, batch and kernel (fp32, CPU)."""
+"""Greedy output is the target's own, token for token: every drafter, draft length, batch and kernel, in fp32."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine
 from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate
+from peftlab.hardware import resolve_device
+from peftlab.models.pretrained import load_base
 from tests.eagle_models import eagle, trained_eagle
 from tests.gated_models import gated_model
 
+pytestmark = pytest.mark.device
+DEVICE = resolve_device("auto")
 NEW = 32
 FEATURES = usual_features(5)  # of both models here
 DRAFTERS = {
@@ -87,34 +91,40 @@ def corpus():
 
 def heads(model):
     """Untrained heads repeat the next token's distribution: right where the text repeats itself."""
-    return MedusaHeads(model.get_output_embeddings().weight, 4)
+    return MedusaHeads(model.get_output_embeddings().weight, 4).to(DEVICE)
+
+
+def drawn(parameter, std, generator):
+    """Fill a parameter with the same numbers on every device."""
+    parameter.data.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
 
 
 def shared_heads(model):
     """Heads that differ, through the model's own LM head."""
-    heads = MedusaHeads(model.get_output_embeddings().weight, 4, shared=True)
+    heads = MedusaHeads(model.get_output_embeddings().weight, 4, shared=True).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     for block in heads.blocks:
-        torch.nn.init.normal_(block.layers[0].weight, std=0.05, generator=generator)
+        drawn(block.layers[0].weight, 0.05, generator)
     return heads
 
 
 def markov_heads(model):
     """Heads that differ after every token drafted before."""
     weight = model.get_output_embeddings().weight
-    heads = MedusaHeads(weight, 3, shared=True, markov=8)
+    heads = MedusaHeads(weight, 3, shared=True, markov=8).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     for parameter in heads.markov_head.parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+        drawn(parameter, 0.5, generator)
     return heads
 
 
 def hydra_heads(model):
     """Heads that differ after every token drafted before."""
-    heads = HydraHeads(model.get_output_embeddings().weight, 3, model.get_input_embeddings().weight, shared=True)
+    embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    heads = HydraHeads(embeddings[0], 3, embeddings[1], shared=True).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     for block in heads.blocks:
-        torch.nn.init.normal_(block.layers[0].weight, std=0.5, generator=generator)
+        drawn(block.layers[0].weight, 0.5, generator)
     return heads
 
 
@@ -138,6 +148,11 @@ def in_one_pass(model, way):
 def features_drafter(model, width=1):
     """An EAGLE-3 layer: one that has learned from the stories, or, for another model, a random one."""
     return FeatureDrafter(trained_eagle(model) if model.config.vocab_size == 512 else EagleStep(eagle(model)), width)
+
+
+@pytest.fixture(scope="module")
+def stories_model(stories):
+    return load_base(str(stories), "AutoModelForCausalLM")[0].to(DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +262,7 @@ def windowed():
         max_position_embeddings=256,
         initializer_range=0.25,
     )
-    return MistralForCausalLM(config).eval()
+    return MistralForCausalLM(config).to(DEVICE).eval()
 
 
 @pytest.mark.parametrize("way", ["flat", "transformers"])
@@ -282,9 +297,7 @@ def test_past_the_end_of_sequence(stories_model, engines, uneven_prompts, expect
 
 
 def test_in_bfloat16_outputs_part_only_at_near_ties(stories, uneven_prompts):
-    from peftlab.models.pretrained import load_base
-
-    model = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0]
+    model = load_base(str(stories), "AutoModelForCausalLM", dtype=torch.bfloat16)[0].to(DEVICE)
     target = build_engine(model)
     plain = run(target, uneven_prompts, 1, new=80)
     drafted = run(target, uneven_prompts, 3, DRAFTERS["first layers"](model, {}), 4, new=80)
