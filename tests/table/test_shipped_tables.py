@@ -13,19 +13,22 @@ from transformers import (
     AutoConfig,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
+    LlamaConfig,
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
 
 import peftlab
+from peftlab.drafting.kinds.model.config import ModelDraft
+from peftlab.drafting.kinds.model.prunable import kept_units
 from peftlab.methods.injection import count_parameters
 from peftlab.methods.targets import layer_index
 from peftlab.methods.task_head import parameters_under, task_head
 from peftlab.models.costs import count_step
 from peftlab.models.skeleton import empty_model
 from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import FinetuneRecipe, TableRecipe, injected_method
+from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.recipe.table_cells import table_cells
 from peftlab.references import locate
 from peftlab.reporting.tables.published import published_rows
@@ -214,3 +217,24 @@ def test_controls_of_efficiency_cost_what_their_options_cost() -> None:
     for row, control in recipe.costs.controls.items():
         for task, n in (("glue/sst2", 4000), ("glue/mrpc", 3668)):
             assert planned(control, task, n) == pytest.approx(planned(row, task, n), rel=0.02), (row, task)
+
+
+def test_drafts_of_efficiency_cost_alike() -> None:
+    """Six layers of SmolLM2-135M, however chosen, and all layers made narrower read as many weights per token."""
+    recipe = load_recipe("efficiency/drafts")
+    assert isinstance(recipe, DraftTableRecipe) and len(recipe.seeds) == 3
+    drafts = {cell.row: cell.recipe.draft for cell in table_cells(recipe)}
+    plain, gates, pruned = (drafts[row] for row in ("layers", "gates", "pruned"))
+    assert all(isinstance(draft, ModelDraft) for draft in drafts.values())
+    assert plain == drafts["random"] == drafts["lowest"]
+    assert len(plain.truncate.layers) == gates.truncate.keep == 6
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
+    )
+    kept = kept_units(config, pruned.prune.shares())
+
+    def layer(units: int, groups: int) -> int:
+        """Weights of a layer whose groups have three query heads and a key-value head of 64 dimensions."""
+        return 576 * (64 * groups * (3 + 1 + 1 + 3) + 3 * units)
+
+    assert 30 * layer(kept["ffn"], kept["kv_groups"]) == pytest.approx(6 * layer(1536, 3), rel=0.03)
