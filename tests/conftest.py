@@ -7,6 +7,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A suite of one device, whatever the machine has: the CPU, or with `PEFTLAB_TEST_GPU=1 pytest -m device` the GPU.
+if not os.environ.get("PEFTLAB_TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # One thread a worker, also in the processes that tests start; `make test-cpus` sets two.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("PEFTLAB_TEST_THREADS", "1")
 

@@ -121,7 +121,7 @@ def decode(
     results = [Generation() for _ in prompts]
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
-        generator = torch.Generator(target.device).manual_seed(sampling.seed + index)
+        generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU, where nothing waits for it
         source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
         row = Row(index, len(rows), begun, len(begun), policy(), generator, source)
         if _room(target, row, stopping) > 0:
@@ -235,7 +235,7 @@ class _Batch:
 
     def _generators(self, rows: list[Row]) -> list[torch.Generator]:
         """Return new generators, for one number of each row: what it draws later is the same however many they give."""
-        return forked(self._seeds[row.index] for row in rows)
+        return forked((self._seeds[row.index] for row in rows), self.target.device)
 
     def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:

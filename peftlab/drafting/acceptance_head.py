@@ -59,17 +59,16 @@ def train_acceptance_head(
         of the training text's mean probability.
     """
     states, probabilities = _states(target, draft, train, greedy)
-    torch_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    head = AcceptancePredictor(states.shape[-1]).to(states.device)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
-            loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), probabilities[rows])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-    torch.set_rng_state(torch_state)
+    with torch.random.fork_rng([states.device] if states.is_cuda else []):
+        torch.manual_seed(seed)
+        head = AcceptancePredictor(states.shape[-1]).to(states.device)
+        optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
+                loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), probabilities[rows])
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
     unseen, truth = _states(target, draft, held_out, greedy)
     with torch.no_grad():
         error = float((head(unseen) - truth).square().mean())

@@ -153,8 +153,8 @@ def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
     """Load the target as the recipe stores it, frozen, and check that its logits are those of its LM head."""
     stored = storage(recipe.base, recipe.train.precision)
     target = load_model(recipe.target, "AutoModelForCausalLM", **model_options(recipe), **stored)[0]
-    check_head(target, "target")
     torch.nn.Module.to(target, device).requires_grad_(False)
+    check_head(target, "target")
     return target
 
 
@@ -318,6 +318,7 @@ def _measure(
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
     if saved.merged is not None:
         what = (run_dir / "adapter", draft.base, run_dir / "merged", _samples(sets))
+        # On the CPU: beside what was trained, a device may lack the memory for two models more.
         results.merge = verify_merge(*what)
         results.latency = merge_latency(*what, device=saved.merged.device) if times(recipe.merge) else None
         if draft.separate:

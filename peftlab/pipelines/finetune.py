@@ -379,6 +379,7 @@ def _write_out(
         write_results(run_dir, results.as_json())
         inputs = sample_inputs(task, EXAMPLES)
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
+        # On the CPU: beside the trained model, a device may lack the memory for two more.
         results = replace(results, merge=verify_merge(*what))
         if times(recipe.merge):
             results = replace(results, latency=merge_latency(*what, device=next(model.parameters()).device))

@@ -94,10 +94,11 @@ class SelectionResult:
 
 
 class RandomState(TypedDict):
-    """The state of torch's generators, on the CPU and on the current CUDA device."""
+    """The state of torch's generators, on the CPU and on the current CUDA device or MPS."""
 
     torch: Tensor
     cuda: Tensor | None
+    mps: Tensor | None
 
 
 class Checkpoint(TypedDict):
@@ -237,10 +238,13 @@ def _reason(error: Exception) -> str:
 
 def _rng_state() -> RandomState:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda}
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "mps": mps}
 
 
 def _set_rng_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    if state["mps"] is not None and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])

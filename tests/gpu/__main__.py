@@ -46,6 +46,7 @@ class Run:
 
 def tests(run: Run) -> dict[str, Any]:
     """Run the tests that take the accelerator."""
+    os.environ["PEFTLAB_TEST_GPU"] = "1"
     report, chosen = run.out / "tests.xml", ["-k", "plain_decoding"] if run.tiny else []
     where = "tests/decoding/test_lossless_gate.py" if run.tiny else "tests"
     call(
@@ -67,7 +68,7 @@ def glue(run: Run) -> dict[str, Any]:
          f"output_dir={table}", "--device", run.device.type, *(few if run.tiny else [])]
     )  # fmt: skip
     cells = [json.loads(file.read_text()) for file in sorted(table.glob("cells/*/results.json"))]
-    keys = ("score", "metrics", "steps", "train_seconds", "peak_gpu_mb", "peak_memory_mb")
+    keys = ("score", "metrics", "steps", "train_seconds", "peak_gpu_mb", "peak_rss_mb")
     with (table / "table.csv").open() as lines:
         return {"table": list(csv.DictReader(lines)), "cells": [{key: cell.get(key) for key in keys} for cell in cells]}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 from typer.testing import CliRunner
 
@@ -82,11 +82,11 @@ def test_scores_and_latency_are_taken_on_the_device_asked_for(finished: Path) ->
     """Where there is an accelerator, nothing runs on the CPU; elsewhere all does."""
     seen: list[tuple[str, str]] = []
 
-    def note(module: nn.Module, inputs: object) -> None:
+    def note(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(module, BertForSequenceClassification):
             seen.append((module.device.type, next(iter(module.parameters())).device.type))
 
-    hook = register_module_forward_pre_hook(note)
+    hook = register_module_forward_hook(note)
     try:
         evaluate(finished, latency=True)
     finally:

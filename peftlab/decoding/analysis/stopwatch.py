@@ -27,7 +27,7 @@ class Clock:
     """The time of the calls made through it.
 
     Attributes:
-        seconds: so far. device: waited for after each call.
+        seconds: so far. device: waited for before and after each call.
     """
 
     def __init__(self, device: torch.device):
@@ -35,6 +35,7 @@ class Clock:
 
     def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
         """Call ``work`` and add its time."""
+        wait_for(self.device)
         began = time.perf_counter()
         output = work(*arguments)
         wait_for(self.device)

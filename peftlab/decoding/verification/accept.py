@@ -92,4 +92,5 @@ def _accept_chains(
             counts, following = verify_onehot(p, tokens, random)
         else:
             counts, following = verifier.chain(p, probs, tokens.clamp_min(0), random)
-    return [list(range(n)) for n in counts.tolist()], following.tolist()
+    lengths, following_tokens = torch.stack((counts, following)).tolist()
+    return [list(range(n)) for n in lengths], following_tokens

@@ -95,7 +95,8 @@ def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
     """
     least, following = ordered.gather(-1, count - 1), ordered.gather(-1, count.clamp_max(probs.shape[-1] - 1))
     found = probs >= least
-    if ((following == least) & (count < probs.shape[-1])).any():
+    ties = (following == least) & (count < probs.shape[-1])
+    if probs.device.type != "cpu" or ties.any():  # to ask would wait for the device
         above, equal = probs > least, probs == least
         found = above | equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True))
     return found
@@ -222,7 +223,11 @@ class RowRandomSource(RandomSource):
         return torch.stack([RandomSource(generator).exponentials(row) for generator, row in rows])
 
 
-def forked(generators: Iterable[torch.Generator]) -> list[torch.Generator]:
-    """Return generators seeded by one number of each: what is drawn from them does not change what these draw next."""
+def forked(generators: Iterable[torch.Generator], device: torch.device | None = None) -> list[torch.Generator]:
+    """Return generators seeded by one number of each: what is drawn from them does not change what these draw next.
+
+    Args:
+        device: of the new generators; None: that of the others.
+    """
     seeds = [torch.randint(2**62, (), generator=generator, device=generator.device) for generator in generators]
-    return [torch.Generator(seed.device).manual_seed(int(seed)) for seed in seeds]
+    return [torch.Generator(device or seed.device).manual_seed(int(seed)) for seed in seeds]
