@@ -80,10 +80,9 @@ class Work:
         with device:
             model = auto.from_config(CONFIGS[self.name](), dtype=dtype)
         if self.nf4:
-            kept = ["lm_head"]
             how = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=kept,
+                bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=["lm_head"],
             )  # fmt: skip
             quantise(model, how)
         if self.checkpointing:
@@ -102,9 +101,8 @@ class Work:
         return {"input_ids": ids.to(device), "position_ids": places.to(device), "labels": labels.to(device)}
 
 
-ROBERTA = Work("roberta-base", 32, 128, 8, ("query", "value"))
 WORKS = {
-    "roberta": ROBERTA,
+    "roberta": Work("roberta-base", 32, 128, 8, ("query", "value")),
     **{
         f"{name}{'-nf4' if nf4 else ''}": Work(name, 1, 2048, 16, "all-linear", 4, nf4, True)
         for nf4 in (False, True)

@@ -149,6 +149,7 @@ def pruned(
                 tensors[f"{at}{part.reader}.weight"] = weight * (row if along else row[:, None])
     with torch.random.fork_rng(devices=[]), no_init_weights():
         small = type(model)._from_config(config, dtype=model.dtype)
+        small.tie_weights()  # which comes with the initialisation left out
     small.load_state_dict(tensors)
     small.generation_config = copy.deepcopy(model.generation_config)
     return small.eval()
