@@ -8,7 +8,7 @@
 # that takes longer is ended; glue-* continue where they were stopped when called again.
 #
 # It needs the environment of `make install` with a CUDA build of torch (or PYTHON=...), the GLUE files in
-# ../shared/data/glue or PEFTLAB_GLUE, 16 GiB of GPU memory for steps-llama-1b, 40 for steps-llama-8b, and 50 GiB of disk
+# ../shared/data/glue or PEFTLAB_GLUE, probably 16 GiB of GPU memory for steps-llama-1b, 40 for steps-llama-8b, and 50 GiB of disk
 # in OUT for merge. Trained drafts to measure: PEFTLAB_DRAFTS=DIR:DIR... with PEFTLAB_TARGET and PEFTLAB_PROMPTS.
 # What is in OPTIONS goes to each part: OPTIONS="--device cpu --tiny" tries the script without a GPU.
 set -u

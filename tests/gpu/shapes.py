@@ -61,7 +61,7 @@ class Work:
     batch: int
     length: int
     r: int
-    targets: str | tuple[str, ...]
+    targets: str | list[str]
     texts: int = 1
     nf4: bool = False
     checkpointing: bool = False
@@ -102,7 +102,7 @@ class Work:
 
 
 WORKS = {
-    "roberta": Work("roberta-base", 32, 128, 8, ("query", "value")),
+    "roberta": Work("roberta-base", 32, 128, 8, ["query", "value"]),
     **{
         f"{name}{'-nf4' if nf4 else ''}": Work(name, 1, 2048, 16, "all-linear", 4, nf4, True)
         for nf4 in (False, True)
@@ -110,7 +110,7 @@ WORKS = {
     },
 }
 TINY = {
-    "roberta": Work("roberta-tiny", 4, 16, 8, ("query", "value")),
+    "roberta": Work("roberta-tiny", 4, 16, 8, ["query", "value"]),
     "llama-1b": Work("llama-tiny", 1, 64, 4, "all-linear", 4, False, True),
     "llama-1b-nf4": Work("llama-tiny", 1, 64, 4, "all-linear", 4, True, True),
 }

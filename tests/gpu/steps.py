@@ -24,8 +24,7 @@ Step = Callable[[], object]
 
 def ours(work: Work, device: torch.device, compiled: bool) -> Step:
     """Return peftlab's step: its layers, and of a language model its loss."""
-    targets = list(work.targets) if isinstance(work.targets, tuple) else work.targets
-    model = peftlab.inject_lora(work.model(device), r=work.r, lora_alpha=2 * work.r, target_modules=targets)
+    model = peftlab.inject_lora(work.model(device), r=work.r, lora_alpha=2 * work.r, target_modules=work.targets)
     inputs = work.inputs(device)
     if not work.generates:
         return stepper(model, lambda m: m(**inputs).loss, device, compiled)
@@ -36,11 +35,10 @@ def ours(work: Work, device: torch.device, compiled: bool) -> Step:
 
 def theirs(work: Work, device: torch.device, compiled: bool) -> Step:
     """Return peft's step, with the model's own loss."""
-    targets = list(work.targets) if isinstance(work.targets, tuple) else work.targets
     task = "CAUSAL_LM" if work.generates else "SEQ_CLS"
     base = work.model(device)
     base.is_loaded_in_4bit = work.nf4  # by this peft knows
-    config = peft.LoraConfig(task_type=task, r=work.r, lora_alpha=2 * work.r, target_modules=targets)
+    config = peft.LoraConfig(task_type=task, r=work.r, lora_alpha=2 * work.r, target_modules=work.targets)
     inputs = work.inputs(device)
     return stepper(peft.get_peft_model(base, config), lambda m: m(**inputs).loss, device, compiled)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def figures(part: str, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 def test_steps_of_every_side(tmp_path):
     main(["steps-roberta", str(tmp_path), "--device", DEVICE, "--tiny"])
     found = figures("steps-roberta", tmp_path)
