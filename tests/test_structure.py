@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, and how large files, functions and packages are.
+"""The shape of the code: who imports whom.
 
 Imports are read from the source, those inside functions and under ``TYPE_CHECKING`` included. The exceptions below
 only ever shrink: one that is no longer needed fails, too.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINES, FUNCTION_LINES, FILES = 400, 60, 14
-REPEATED = {"config", "table", "plan", "base", "__init__"}  # names with one role wherever they occur
 
 # Each layer imports the layers before it, and modules of its own.
 LAYERS = (
@@ -53,10 +49,6 @@ UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
 CIRCLES: set[frozenset[str]] = set()
-LONG_FILES: set[str] = set()
-LONG_FUNCTIONS: set[str] = set()
-LARGE_PACKAGES: set[str] = set()
-REPEATED_YET: set[str] = set()
 UNDESCRIBED: set[str] = set()
 
 
@@ -134,14 +126,6 @@ def circles() -> set[frozenset[str]]:
     return found
 
 
-def functions(module: str) -> Iterator[tuple[str, int]]:
-    """Yield each function and method of a module and its number of lines, docstring included."""
-    for node in ast.walk(parsed(module)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield f"{module}.{node.name}", node.end_lineno - node.lineno + 1
-
-
 def _same(found: set, known: set, what: str) -> None:
     """Assert that what was found is what is known: nothing new, and nothing listed that is mended."""
     new, mended = found - known, known - found
@@ -164,32 +148,6 @@ def test_there_are_no_import_circles() -> None:
     assert not [circle for circle in found if not any(circle <= known for known in CIRCLES)], "new import circles"
     mended = [sorted(known) for known in CIRCLES if not any(circle <= known for circle in found)]
     assert not mended, f"no longer so, take it off the list in {Path(__file__).name}: {mended}"
-
-
-def test_no_file_is_too_long() -> None:
-    found = {m for m, path in modules().items() if len(path.read_text(encoding="utf-8").splitlines()) > LINES}
-    _same(found, LONG_FILES, f"files of more than {LINES} lines")
-
-
-def test_no_function_is_too_long() -> None:
-    found = {name for module in modules() for name, lines in functions(module) if lines > FUNCTION_LINES}
-    _same(found, LONG_FUNCTIONS, f"functions of more than {FUNCTION_LINES} lines")
-
-
-def test_no_package_is_too_large() -> None:
-    sizes: dict[str, int] = defaultdict(int)
-    for path in modules().values():
-        sizes[path.parent.relative_to(ROOT).as_posix()] += path.name != "__init__.py"
-    _same({name for name, count in sizes.items() if count > FILES}, LARGE_PACKAGES, f"more than {FILES} files")
-
-
-def test_no_module_name_occurs_twice() -> None:
-    places = defaultdict(list)
-    for module in modules():
-        places[module.rpartition(".")[2]].append(module)
-    # A package may be called what a module elsewhere is; only files are compared.
-    names = {n for n, found in places.items() if sum(modules()[m].stem != "__init__" for m in found) > 1}
-    _same(names - REPEATED, REPEATED_YET, "module names that occur more than once")
 
 
 def test_each_module_says_what_it_is() -> None:
