@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = (
-    "torch", "torch._dynamo", "transformers", "datasets", "accelerate", "evaluate", "jinja2", "matplotlib.figure",
+    "torch", "torch._dynamo", "transformers", "datasets", "accelerate", "jinja2", "matplotlib.figure",
     "matplotlib.backends.backend_svg", "pydantic", "rich.console", "ruamel.yaml", "safetensors.torch", "scipy.stats",
     "sklearn.metrics", "typer", "huggingface_hub", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.bert.modeling_bert",

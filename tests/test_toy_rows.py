@@ -97,7 +97,7 @@ def check(task, data):
     return [(("data", "path"), "data.path: task toy/parity makes its own rows")] if data.path else []
 """,
     "toy_parity/load.py": """
-from peftlab.tasks.text import Examples
+from peftlab.tasks.labelled_rows import Examples
 
 WORDS = ["good", "bad", "film", "plot", "dull"]
 

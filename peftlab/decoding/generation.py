@@ -13,7 +13,7 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.tasks.generated.config import GenerateConfig
+from peftlab.tasks.config import GenerateConfig
 from peftlab.untyped import Unwrapped
 
 Answering = Callable[[Sequence[Sequence[int]]], list[list[int]]]

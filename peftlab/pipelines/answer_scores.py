@@ -19,10 +19,9 @@ from peftlab.methods.injection import is_injected
 from peftlab.methods.merging import merge, unmerge
 from peftlab.methods.modes import eval_mode
 from peftlab.tasks.batches import eval_batches
-from peftlab.tasks.generated.config import GenerateConfig
-from peftlab.tasks.generated.contexts import Answer, Contexts
-from peftlab.tasks.generated.scores import check_packages, score
-from peftlab.tasks.prepared import Prepared
+from peftlab.tasks.config import GenerateConfig
+from peftlab.tasks.generated import Answer, Contexts, check_packages, score
+from peftlab.tasks.problem import Prepared
 from peftlab.training.faults import memory_advice
 
 

@@ -12,8 +12,8 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.tasks.prepared import Prepared
-from peftlab.tasks.reading.bad_rows import listed
+from peftlab.tasks.data import listed
+from peftlab.tasks.problem import Prepared
 from peftlab.training.distributed import AsTrained
 from peftlab.training.spec import TrainingSpec
 

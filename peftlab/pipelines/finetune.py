@@ -43,12 +43,12 @@ from peftlab.reporting.card import CardInfo, adapter_card, training
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import trainable_line
 from peftlab.rows import resolve
-from peftlab.tasks.labelled.analysis import ClassScores, HardExample
-from peftlab.tasks.language.examples import TOO_LONG
-from peftlab.tasks.prepared import ModelSource, Prepared
-from peftlab.tasks.reading.bad_rows import listed
+from peftlab.tasks.data import listed
+from peftlab.tasks.labelled_rows import MISSING
+from peftlab.tasks.language_examples import TOO_LONG
+from peftlab.tasks.metrics import ClassScores, HardExample
+from peftlab.tasks.problem import ModelSource, Prepared
 from peftlab.tasks.table import find_task
-from peftlab.tasks.text import MISSING
 from peftlab.tasks.tokens import model_inputs
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, make_accelerator
@@ -80,7 +80,7 @@ class FinetuneResults:
             where the base is not quantised or nothing was merged.
         sample: what a language model answers to a held-out input, ``before`` training and ``after``.
         by_class, confusion, points, hardest: of the best model on the first evaluation split, see
-            ``peftlab.tasks.labelled.analysis``; absent for language models.
+            ``peftlab.tasks.metrics``; absent for language models.
         total_seconds: wall time from the start of the process's run to its results, generated answers included.
         seen_examples, seen_tokens: of all training batches, tokens without padding.
         trained_tokens: of an epoch, those that the loss counts; None for tasks without them.

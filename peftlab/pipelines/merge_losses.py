@@ -12,7 +12,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.models.pretrained import load_base, load_config
 from peftlab.outputs import scratch_directory
-from peftlab.tasks.prepared import Prepared
+from peftlab.tasks.problem import Prepared
 
 
 def merge_losses(task: Prepared, live: nn.Module, run_dir: Path, base: str, into: Into) -> dict[str, float]:

@@ -24,7 +24,6 @@ PACKAGES = (
     "transformers",
     "datasets",
     "accelerate",
-    "evaluate",
     "safetensors",
     "peft",
     "numpy",

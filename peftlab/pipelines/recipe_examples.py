@@ -14,9 +14,9 @@ from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
 from peftlab.rows import resolve
-from peftlab.tasks.labelled.answers.base import Answers
-from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.language.examples import Tokens, collate
+from peftlab.tasks.answers import Answers
+from peftlab.tasks.labelled_rows import load_task_data
+from peftlab.tasks.language_examples import Tokens, collate
 from peftlab.tasks.table import find_task
 from peftlab.tasks.tokens import model_inputs, tokenise
 

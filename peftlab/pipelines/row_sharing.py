@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.utils import is_flash_attn_2_available
 
-from peftlab.tasks.prepared import RowSharing
+from peftlab.tasks.problem import RowSharing
 from peftlab.tasks.tokens import Row
 from peftlab.training.config import TrainConfig
 from peftlab.training.spec import TrainingSpec

@@ -22,9 +22,7 @@ from peftlab.references import is_url
 from peftlab.remote.remote_directory import check_url
 from peftlab.rows import resolve
 from peftlab.section import Section
-from peftlab.tasks.config import DataConfig, Problem
-from peftlab.tasks.generated.config import GenerateConfig
-from peftlab.tasks.preference.config import PreferenceObjective
+from peftlab.tasks.config import DataConfig, GenerateConfig, PreferenceObjective, Problem
 from peftlab.tasks.table import TASKS, Task, find_task
 from peftlab.training.config import TrainConfig
 

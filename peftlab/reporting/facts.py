@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.generated.table import HIGH, LOW
+from peftlab.tasks.table import HIGH, LOW
 
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are listed in ``peftlab.reporting.result_keys``."""

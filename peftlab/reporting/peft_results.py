@@ -14,8 +14,8 @@ from peftlab.files import Json, parse_json, read_object, read_text
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting import facts
-from peftlab.tasks.language.conversations import Conversation
-from peftlab.tasks.language.examples import template_of
+from peftlab.tasks.conversations import Conversation
+from peftlab.tasks.language_examples import template_of
 from peftlab.version import __version__
 
 _ACCURACIES = ("gsm8k_peft", "gsm8k")  # peft's own parser where it was asked for

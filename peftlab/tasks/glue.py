@@ -12,9 +12,8 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hub import unreachable
 from peftlab.references import locate
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled_texts import Examples
-from peftlab.tasks.reading.bad_rows import quoted, refuse_rows
-from peftlab.tasks.reading.readers import Table, read_tsv
+from peftlab.tasks.data import Table, quoted, read_tsv, refuse_rows
+from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.table import Task
 
 _HUB = "nyu-mll/glue"

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.chat import Message, chat_ids
-from peftlab.tasks.reading.bad_rows import listed, quoted
-from peftlab.tasks.reading.content import is_unicode, text_lines
-from peftlab.tasks.reading.readers import Table, read_table, table_suffix
+from peftlab.tasks.conversations import Message, chat_ids
+from peftlab.tasks.data import Table, is_unicode, listed, quoted, read_table, table_suffix, text_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

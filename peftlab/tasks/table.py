@@ -1,7 +1,8 @@
-"""The table of tasks: what each one's columns, labels, splits and official metrics are.
+"""The table of tasks, and the table of metrics of generated answers.
 
-Adding one is a row here, or an entry point ``peftlab.tasks``. A row names its code (see ``peftlab.rows``), so that
-reading the table imports no torch.
+Adding a task is a row of ``TASKS``, or an entry point ``peftlab.tasks``; adding a metric of generated answers is a row
+of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``. A row names its code (see
+``peftlab.rows``), so that reading the tables imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from peftlab.errors import PeftlabError
 from peftlab.rows import Rows
 
 
+# ===== The table of tasks: what each one's columns, labels, splits and official metrics are.
 @dataclass(frozen=True)
 class Task:
     """One task; functions are named as ``"module:attribute"``.
@@ -33,7 +35,7 @@ class Task:
         prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
             ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
         answers: class of what the answers of a labelled task are, by that ``prepare``: their head, loss, scores and
-            predictions (``peftlab.tasks.labelled.answers.base:Answers``).
+            predictions (``peftlab.tasks.answers:Answers``).
         columns: function from the data section and the names of a file's columns to the ``Columns`` that it must have;
             for tasks on the user's files.
         load: function from the task, the recipe's data section and a trained model's class names (or None) to the
@@ -58,11 +60,11 @@ class Task:
     labelled: bool = True
     token_loss: bool = False
     prompted: bool = False
-    prepare: str = "peftlab.tasks.labelled.labelled_task:prepare"
-    answers: str = "peftlab.tasks.labelled.answers.one_class:OneClass"
-    columns: str = "peftlab.tasks.columns:text_columns"
+    prepare: str = "peftlab.tasks.labelled:prepare"
+    answers: str = "peftlab.tasks.answers:OneClass"
+    columns: str = "peftlab.tasks.data:text_columns"
     objectives: tuple[str, ...] = ()
-    examples: str = "peftlab.tasks.language.language_task:examples"
+    examples: str = "peftlab.tasks.language:examples"
     load: str = field(kw_only=True)
     check: str = field(kw_only=True)
 
@@ -85,13 +87,13 @@ _language = partial(
     Task,
     metrics=("loss",),
     labelled=False,
-    prepare="peftlab.tasks.language.language_task:prepare",
-    load="peftlab.tasks.language.language_task:load_language",
+    prepare="peftlab.tasks.language:prepare",
+    load="peftlab.tasks.language:load_language",
     check="peftlab.tasks.config:check_language",
 )
-_own = partial(Task, load="peftlab.tasks.text:load_text_task", check="peftlab.tasks.config:check_own")
+_own = partial(Task, load="peftlab.tasks.labelled_rows:load_text_task", check="peftlab.tasks.config:check_own")
 _rows = partial(Task, check="peftlab.tasks.config:check_rows")
-_NUMBER = "peftlab.tasks.labelled.answers.number:Number"
+_NUMBER = "peftlab.tasks.answers:Number"
 
 _BUILT_IN = (
     _glue(
@@ -121,34 +123,34 @@ _BUILT_IN = (
     _rows(
         "text/multilabel",
         metrics=("micro_f1", "macro_f1", "subset_accuracy"),
-        answers="peftlab.tasks.labelled.answers.many_classes:ManyClasses",
-        columns="peftlab.tasks.columns:multilabel_columns",
-        load="peftlab.tasks.own.label_sets:load_label_sets",
+        answers="peftlab.tasks.answers:ManyClasses",
+        columns="peftlab.tasks.data:multilabel_columns",
+        load="peftlab.tasks.labelled_rows:load_label_sets",
     ),
     _rows(
         "text/tokens",
         metrics=("entity_f1", "entity_precision", "entity_recall", "accuracy"),
-        answers="peftlab.tasks.labelled.answers.word_tags:WordTags",
-        columns="peftlab.tasks.columns:word_columns",
-        load="peftlab.tasks.own.tagged_words:load_tagged_words",
+        answers="peftlab.tasks.answers:WordTags",
+        columns="peftlab.tasks.data:word_columns",
+        load="peftlab.tasks.labelled_rows:load_tagged_words",
     ),
     _rows(
         "text/choice",
         choices=True,
-        answers="peftlab.tasks.labelled.answers.one_choice:OneChoice",
-        columns="peftlab.tasks.columns:choice_columns",
-        load="peftlab.tasks.own.choice_rows:load_choices",
+        answers="peftlab.tasks.answers:OneChoice",
+        columns="peftlab.tasks.data:choice_columns",
+        load="peftlab.tasks.labelled_rows:load_choices",
     ),
-    _language("text/chat", token_loss=True, prompted=True, columns="peftlab.tasks.columns:chat_columns"),
-    _language("text/completion", token_loss=True, prompted=True, columns="peftlab.tasks.columns:completion_columns"),
-    _language("text/plain", token_loss=True, columns="peftlab.tasks.columns:plain_columns"),
+    _language("text/chat", token_loss=True, prompted=True, columns="peftlab.tasks.data:chat_columns"),
+    _language("text/completion", token_loss=True, prompted=True, columns="peftlab.tasks.data:completion_columns"),
+    _language("text/plain", token_loss=True, columns="peftlab.tasks.data:plain_columns"),
     _language(
         "text/preference",
-        columns="peftlab.tasks.columns:preference_columns",
+        columns="peftlab.tasks.data:preference_columns",
         objectives=("dpo",),
-        prepare="peftlab.tasks.preference.preference_task:prepare",
-        load="peftlab.tasks.preference.preference_task:load_preferences",
-        examples="peftlab.tasks.preference.preference_task:examples",
+        prepare="peftlab.tasks.preference:prepare",
+        load="peftlab.tasks.preference:load_preferences",
+        examples="peftlab.tasks.preference:examples",
     ),
 )
 TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
@@ -164,3 +166,35 @@ def find_task(name: str) -> Task:
     if task.name != name:
         raise PeftlabError(f"task {name!r}: the entry point's row is named {task.name!r}; give both one name")
     return task
+
+
+# ===== The table of metrics of generated answers.
+LOW, HIGH = "_low", "_high"  # what follows a metric's name in the names of the ends of its 95 % interval
+
+
+@dataclass(frozen=True)
+class GenerationMetric:
+    """One metric; its function is named as ``"module:attribute"``.
+
+    Attributes:
+        score: function of a sequence of ``contexts.Answer`` to a number; or, of a metric that is a mean over the
+            answers, to one number for each of them.
+        mean: whether it is such a mean; it is then reported with a 95 % interval.
+        packages: what has to be installed, by import name.
+    """
+
+    score: str
+    mean: bool = False
+    packages: tuple[str, ...] = ()
+
+
+_METRICS = {
+    "gsm8k": GenerationMetric("peftlab.tasks.generated:gsm8k", mean=True),
+    "gsm8k_peft": GenerationMetric("peftlab.tasks.generated:gsm8k_peft", mean=True),
+    "exact_match": GenerationMetric("peftlab.tasks.generated:exact_match", mean=True),
+    "rouge_l": GenerationMetric("peftlab.tasks.generated:rouge_l", mean=True, packages=("rouge_score",)),
+    "bleu": GenerationMetric("peftlab.tasks.generated:bleu", packages=("sacrebleu",)),
+    "nist": GenerationMetric("peftlab.tasks.generated:nist", packages=("nltk", "sacrebleu")),
+    "cider": GenerationMetric("peftlab.tasks.generated:cider"),
+}
+GENERATION_METRICS: Rows[GenerationMetric] = Rows("metric", "peftlab.generation_metrics", GenerationMetric, _METRICS)

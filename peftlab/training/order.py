@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.batches import epoch_batches, seeded_order, token_batches
-from peftlab.tasks.packing import packed_batches
+from peftlab.tasks.batches import epoch_batches, packed_batches, seeded_order, token_batches
 from peftlab.training.config import TrainConfig
 
 DRAWN = 4  # sets draws of examples apart from those of their order

@@ -10,7 +10,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 from torch import Tensor
 
-from peftlab.tasks.packing import padded_tokens, split_rows
+from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.training.spec import TrainingSpec
 
 T = TypeVar("T")

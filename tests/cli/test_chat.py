@@ -24,7 +24,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.conversation import Chat
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import GeneratedText, generate, load_writer
-from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.conversations import chat_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.forked import python
 

@@ -26,7 +26,7 @@ from peftlab.pipelines.drafts.draft_parts import with_served_model
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.recipe.source import read_source
-from peftlab.tasks.chat import chat_ids
+from peftlab.tasks.conversations import chat_ids
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke

@@ -15,7 +15,7 @@ import torch
 
 import peftlab
 from peftlab.models.costs import CountFlops
-from peftlab.tasks.language.likelihood import nll
+from peftlab.tasks.language import nll
 from tests.gpu.shapes import Work
 from tests.gpu.timing import Taken, ceiling, taken
 

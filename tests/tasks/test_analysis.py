@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, log_loss, precision_recall_fscore_support
 
-from peftlab.tasks.labelled.analysis import analyse
+from peftlab.tasks.metrics import analyse
 
 NAMES = ("no", "maybe", "yes", "never seen")
 

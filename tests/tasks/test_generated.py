@@ -11,14 +11,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.generated.cider import cider, cider_scores
-from peftlab.tasks.generated.config import GenerateConfig
-from peftlab.tasks.generated.contexts import Answer, make_contexts
-from peftlab.tasks.generated.matches import final_number, gsm8k, gsm8k_peft, peft_answer
-from peftlab.tasks.generated.scores import check_packages, score
-from peftlab.tasks.generated.table import GENERATION_METRICS, GenerationMetric
-from peftlab.tasks.language.conversations import Completion, Conversation
-from peftlab.tasks.language.examples import Encoding, encode
+from peftlab.tasks.config import GenerateConfig
+from peftlab.tasks.conversations import Completion, Conversation
+from peftlab.tasks.generated import (
+    Answer,
+    check_packages,
+    cider,
+    cider_scores,
+    final_number,
+    gsm8k,
+    gsm8k_peft,
+    make_contexts,
+    peft_answer,
+    score,
+)
+from peftlab.tasks.language_examples import Encoding, encode
+from peftlab.tasks.table import GENERATION_METRICS, GenerationMetric
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>\n{% endfor %}"
@@ -138,7 +146,7 @@ def test_overlap_by_hand() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = GenerationMetric("peftlab.tasks.generated.overlap:bleu", packages=("no_such_package",))
+    row = GenerationMetric("peftlab.tasks.generated:bleu", packages=("no_such_package",))
     monkeypatch.setitem(GENERATION_METRICS._rows, "bleu", row)
     with pytest.raises(PeftlabError, match=r"bleu needs no_such_package: pip install 'peftlab\[metrics\]'"):
         check_packages(["exact_match", "bleu"])

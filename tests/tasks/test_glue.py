@@ -9,7 +9,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled.data import load_task_data
+from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.table import TASKS, find_task
 
 COUNTS = {
@@ -219,7 +219,7 @@ def test_an_unreachable_hub_says_how_to_use_a_directory(tmp_path):
     code = (
         "from peftlab.tasks.config import DataConfig\n"
         "from peftlab.errors import PeftlabError\n"
-        "from peftlab.tasks.labelled.data import load_task_data\n"
+        "from peftlab.tasks.labelled_rows import load_task_data\n"
         "try: load_task_data('glue/rte', DataConfig())\n"
         "except PeftlabError as error: print(error)\n"
     )

@@ -33,11 +33,9 @@ import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.language.answers import answers
-from peftlab.tasks.language.conversations import Completion, Conversation
-from peftlab.tasks.language.examples import Encoding, collate, encode, encode_rows
-from peftlab.tasks.language.language_task import load_language
-from peftlab.tasks.language.likelihood import LanguageEvaluation, nll, reads_head
+from peftlab.tasks.conversations import Completion, Conversation
+from peftlab.tasks.language import LanguageEvaluation, load_language, nll, reads_head
+from peftlab.tasks.language_examples import Encoding, answers, collate, encode, encode_rows
 from peftlab.tasks.table import find_task
 
 MARKERS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
@@ -276,7 +274,7 @@ def test_the_chunked_loss_is_the_plain_one(
     name: str, targets: list[str], smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value and gradients, with soft caps and scales, a tied head, LoRA on the head, and several chunks."""
-    monkeypatch.setattr("peftlab.tasks.language.likelihood._CHUNK", 7)
+    monkeypatch.setattr("peftlab.tasks.language._CHUNK", 7)
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     names = [t for t in targets if any(n.endswith(t) for n, _ in model.named_modules())]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +15,7 @@ from sklearn import metrics as sk
 
 from peftlab.errors import PeftlabError
 from peftlab.rows import resolve
-from peftlab.tasks.labelled.evaluation import load_metric
-from peftlab.tasks.labelled.metrics import compute_metrics, majority_baseline
+from peftlab.tasks.metrics import compute_metrics, majority_baseline
 from peftlab.tasks.table import TASKS, find_task
 
 COLA, MRPC, STSB = (find_task(f"glue/{name}") for name in ("cola", "mrpc", "stsb"))
@@ -99,38 +97,20 @@ def test_majority_baseline():
     assert majority_baseline(STSB, [1.0, 2.0], [1.0, 4.0]) == {"pearson": 0.0, "spearman": 0.0}
 
 
-def test_the_evaluate_metric_equals_the_function(tmp_path):
+def test_the_scores_of_answers_are_the_metrics_and_the_mean_loss():
     rng = np.random.default_rng(0)
-    for task, answers in ((MRPC, rng.integers(0, 2, 50)), (STSB, rng.normal(size=50))):
-        truth = rng.permutation(answers)
-        metric = load_metric(task, cache_dir=str(tmp_path))
-        for part in np.array_split(np.arange(50), 4):
-            metric.add_batch(predictions=answers[part], references=truth[part])
-        assert metric.compute() == compute_metrics(task, answers, truth)
-        metric.add_batch(predictions=truth, references=truth)
-        assert metric.compute() == compute_metrics(task, truth, truth)  # compute emptied it
-
-
-def test_the_evaluate_metric_gathers_from_several_processes(tmp_path):
-    rng = np.random.default_rng(0)
-    answers, truth = rng.integers(0, 2, 30), rng.integers(0, 2, 30)
-    results: dict[int, dict[str, float] | None] = {}
-
-    def process(number: int) -> None:
-        metric = load_metric(MRPC, num_process=2, process_id=number, experiment_id="gather", cache_dir=str(tmp_path))
-        metric.add_batch(predictions=answers[number::2], references=truth[number::2])
-        results[number] = metric.compute()
-
-    threads = [threading.Thread(target=process, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: compute_metrics(MRPC, answers, truth), 1: None}
+    logits, truth = rng.normal(size=(50, 2)).astype(np.float32), rng.integers(0, 2, 50)
+    found = resolve(MRPC.answers)(MRPC).score(list(logits), truth.tolist())
+    loss = found.pop("loss")
+    assert found == compute_metrics(MRPC, logits.argmax(-1), truth)
+    assert loss == pytest.approx(sk.log_loss(truth, np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)), rel=1e-5)
+    numbers, wanted = rng.normal(size=50).astype(np.float32), rng.normal(size=50)
+    found = resolve(STSB.answers)(STSB).score(list(numbers), wanted.tolist())
+    assert found == {**compute_metrics(STSB, numbers, wanted), "loss": pytest.approx(np.mean((numbers - wanted) ** 2))}
 
 
 def test_importing_the_metrics_imports_no_heavy_library():
-    modules = "peftlab.tasks.labelled.metrics, peftlab.tasks.labelled.data, peftlab.tasks.tokens, peftlab.tasks.batches"
-    code = f"import {modules}, sys; print({{'torch', 'datasets', 'evaluate', 'sklearn'}} & set(sys.modules))"
+    modules = "peftlab.tasks.metrics, peftlab.tasks.labelled_rows, peftlab.tasks.tokens, peftlab.tasks.batches"
+    code = f"import {modules}, sys; print({{'torch', 'datasets', 'sklearn'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

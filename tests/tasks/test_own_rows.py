@@ -19,11 +19,9 @@ from transformers import BertTokenizerFast
 from peftlab.errors import PeftlabError
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.rows import resolve
+from peftlab.tasks.answers import Answers, encode_words
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled.answers.base import Answers
-from peftlab.tasks.labelled.answers.word_tags import encode_words
-from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.own.schemes import entities, entity_tag, of_entities
+from peftlab.tasks.labelled_rows import entities, entity_tag, load_task_data, of_entities
 from peftlab.tasks.table import find_task
 from tests.training import tiny
 

@@ -11,11 +11,17 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.tasks.batches import padding_share, split_batch
-from peftlab.tasks.language.examples import collate
-from peftlab.tasks.language.likelihood import nll
-from peftlab.tasks.language.packed import pack, packing_fault
-from peftlab.tasks.packing import best_fit, packed_batches, packed_rows, padded_tokens, split_rows
+from peftlab.tasks.batches import (
+    best_fit,
+    packed_batches,
+    packed_rows,
+    padded_tokens,
+    padding_share,
+    split_batch,
+    split_rows,
+)
+from peftlab.tasks.language import nll, pack, packing_fault
+from peftlab.tasks.language_examples import collate
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=120)
 

@@ -17,13 +17,21 @@ import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.full.config import FullConfig
 from peftlab.methods.injection import trainable_parameters
+from peftlab.tasks import language as likelihood
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.language import likelihood
-from peftlab.tasks.language.conversations import Completion, Conversation
-from peftlab.tasks.language.examples import Encoding
-from peftlab.tasks.preference.dpo import PreferenceEvaluation, answer_log_probs, collate_pairs, preference_loss
-from peftlab.tasks.preference.pairs import SIDES, Preference, encode_preference, encode_preferences
-from peftlab.tasks.preference.preference_task import load_preferences
+from peftlab.tasks.conversations import Completion, Conversation
+from peftlab.tasks.language_examples import Encoding
+from peftlab.tasks.preference import (
+    SIDES,
+    Preference,
+    PreferenceEvaluation,
+    answer_log_probs,
+    collate_pairs,
+    encode_preference,
+    encode_preferences,
+    load_preferences,
+    preference_loss,
+)
 from peftlab.tasks.table import find_task
 
 BETA = 0.3

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.reading.readers import read_table
+from peftlab.tasks.data import read_table
 
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = st.sampled_from(["csv", "tsv", "jsonl", "json", "parquet", "csv.gz", "tsv.gz", "jsonl.gz", "json.gz"])

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.tasks.language.conversations import Conversation
-from peftlab.tasks.language.examples import Encoding, Tokens, encode, end_of_turn, markers
-from peftlab.tasks.language.tool_calls import read_calls
-from peftlab.tasks.language.turn_shapes import shapes
+from peftlab.tasks.conversations import Conversation, read_calls
+from peftlab.tasks.language_examples import Encoding, Tokens, encode, end_of_turn, markers, shapes
 from tests.byte_tokens import byte_tokenizer
 
 _TRL = find_spec("trl")

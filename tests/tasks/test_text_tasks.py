@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from peftlab.errors import PeftlabError
 from peftlab.rows import resolve
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.labelled.labelled_task import class_counts
-from peftlab.tasks.text import stratified
+from peftlab.tasks.labelled import class_counts
+from peftlab.tasks.labelled_rows import load_task_data, stratified
 
 ROWS = [
     {"review": f'row {i}, "quoted" text\u2028NA', "mood": ["good", "bad", "so-so"][i % 3], "stars": i / 2}

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.labelled_texts import Examples
+from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.tokens import Collate, tokenise
 
 SHORT, LONG = "good film", "a very long and winding film about a very long and winding road"

@@ -21,7 +21,7 @@ import transformers.models.bert.modeling_bert
 import peftlab.pipelines
 import peftlab.recipe.loading
 from peftlab.cli.app import main
-from peftlab.tasks.labelled.answers.one_class import OneClass
+from peftlab.tasks.answers import OneClass
 
 assert matplotlib and sklearn and transformers and peftlab
 

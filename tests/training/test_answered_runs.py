@@ -15,7 +15,7 @@ from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
-from peftlab.tasks.generated.config import GenerateConfig
+from peftlab.tasks.config import GenerateConfig
 
 NAMES = ["Tom", "Lily", "Max", "Anna", "Ben", "Sue", "Tim", "Mia"]
 THINGS = ("dog", "cat", "car", "bird")
@@ -110,7 +110,7 @@ def test_mistakes_in_the_recipe(recipe: Path, overrides: list[str], message: str
 def test_a_missing_package_stops_the_run_before_training(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peftlab.tasks.generated.scores.find_spec", lambda name: None)
+    monkeypatch.setattr("peftlab.tasks.generated.find_spec", lambda name: None)
     with pytest.raises(PeftlabError, match=r"generate.metrics: bleu needs sacrebleu: pip install 'peftlab\[metrics\]'"):
         run(recipe, ["generate.metrics=[bleu]", f"output_dir={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()

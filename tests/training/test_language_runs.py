@@ -22,8 +22,8 @@ from peftlab.pipelines.row_sharing import share_rows
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.tasks.language.packed import pack, packing_fault
-from peftlab.tasks.prepared import RowSharing
+from peftlab.tasks.language import pack, packing_fault
+from peftlab.tasks.problem import RowSharing
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.spec import TrainingSpec
 from peftlab.training.trackers import flat

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from peftlab.tasks.labelled_texts import Examples
+from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.tokens import tokenise
 
 

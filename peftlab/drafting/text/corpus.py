@@ -10,9 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
-from peftlab.tasks.reading.bad_rows import listed, quoted
-from peftlab.tasks.reading.content import read_text
-from peftlab.tasks.reading.readers import read_table, table_suffix
+from peftlab.tasks.data import listed, quoted, read_table, read_text, table_suffix
 
 _COLUMNS = ("text", "response", "completion", "answer", "output")
 

@@ -30,8 +30,8 @@ from peftlab.drafting.text.target_text import Writing, weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json
 from peftlab.locks import LOCK, locked
+from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
-from peftlab.tasks.reading.content import is_unicode
 
 T = TypeVar("T")
 

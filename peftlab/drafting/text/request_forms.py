@@ -15,7 +15,7 @@ from peftlab.drafting.text.retokenised import text_of
 from peftlab.drafting.text.target_text import Writing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member
-from peftlab.tasks.chat import Message
+from peftlab.tasks.conversations import Message
 
 
 @dataclass(frozen=True)

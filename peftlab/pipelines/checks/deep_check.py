@@ -16,9 +16,9 @@ from peftlab.remote.remote_directory import local_place
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
 from peftlab.rows import resolve
-from peftlab.tasks.labelled.answers.base import Answers
-from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.labelled.labelled_task import class_counts, repeated_rows
+from peftlab.tasks.answers import Answers
+from peftlab.tasks.labelled import class_counts, repeated_rows
+from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.table import find_task
 
 _FLOAT = 4  # bytes of a number in fp32

@@ -11,10 +11,8 @@ from peftlab.recipe.table_cells import table_cells
 from peftlab.recipe.table_schema import AnyTable
 from peftlab.references import locate
 from peftlab.rows import resolve
-from peftlab.tasks.columns import Columns
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.reading.readers import Table
-from peftlab.tasks.reading.splits import split_files, split_tables
+from peftlab.tasks.data import Columns, Table, split_files, split_tables
 from peftlab.tasks.table import Task, find_task
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.generate import GeneratedText, Writer
-from peftlab.tasks.chat import Message, chat_ids
+from peftlab.tasks.conversations import Message, chat_ids
 
 _LEAST_ROOM = 4  # a quarter of the context is room enough for an answer, however many tokens one may have
 

@@ -20,7 +20,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
 from peftlab.pipelines.drafts.stored_weights import StoredWeights, stored_weights
-from peftlab.tasks.language.examples import end_of_turn
+from peftlab.tasks.language_examples import end_of_turn
 from peftlab.tasks.prompts import Prompt, encode
 
 

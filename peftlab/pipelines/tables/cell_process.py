@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ALL = ["peftlab.pipelines.tables.quiet_server", "matplotlib.figure", "jinja2"]
 # kind of recipe -> what such cells import; a package that is not installed is left out.
 PRELOADED = {
-    "finetune": [*_ALL, "peftlab.pipelines.finetune", "peftlab.tasks.labelled.evaluation", "sklearn.metrics"],
+    "finetune": [*_ALL, "peftlab.pipelines.finetune", "peftlab.tasks.labelled", "sklearn.metrics"],
     "draft": [*_ALL, "peftlab.pipelines.draft"],
 }
 

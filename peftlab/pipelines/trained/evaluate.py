@@ -19,7 +19,7 @@ from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.remote.mirror import local_copy
-from peftlab.tasks.prepared import Prepared
+from peftlab.tasks.problem import Prepared
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
 

@@ -14,9 +14,8 @@ from peftlab.methods.modes import eval_mode
 from peftlab.pipelines.finetune import model_source
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.rows import resolve
-from peftlab.tasks.labelled.answers.base import Answers, Predictions
-from peftlab.tasks.labelled.labelled_task import load_classifier, tokens_for
-from peftlab.tasks.labelled.scoring import Evaluation
+from peftlab.tasks.answers import Answers, Predictions
+from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for
 from peftlab.tasks.table import find_task
 from peftlab.tasks.tokens import Row
 from peftlab.training.distributed import accelerator_on

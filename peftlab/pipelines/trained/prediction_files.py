@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing, to_json, write_text
-from peftlab.tasks.reading.readers import Table, read_lines, read_table
+from peftlab.tasks.data import Table, read_lines, read_table
 from peftlab.tasks.table import find_task
 
 if TYPE_CHECKING:
-    from peftlab.tasks.labelled.answers.base import Predictions
+    from peftlab.tasks.answers import Predictions
 
 STREAM = "-"
 Columns = Mapping[str, Sequence[object]]

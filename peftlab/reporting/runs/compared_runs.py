@@ -16,7 +16,7 @@ from peftlab.reporting import facts
 from peftlab.reporting.runs.paired_drafts import paired_lines
 from peftlab.reporting.tables.score_scale import lower_is_better
 from peftlab.rows import resolve
-from peftlab.tasks.generated.table import HIGH, LOW
+from peftlab.tasks.table import HIGH, LOW
 
 # key of results.json -> name, unit
 _COSTS = {

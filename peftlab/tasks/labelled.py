@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.targets import embeddings_of
 from peftlab.rows import resolve
+from peftlab.tasks.answers import Answers, Array, Weights
+from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled.analysis import Analysis
-from peftlab.tasks.labelled.answers.base import Answers, Weights
-from peftlab.tasks.labelled.data import load_task_data
-from peftlab.tasks.labelled.scoring import Evaluation
-from peftlab.tasks.prepared import Loss, ModelSource, Prepared
+from peftlab.tasks.labelled_rows import load_task_data
+from peftlab.tasks.metrics import Analysis
+from peftlab.tasks.problem import Loss, ModelSource, Prepared, over_processes
 from peftlab.tasks.table import Task
-from peftlab.tasks.tokens import largest_id, padding_token, tokenise
+from peftlab.tasks.tokens import Row, largest_id, padding_token, tokenise
 
 
+# ===== Labelled tasks: a model with a task head, trained on texts with labels.
 def prepare(
     task: Task,
     data: DataConfig,
@@ -142,3 +144,40 @@ def tokens_for(
             f"{embedded} tokens"
         )
     return tokens
+
+
+# ===== Scores of labelled tasks, in one process or many.
+@dataclass(frozen=True)
+class Evaluation:
+    """Labelled splits and how a model is scored on them.
+
+    Attributes:
+        answers: the task's kind of answers.
+        splits: tokenised examples by split name, the deciding split first.
+        collate: rows to one batch of tensors.
+        batch_size: examples per batch and process.
+    """
+
+    answers: Answers
+    splits: Mapping[str, Dataset]
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
+    batch_size: int
+
+    def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """Return the task's metrics and the mean loss of each split; the model should be in eval mode.
+
+        Every process must call it, and each gets the same result.
+        """
+        return {
+            split: self.answers.score(self.outputs(model, data), list(data["label"]))
+            for split, data in self.splits.items()
+        }
+
+    def outputs(self, model: nn.Module, data: Dataset) -> list[Array]:
+        """Return what the answer of each row of ``data`` is read from, in its own order."""
+        batches = eval_batches(data["length"], self.batch_size)
+        found = over_processes(data, batches, self.collate, lambda batch: self.answers.outputs(model, batch))
+        rows: dict[int, Array] = {}
+        for batch, part in zip(batches, found, strict=True):
+            rows |= zip(batch, part, strict=True)
+        return [rows[place] for place in range(len(data))]

@@ -1,10 +1,14 @@
-"""A task with a model: what is trained, how it is scored, and what is said about the data."""
+"""A task with a model: what is trained, how it is scored, and the facts about its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,12 +17,13 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer, storage
-from peftlab.tasks.generated.contexts import Contexts
-from peftlab.tasks.labelled.analysis import Analysis
+from peftlab.tasks.generated import Contexts
+from peftlab.tasks.metrics import Analysis
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Attributes, Function
 
+# ===== A task with a model: what is trained, how it is scored, and what is said about the data.
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
 
@@ -139,3 +144,30 @@ class Prepared:
         """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""
         if self.refer is not None:  # in place: ``score`` reads the same dict
             self.held_out |= {split: self.refer(model, rows) for split, rows in self.held_out.items()}
+
+
+# ===== Batches of an evaluation, shared out among the processes of a run.
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def over_processes(
+    data: Dataset,
+    batches: Sequence[list[int]],
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]],
+    score: Callable[[dict[str, Tensor]], T],
+) -> list[T]:
+    """Return ``score`` of each batch of ``data``'s rows, in the order of ``batches`` and in every process.
+
+    Each process takes every n-th batch, on its own device. No batch counts twice however unevenly they divide: where
+    some processes have a batch less, they repeat the first one, as the processes of a wrapped model forward together.
+    """
+    state = PartialState()
+    found: list[tuple[int, T]] = []
+    for turn in range(0, len(batches), state.num_processes):
+        place = turn + state.process_index
+        mine = batches[place if place < len(batches) else 0]
+        inputs = {key: value.to(state.device) for key, value in collate(data.__getitems__(mine)).items()}
+        found.append((place, score(inputs)))
+    values: dict[int, T] = dict(gather_object(found))
+    return [values[place] for place in range(len(batches))]

@@ -1,26 +1,32 @@
-"""Language tasks: their rows, read and held out, and what is trained."""
+"""Language tasks: chats, completions and plain text, trained and scored by the likelihood of the marked tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from datasets import Dataset
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
+from peftlab.files import member
 from peftlab.methods.modes import eval_mode
+from peftlab.models.chunked_sum import chunked_sum
 from peftlab.rows import resolve
-from peftlab.tasks.batches import seeded_order, seeded_subset
+from peftlab.tasks.batches import eval_batches, packed_rows, seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.generated.contexts import make_contexts, prompt_ids, prompt_text
-from peftlab.tasks.labels import bin_classes, is_missing, numbers
-from peftlab.tasks.language.conversations import (
+from peftlab.tasks.conversations import (
     Conversation,
     chat_columns,
     completion_columns,
@@ -29,7 +35,21 @@ from peftlab.tasks.language.conversations import (
     read_conversation,
     read_plain,
 )
-from peftlab.tasks.language.examples import (
+from peftlab.tasks.data import (
+    Fault,
+    Table,
+    bin_classes,
+    is_missing,
+    numbers,
+    read_text,
+    refuse,
+    split_files,
+    split_tables,
+    text_lines,
+)
+from peftlab.tasks.generated import make_contexts, prompt_ids, prompt_text
+from peftlab.tasks.labelled_rows import BEYOND, MISSING, OUTSIDE
+from peftlab.tasks.language_examples import (
     Encoding,
     Source,
     Tokens,
@@ -38,18 +58,12 @@ from peftlab.tasks.language.examples import (
     encode_rows,
     fingerprint,
 )
-from peftlab.tasks.language.likelihood import LanguageEvaluation, nll
-from peftlab.tasks.language.packed import pack, packing_fault
-from peftlab.tasks.prepared import Loss, ModelSource, Prepared, RowSharing
-from peftlab.tasks.reading.bad_rows import Fault, refuse
-from peftlab.tasks.reading.content import read_text, text_lines
-from peftlab.tasks.reading.readers import Table
-from peftlab.tasks.reading.splits import split_files, split_tables
+from peftlab.tasks.problem import Loss, ModelSource, Prepared, RowSharing, over_processes
 from peftlab.tasks.table import Task
-from peftlab.tasks.text import BEYOND, MISSING, OUTSIDE
-from peftlab.tasks.tokens import padding_or_end
-from peftlab.untyped import Unwrapped
+from peftlab.tasks.tokens import Row, padding_or_end
+from peftlab.untyped import Attributes, Unwrapped
 
+# ===== Language tasks: their rows, read and held out, and what is trained.
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
 }  # fmt: skip
@@ -301,3 +315,225 @@ def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) ->
             pad_token_id=padding_or_end(tokenizer),
         )  # fmt: skip
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+# ===== The negative log-likelihood of marked tokens, without ever holding logits of all of them.
+_CHUNK = 256  # tokens whose logits live at a time
+_READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def nll(model: nn.Module, inputs: Mapping[str, Tensor], *, label_smoothing: float = 0.0) -> Tensor:
+    """Return Σ -log p(token | tokens before it) over the trained tokens of a batch, in fp32.
+
+    Args:
+        model: a causal language model, wrapped by accelerate or not.
+        inputs: ``input_ids``, ``attention_mask`` or ``position_ids``, and ``trained``, [b, n], padded on the right.
+        label_smoothing: share s of each token's loss that is the mean over the vocabulary instead: p(token) becomes
+            the geometric mean p(token)^(1-s) · Π p(any)^(s/V).
+    """
+    loss = partial(F.cross_entropy, reduction="sum", label_smoothing=label_smoothing)
+    bare: Unwrapped = getattr(model, "module", model)
+    if not reads_head(bare):
+        return loss(*_trained_logits(model, inputs))
+    hidden, targets = _trained_states(model, inputs)
+
+    def chunk_loss(rows: Tensor, part: Tensor) -> Tensor:
+        return loss(head_logits(bare, part), targets[rows])
+
+    rows = torch.arange(len(hidden), device=hidden.device)
+    return chunked_sum(chunk_loss, hidden, rows, _CHUNK, list(bare.get_output_embeddings().parameters()))
+
+
+def token_nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return -log p(token | tokens before it) of each trained token, [T], row by row; arguments as for ``nll``.
+
+    For losses that are no sum over tokens: which gradient a token's logits receive is known in the backward pass only,
+    which computes each chunk's logits again.
+    """
+    loss = partial(F.cross_entropy, reduction="none")
+    bare: Unwrapped = getattr(model, "module", model)
+    if not reads_head(bare):
+        return loss(*_trained_logits(model, inputs))
+    hidden, targets = _trained_states(model, inputs)
+
+    def chunk_loss(part: Tensor, ids: Tensor) -> Tensor:
+        return loss(head_logits(bare, part), ids)
+
+    parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    return torch.cat([checkpoint(chunk_loss, *part, use_reentrant=False) for part in parts])
+
+
+def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the states [T, H] that the LM head predicts the trained tokens from, and these tokens' ids [T]."""
+    given, kept = _given(inputs), inputs["trained"][:, 1:]
+    bare: Unwrapped = getattr(model, "module", model)
+    with _last_states(bare) as states:
+        model(**given, logits_to_keep=1)
+    return states[0][:, :-1][kept], inputs["input_ids"][:, 1:][kept]
+
+
+def _trained_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits [T, V] of the trained tokens, in fp32, and these tokens' ids [T]."""
+    kept = inputs["trained"][:, 1:]
+    logits = model(**_given(inputs)).logits
+    return logits[:, :-1][kept].float(), inputs["input_ids"][:, 1:][kept]
+
+
+def _given(inputs: Mapping[str, Tensor]) -> Attributes:
+    """Return what a model takes of a batch."""
+    return {"use_cache": False} | {key: value for key, value in inputs.items() if key != "trained"}
+
+
+def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
+    """Return the logits [t, V] of states [t, H] after the final norm: the LM head, and what its class does after it."""
+    config = model.config.get_text_config(decoder=True)
+    logits = model.get_output_embeddings()(hidden).float()
+    if getattr(config, "logit_scale", None) is not None:  # Cohere
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None) is not None:  # Granite
+        logits = logits / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@torch.no_grad()
+def reads_head(model: Unwrapped) -> bool:
+    """Whether ``head_logits`` of the last states is what the model computes; tried once per model, then remembered."""
+    if model not in _READS_HEAD:
+        _READS_HEAD[model] = _tried(model)
+    return _READS_HEAD[model]
+
+
+def _tried(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    if head is None or any(type(p.data) is not Tensor for p in head.parameters()):
+        return False
+    size = min(16, model.get_input_embeddings().get_parameter("weight").shape[0])
+    ids = torch.arange(size, device=model.device)[None]
+    with eval_mode(model), _last_states(model) as states:
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        except TypeError:  # a model that does not take logits_to_keep
+            return False
+        if not states:
+            return False
+        own = head_logits(model, states[0][0])
+    return bool((own - logits).abs().max() <= 1e-3 * logits.abs().max().clamp_min(1e-6))
+
+
+@contextmanager
+def _last_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the states [b, n, H] that each forward pass gives to the LM head."""
+    states: list[Tensor] = []
+
+    def keep(module: nn.Module, arguments: object, output: Unwrapped) -> None:
+        states.append(output[0])
+
+    handle = model.get_decoder().register_forward_hook(keep)
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class LanguageEvaluation:
+    """Held-out splits and how a language model is scored on them.
+
+    Attributes:
+        splits: tokenised examples by split name. collate: rows to one batch.
+        batch_size: examples per batch and process.
+    """
+
+    splits: Mapping[str, Dataset]
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
+    batch_size: int
+
+    def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """Return per split ``loss`` (nats per trained token), ``perplexity`` and ``bits_per_byte`` of the trained text.
+
+        Every process must call it, and each gets the same result.
+        """
+        scores = {}
+        for split, data in self.splits.items():
+            total = math.fsum(self.totals(model, data))
+            loss = total / sum(data["trained_tokens"])
+            size = max(1, sum(data["trained_bytes"]))
+            scores[split] = {
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700)),
+                "bits_per_byte": total / math.log(2) / size,
+            }
+        return scores
+
+    def totals(self, model: nn.Module, data: Dataset) -> list[float]:
+        """Return the summed NLL of each batch, in the order of ``eval_batches``."""
+        batches = eval_batches(data["length"], self.batch_size)
+        return over_processes(data, batches, self.collate, lambda inputs: float(nll(model, inputs)))
+
+
+# ===== Examples that share a row, and the proof that a model keeps them apart.
+_TRIED = (8, 16, 24, 32)  # tokens of the examples that are tried
+
+
+def pack(rows: Sequence[Row], row_tokens: int, *, pad: int) -> dict[str, Tensor]:
+    """Return ``input_ids``, ``position_ids`` and ``trained``, [rows, longest], padded on the right.
+
+    Positions begin at 0 with each example, and with the padding; there is no attention mask: from positions alone
+    transformers lets tokens attend within their example only. The first token of an example is not trained.
+    """
+    shared = packed_rows([len(member(row, "input_ids", list, "an example")) for row in rows], row_tokens)
+    ids = [[torch.tensor(rows[i]["input_ids"]) for i in row] for row in shared]
+    marks = [[torch.tensor(rows[i]["trained"]) & (torch.arange(len(t)) > 0) for i, t in zip(row, texts, strict=True)]
+             for row, texts in zip(shared, ids, strict=True)]  # fmt: skip
+    longest = max(sum(map(len, texts)) for texts in ids)
+    places = []
+    for texts in ids:
+        sizes = [len(text) for text in texts]
+        places.append(torch.cat([torch.arange(size) for size in (*sizes, longest - sum(sizes))]))
+    return {
+        "input_ids": pad_sequence([torch.cat(texts) for texts in ids], batch_first=True, padding_value=pad),
+        "position_ids": torch.stack(places),
+        "trained": pad_sequence([torch.cat(row) for row in marks], batch_first=True),
+    }
+
+
+@torch.no_grad()
+def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None:
+    """Return why ``model`` computes something else for examples in one row than for each alone; None if it does not.
+
+    A few beginnings of ``examples`` are tried on the device of the model, in eval mode. The logits may differ by
+    rounding: by 0.002 % in fp32, 1 % in fp16 and TF32, 4 % in bf16.
+    """
+    name = type(model).__name__
+    tried: list[Row] = []
+    for i, length in enumerate(_TRIED):
+        ids = member(examples[i % len(examples)], "input_ids", list, "an example")[:length]
+        tried.append({"input_ids": ids, "trained": [True] * len(ids)})
+    inputs = {key: value.to(model.device) for key, value in pack(tried, sum(_TRIED), pad=0).items() if key != "trained"}
+    with eval_mode(model):
+        alone = [model(input_ids=torch.tensor([row["input_ids"]], device=model.device), use_cache=False).logits[0]
+                 for row in tried]  # fmt: skip
+        try:
+            together = model(**inputs, use_cache=False).logits[0]
+        except (TypeError, ValueError):
+            return f"{name} takes no position_ids"
+    single = torch.cat(alone).float()
+    single = single - single.mean(-1, keepdim=True)  # softmax does not see what all logits have in common
+    shared = together.float() - together.float().mean(-1, keepdim=True)
+    difference = float((shared - single).norm() / single.norm())
+    if difference <= _precision(model, together) ** (2 / 3):
+        return None
+    return f"{name} does not keep the examples of a row apart (its logits differ by {difference:.1%})"
+
+
+def _precision(model: PreTrainedModel, logits: Tensor) -> float:
+    """Return the relative rounding error of the coarsest numbers that a forward pass computes with."""
+    device = model.device.type
+    kinds = {model.dtype, logits.dtype}
+    if torch.is_autocast_enabled(device):
+        kinds.add(torch.get_autocast_dtype(device))
+    if device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        kinds.add(torch.float16)  # TF32 has fp16's ten bits of fraction
+    return max(torch.finfo(kind).eps for kind in kinds)

@@ -1,0 +1,774 @@
+"""Reading the user's files: tables of columns, the files of the splits, and the values of label columns.
+
+Every value keeps its spelling: a sentence ``NA``, ``null`` or ``1.0`` in a text file stays that string. Reading is
+bounded in memory, and every bad row is named.
+
+=========  ============================================================================================
+``.csv``   comma separated, standard quoting (``"`` quotes, doubled inside), strict about stray quotes; separated by
+           semicolons or tabs where the header is, as spreadsheets of many countries write it
+``.tsv``   tab separated, unquoted: a quotation mark is part of the text, a row is a line
+``.jsonl``  one JSON object per line
+``.json``  one JSON list of objects
+``.parquet``  any Parquet file
+=========  ============================================================================================
+
+The text formats are UTF-8 (a byte order mark is skipped), may end in ``.gz``, and their empty lines are not
+rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import os
+import reprlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import open_regular, parse_json
+from peftlab.references import locate
+from peftlab.tasks.config import DataConfig
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+
+# ===== Errors about bad rows: all kinds in one message, with the first few line or row numbers of each.
+_LISTED = 10  # places or names that a message lists at most
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with some rows of a column.
+
+    Attributes:
+        path: the file.
+        column: the column's name.
+        problem: what is wrong, as the end of a sentence: ``is missing``.
+        places: line or row numbers, at least one.
+        unit: what ``places`` counts, ``line`` or ``row``.
+        total: rows of the file.
+    """
+
+    path: Path
+    column: str
+    problem: str
+    places: Sequence[int]
+    unit: str
+    total: int
+
+    def __str__(self) -> str:
+        where = f"{self.unit} {listed(map(str, self.places))}"
+        return (
+            f"{self.path}: column {quoted(self.column)} {self.problem} in {len(self.places)} of {self.total} rows "
+            f"({where})"
+        )
+
+
+def refuse(faults: Sequence[Fault], hint: str = "") -> None:
+    """Raise ``PeftlabError`` with a line for each fault and the hint after them, if there is any fault."""
+    if faults:
+        raise PeftlabError("\n".join(filter(None, (*map(str, faults), hint))))
+
+
+def refuse_rows(path: Path, unit: str, problems: Sequence[tuple[int, str]]) -> None:
+    """Raise ``PeftlabError`` where rows could not be read: the first with its problem, the others' places.
+
+    Args:
+        problems: line or row number of each such row and what is wrong with it.
+    """
+    if not problems:
+        return
+    (first, problem), *others = problems
+    where = f"{path}:{first}" if unit == "line" else f"{path} row {first}"
+    more = f"; and {len(others)} more bad rows ({unit} {listed(str(place) for place, _ in others)})" if others else ""
+    raise PeftlabError(f"{where}: {problem}{more}")
+
+
+def listed(items: Iterable[str], most: int = _LISTED) -> str:
+    """Return the first items, comma separated and shortened where they are long, and ``...`` where there are more."""
+    items = list(items)
+    shown = [item if len(item) <= 80 else f"{item[:77]}..." for item in items[:most]]
+    return ", ".join(shown + ["..."] * (len(items) > most)) or "none"
+
+
+def quoted(value: object) -> str:
+    """Return ``repr(value)``, shortened where it is long."""
+    return _REPR.repr(value)
+
+
+# ===== Reading the text of a data file: bounded in size and UTF-8, or an error that names the file.
+_CHUNK = 2**20
+_ALWAYS_FITS = 64 * 2**20
+_EXPANSION = 100  # text compresses 3- to 30-fold, a decompression bomb a thousandfold
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, decompressed if its name ends in ``.gz``, without a byte order mark.
+
+    Raises:
+        PeftlabError: not a regular file, not readable, not UTF-8, a NUL byte, or a compressed file that expands
+            beyond ``expansion_limit``; the line is named where there is one.
+    """
+    size = regular_size(path)
+    packed = path.name.lower().endswith(".gz")
+    content = bytearray()
+    try:
+        with gzip.open(path, "rb") if packed else path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                _refuse_binary(path, content, chunk)
+                content += chunk
+                if packed and len(content) > expansion_limit(size):
+                    raise PeftlabError(
+                        f"{path}: {size:,} bytes expand to more than {expansion_limit(size):,}; if that is "
+                        "intended, decompress the file yourself"
+                    )
+    except (OSError, EOFError, zlib.error) as error:
+        raise PeftlabError(f"{path}: cannot be read ({error})") from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise PeftlabError(f"{path}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+
+
+def regular_size(path: Path) -> int:
+    """Return a file's size in bytes; errors as in ``open_regular``."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def expansion_limit(size: int) -> int:
+    """Return how many bytes a compressed file of ``size`` bytes may expand to."""
+    return max(_ALWAYS_FITS, _EXPANSION * size)
+
+
+def _refuse_binary(path: Path, before: bytearray, chunk: bytes) -> None:
+    if not before and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
+    place = chunk.find(0)
+    if place >= 0:
+        line = before.count(b"\n") + chunk.count(b"\n", 0, place) + 1
+        raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text of every line that is not empty; errors as ``read_text``."""
+    # str.splitlines would also break at U+2028 and the like, which are text.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if line:
+            yield number, line
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can encode ``text``; an unpaired surrogate, which JSON can escape, cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ===== Reading tables of examples, the text unchanged.
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length, and the position of each row in its file.
+
+    Attributes:
+        path: the file.
+        columns: column name to values, in file order.
+        positions: line number (text formats) or row number of each row, counted from 1.
+        unit: what ``positions`` counts, ``line`` or ``row``.
+    """
+
+    path: Path
+    columns: Mapping[str, list[object]]
+    positions: Sequence[int]
+    unit: str = "line"
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def column(self, name: str, key: str) -> list[object]:
+        """Return a column; a missing one raises ``PeftlabError`` that names ``key`` and the nearest
+        column."""
+        if name not in self.columns:
+            hint = did_you_mean(name, self.columns)
+            columns = listed(self.columns, 50)
+            raise PeftlabError(f"{self.path}: no column {name!r} ({key}){hint}; columns: {columns}")
+        return self.columns[name]
+
+    def where(self, row: int) -> str:
+        """Return ``file:line``, or ``file row N`` where the format has no lines."""
+        place = self.positions[row]
+        return f"{self.path}:{place}" if self.unit == "line" else f"{self.path} row {place}"
+
+    def fault(self, column: str, problem: str, rows: Sequence[int]) -> list[Fault]:
+        """Return a list with one fault about ``rows`` of a column; an empty list for no rows."""
+        places = [self.positions[row] for row in rows]
+        return [Fault(self.path, column, problem, places, self.unit, len(self))] if rows else []
+
+    def take(self, names: Sequence[str], rows: Sequence[int]) -> Table:
+        """Return the named columns at ``rows``, in that order."""
+        columns = {name: [values[row] for row in rows] for name in names for values in [self.columns[name]]}
+        return Table(self.path, columns, [self.positions[row] for row in rows], self.unit)
+
+
+def read_table(path: Path) -> Table:
+    """Read a file by its suffix (see the module's table of formats).
+
+    Raises:
+        PeftlabError: an unknown suffix, or a malformed file (named with its line).
+    """
+    suffix = table_suffix(path)
+    if suffix is None:
+        raise PeftlabError(f"{path}: cannot tell the format; the name must end in one of {', '.join(_READERS)}")
+    return _READERS[suffix](path)
+
+
+def table_suffix(path: Path) -> str | None:
+    """Return the readable suffix of a file name (``.csv``, ``.csv.gz``, ...), or None."""
+    name = path.name.lower()
+    return next((suffix for suffix in _READERS if name.endswith(suffix)), None)
+
+
+def read_tsv(path: Path, header: Sequence[str] | None = None, ragged: list[int] | None = None) -> Table:
+    """Read tab-separated lines, unquoted.
+
+    Args:
+        path: the file.
+        header: column names of a file that has no header line.
+        ragged: receives the numbers of lines with a wrong number of fields, which are left out; if None such
+            a line is an error.
+
+    Raises:
+        PeftlabError: a line with a wrong number of fields (``file:line``), or an unreadable file.
+    """
+    rows = [(number, line.split("\t")) for number, line in text_lines(path)]
+    return _tabular(path, rows, header, ragged)
+
+
+def _read_csv(path: Path) -> Table:
+    text = read_text(path)
+    limit = csv.field_size_limit(2**31 - 1)
+    rows: list[tuple[int, list[str]]] = []
+    line = 1
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=_separator(text), strict=True)
+        for row in reader:
+            if row:
+                rows.append((line, row))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise PeftlabError(f"{path}:{line}: not a CSV row ({error})") from None
+    finally:
+        csv.field_size_limit(limit)
+    return _tabular(path, rows)
+
+
+def _separator(text: str) -> str:
+    """Return the first of ``,``, ``;`` and tab that separates the header of a csv file; comma if none does."""
+    for separator in ",;\t":
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        if len(next(filter(None, rows), [])) > 1:
+            return separator
+    return ","
+
+
+def _read_jsonl(path: Path) -> Table:
+    return _objects(path, text_lines(path))
+
+
+def read_lines(lines: Iterable[str], name: str) -> Table:
+    """Read a stream: JSON objects, one a line, where the first begins with a brace, else texts in a column ``text``.
+
+    Args:
+        lines: blank ones are left out. name: of the stream, for messages.
+
+    Raises:
+        PeftlabError: a line that is no JSON object among lines that are.
+    """
+    numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, start=1) if line.strip()]
+    path = Path(name)
+    if numbered and numbered[0][1].lstrip().startswith("{"):
+        return _objects(path, numbered)
+    texts: list[object] = [line for _, line in numbered]
+    return Table(path, {"text": texts}, [number for number, _ in numbered])
+
+
+def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Table:
+    rows: list[tuple[int, object]] = []
+    problems: list[tuple[int, str]] = []
+    for number, line in lines:
+        try:
+            rows.append((number, parse_json(line)))
+        except ValueError as error:
+            problems.append((number, f"not a JSON object ({error})"))
+    return _from_objects(path, rows, "line", problems)
+
+
+def _read_json(path: Path) -> Table:
+    try:
+        rows = parse_json(read_text(path))
+    except ValueError as error:
+        raise PeftlabError(f"{path}: not valid JSON ({error}); a file of one object a line is named .jsonl") from None
+    if not isinstance(rows, list):
+        raise PeftlabError(f"{path}: must be a list of objects, not {type(rows).__name__}")
+    return _from_objects(path, list(enumerate(rows, start=1)), "row", [])
+
+
+def _read_parquet(path: Path) -> Table:
+    columns = ParquetColumns(path)
+    return Table(path, columns, range(1, columns.rows + 1), "row")
+
+
+_READERS: dict[str, Callable[[Path], Table]] = {
+    ".csv": _read_csv,
+    ".tsv": read_tsv,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv.gz": _read_csv,
+    ".tsv.gz": read_tsv,
+    ".jsonl.gz": _read_jsonl,
+    ".json.gz": _read_json,
+}
+
+
+def _tabular(
+    path: Path,
+    rows: list[tuple[int, list[str]]],
+    header: Sequence[str] | None = None,
+    ragged: list[int] | None = None,
+) -> Table:
+    if header is None:
+        if not rows:
+            raise PeftlabError(f"{path}: is empty")
+        (_, header), *rows = rows
+    doubled = [name for name, count in Counter(header).items() if count > 1]
+    if doubled:
+        raise PeftlabError(f"{path}: column {quoted(doubled[0])} appears more than once in the header")
+    kept, wrong = [], []
+    for number, fields in rows:
+        if len(fields) == len(header):
+            kept.append((number, fields))
+        else:
+            wrong.append((number, f"{len(fields)} columns where {len(header)} are expected"))
+    if ragged is None:
+        refuse_rows(path, "line", wrong)
+    else:
+        ragged += [number for number, _ in wrong]
+    columns: dict[str, list[object]] = {
+        name: [fields[place] for _, fields in kept] for place, name in enumerate(header)
+    }
+    return Table(path, columns, [number for number, _ in kept])
+
+
+class _ObjectColumns(Mapping[str, list[object]]):
+    """Key to its value in every object, None where an object lacks it.
+
+    A column is built on access: as a full table, objects that share no keys would need rows times keys cells.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, object]]) -> None:
+        self._rows = rows
+        self._names = dict.fromkeys(name for row in rows for name in row)
+
+    def __getitem__(self, name: str) -> list[object]:
+        if name not in self._names:
+            raise KeyError(name)
+        return [row.get(name) for row in self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _from_objects(
+    path: Path, rows: Sequence[tuple[int, object]], unit: str, problems: Sequence[tuple[int, str]]
+) -> Table:
+    objects = [(place, row) for place, row in rows if isinstance(row, dict)]
+    wrong = [(place, f"not a JSON object but {quoted(row)}") for place, row in rows if not isinstance(row, dict)]
+    refuse_rows(path, unit, sorted([*problems, *wrong]))
+    return Table(path, _ObjectColumns([row for _, row in objects]), [place for place, _ in objects], unit)
+
+
+# ===== Columns of a Parquet file, each read on access.
+_ROWS = 4096  # rows decoded at once; the bound on memory is checked after each batch
+
+
+class ParquetColumns(Mapping[str, list[object]]):
+    """Column name to values; other columns, which may be large or of odd types, are never decoded.
+
+    Args:
+        path: the file.
+
+    Raises:
+        PeftlabError: the file is damaged, two columns have one name, or (on access) a column expands beyond
+            ``expansion_limit`` or contains values that Python cannot represent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._limit = expansion_limit(regular_size(path))
+        with self._open() as file:
+            self._names = list(file.schema_arrow.names)
+            self.rows = int(file.metadata.num_rows)
+        doubled = sorted({name for name in self._names if self._names.count(name) > 1})
+        if doubled:
+            raise PeftlabError(f"{path}: column {quoted(doubled[0])} appears more than once")
+        if self.rows > self._limit:
+            raise PeftlabError(f"{path}: claims to contain {self.rows:,} rows, more than a file of its size can")
+
+    def __getitem__(self, name: str) -> list[object]:
+        if name not in self._names:
+            raise KeyError(name)
+        values: list[object] = []
+        size = 0
+        with self._open() as file:
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[name]):
+                size += batch.nbytes
+                if size > self._limit:
+                    raise PeftlabError(f"{self.path}: column {quoted(name)} expands to more than {self._limit:,} bytes")
+                values += batch.column(name).to_pylist()
+        if len(values) != self.rows:
+            raise PeftlabError(
+                f"{self.path}: column {quoted(name)} contains {len(values):,} values, and the file claims {self.rows:,}"
+            )
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @contextmanager
+    def _open(self) -> Iterator[ParquetFile]:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            with parquet.ParquetFile(str(self.path)) as file:
+                yield file
+        except (ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+            raise PeftlabError(f"{self.path}: not a readable Parquet file ({error})") from None
+
+
+# ===== The files of a task's splits, and their tables.
+_SPLIT_STEMS = {
+    "train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test",
+}  # fmt: skip
+
+
+def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
+    """Return the file of each split; a single file is the training split.
+
+    Args:
+        more: suffixes beside those of tables.
+    """
+    path = locate(reference, "data.path")
+    if not isinstance(path, Path):
+        folder = Path(path).parent
+        siblings = [entry.name for entry in _entries(folder)] if os.path.isdir(folder) else []
+        raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
+    if not path.is_dir():
+        return {"train": path}
+    files: dict[str, Path] = {}
+    for file in _entries(path):
+        suffix = table_suffix(file) or next((s for s in more if file.name.endswith(s)), None)
+        split = _SPLIT_STEMS.get(file.name[: -len(suffix)].lower()) if suffix else None
+        if split is None:
+            continue
+        if split in files:
+            raise PeftlabError(f"{path}: both {files[split].name} and {file.name} could be the {split} split")
+        files[split] = file
+    if "train" not in files:
+        there = listed(entry.name for entry in _entries(path)) if _entries(path) else "nothing"
+        raise PeftlabError(f"{path}: no train.* file (csv, tsv, jsonl, json, parquet) in it, but {there}")
+    return files
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise PeftlabError(f"{directory}: cannot be read ({error})") from None
+
+
+def split_tables(
+    files: Mapping[str, Path], validation: float | str | None, all_files: Mapping[str, Path]
+) -> dict[str, Table]:
+    """Read the split files; validation comes from one of ``all_files`` or from ``data.validation``, not from both."""
+    if "validation" in all_files and validation is not None:
+        raise PeftlabError(f"data.validation is set, but {all_files['validation']} is the validation split already")
+    if "validation" not in all_files and validation is None:
+        raise PeftlabError(f"{all_files['train']}: data.validation must say how many examples to hold out, or all")
+    tables = {split: read_table(file) for split, file in files.items()}
+    for table in tables.values():
+        if len(table) == 0:
+            raise PeftlabError(f"{table.path}: no examples")
+    return tables
+
+
+# ===== Which columns of the user's files a task reads, and the recipe's keys that name them.
+_BEFORE_CHOICES = ("context", "prompt")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a row is read from; a test split may lack the labels.
+
+    Attributes:
+        inputs, labels: column name to the recipe's key that names it, in the order in which they are read.
+    """
+
+    inputs: Mapping[str, str]
+    labels: Mapping[str, str]
+
+    def needed(self, split: str, table: Table) -> dict[str, str]:
+        """Return the columns that a split's table must have, each with its key."""
+        unlabelled = split == "test" and not any(name in table.columns for name in self.labels)
+        return {**self.inputs, **({} if unlabelled else self.labels)}
+
+
+def text_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the text, or the two texts of a pair, and the label."""
+    return _columns(dict.fromkeys(data.text or (), "data.text"), {data.label: "data.label"} if data.label else {})
+
+
+def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the text, or the pair, and the column of label sets, or the columns that say 1 or 0 of each label."""
+    sets = {data.label: "data.label"} if data.label else dict.fromkeys(data.labels or (), "data.labels")
+    return _columns(dict.fromkeys(data.text or (), "data.text"), sets)
+
+
+def word_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the column of words, ``tokens`` by default, and that of their tags, ``tags``."""
+    return _columns({(data.text or ["tokens"])[0]: "data.text"}, {data.label or "tags": "data.label"})
+
+
+def choice_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the text before the choices, the choices and the label.
+
+    Args:
+        there: the file's columns: without ``data.text`` those of ``context`` and ``prompt`` that it has are the text.
+    """
+    before = data.text or [name for name in _BEFORE_CHOICES if name in there]
+    inputs = dict.fromkeys(before, "data.text") | dict.fromkeys(data.choices or ["choices"], "data.choices")
+    return _columns(inputs, {data.label or "label": "data.label"})
+
+
+def chat_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the columns that the recipe names; others are recognised row by row."""
+    named = {"messages": data.messages, "prompt": data.prompt, "completion": data.completion}
+    return _columns({name: f"data.{key}" for key, name in named.items() if name is not None}, {})
+
+
+def completion_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the columns ``prompt`` and ``completion``, or what the recipe calls them."""
+    return _columns({data.prompt or "prompt": "data.prompt", data.completion or "completion": "data.completion"}, {})
+
+
+def plain_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return the column of texts, ``text`` by default."""
+    return _columns({(data.text or ["text"])[0]: "data.text"}, {})
+
+
+def preference_columns(data: DataConfig, there: Collection[str]) -> Columns:
+    """Return both answers, and the prompt where the recipe names it."""
+    answers = dict.fromkeys(("chosen", "rejected"), "task text/preference")
+    return _columns(({data.prompt: "data.prompt"} if data.prompt else {}) | answers, {})
+
+
+def _columns(inputs: dict[str, str], labels: dict[str, str]) -> Columns:
+    for name in labels:
+        if name in inputs:
+            raise PeftlabError(f"{labels[name]} {name!r} is also in {inputs[name]}; a model would read the answer")
+    return Columns(inputs, labels)
+
+
+# ===== Converting the values of a label column to class names, bins or numbers.
+def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
+    """Return a column as numbers, NaN where a label is missing; other values are added to ``faults``."""
+    values = table.column(column, "data.label")
+    found = [_number(value) for value in values]
+    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, math.isfinite(n))]
+    faults += table.fault(column, _no_number(values[bad[0]]) if bad else "", bad)
+    return found
+
+
+def _no_number(value: object) -> str:
+    comma = isinstance(value, str) and "," in value and math.isfinite(_number(value.replace(",", ".", 1)))
+    return f"is not a finite number ({quoted(value)}{'; write a decimal point, no comma' if comma else ''})"
+
+
+def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
+    """Return a column as class names, empty where a label is missing; other values are added to ``faults``.
+
+    A class is a string (blanks around it removed), an integer or a truth value.
+    """
+    values = table.column(column, "data.label")
+    found = [_name(value) for value in values]
+    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, n is not None)]
+    problem = "" if not bad else f"is no class but {quoted(values[bad[0]])}"
+    faults += table.fault(column, f"{problem} (make classes with data.bins, or use text/regression)", bad)
+    return [name or "" for name in found]
+
+
+def _ok(value: object, readable: bool) -> bool:
+    return readable or is_missing(value)
+
+
+def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]) -> list[int | None]:
+    """Return the position in ``bins`` of each value's bin, None where no bin contains it.
+
+    Args:
+        values: finite numbers.
+        bins: class name to ``(lowest, highest)``, both inclusive, None for open; no two share a value.
+    """
+    edges = [(-math.inf if lo is None else lo, math.inf if hi is None else hi) for lo, hi in bins.values()]
+    return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
+
+
+def _sorted_classes(table: Table, column: str, labels: Iterable[str]) -> tuple[str, ...]:
+    """Return the classes among the training table's labels, sorted, by value if all are numbers.
+
+    Raises:
+        PeftlabError: there is a single class.
+    """
+    known = set(labels)
+    if len(known) < 2:
+        raise PeftlabError(f"{table.path}: column {column!r} contains a single class, {quoted(known.pop())}")
+    numeric = all(math.isfinite(_number(name)) for name in known)
+    return tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
+
+
+def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
+    """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those."""
+    unnamed = [f"LABEL_{place}" for place in range(len(classes))] == list(classes)
+    if unnamed and not set(classes) & set(labels):
+        return tuple(str(place) for place in range(len(classes)))
+    return tuple(classes)
+
+
+def placed_sets(
+    tables: Mapping[str, Table],
+    column: str,
+    labels: Mapping[str, Sequence[Sequence[str]]],
+    known: Sequence[str] | None,
+) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
+    """Return the labels of each table's rows as positions among the classes, and the classes.
+
+    Args:
+        tables, column, labels: labels by split, of each row; the label column.
+        known: a trained model's classes; None: they are those of the training table.
+
+    Raises:
+        PeftlabError: there is a single class, or labels are not in ``known``; both sets are listed.
+    """
+    every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
+    if known is None:
+        classes, owner = _sorted_classes(tables["train"], column, every["train"]), "the training data"
+    else:
+        classes, owner = as_written(known, chain.from_iterable(every.values())), "the model"
+    return _places(tables, column, labels, classes, owner), classes
+
+
+def _places(
+    tables: Mapping[str, Table],
+    column: str,
+    labels: Mapping[str, Sequence[Sequence[str]]],
+    classes: Sequence[str],
+    owner: str,
+) -> dict[str, list[list[int]]]:
+    """Return the labels of each table's rows as positions in ``classes``.
+
+    Args:
+        tables, labels: by split.
+        column: the label column.
+        owner: whose classes they are, for the message: ``the model``.
+
+    Raises:
+        PeftlabError: labels that are not in ``classes``; both sets are listed.
+    """
+    index = {name: place for place, name in enumerate(classes)}
+    problems = []
+    for split, found in labels.items():
+        counts = Counter(chain.from_iterable(found))
+        unknown = sorted(counts.keys() - index.keys())
+        if unknown:
+            rows = [row for row, names in enumerate(found) if not index.keys() >= set(names)]
+            hint = did_you_mean(unknown[0], classes)
+            problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
+            problems += [*map(str, tables[split].fault(column, problem, rows)), f"  this file's: {_listing(counts)}"]
+    if problems:
+        raise PeftlabError("\n".join([*problems, f"  those of {owner}: {_listing(classes)}"]))
+    return {split: [[index[name] for name in names] for names in found] for split, found in labels.items()}
+
+
+def items(value: object, separator: str | None = None) -> list[str] | None:
+    """Return the texts of a list: a list, its JSON text, or a text whose parts ``separator`` separates.
+
+    Args:
+        separator: between the parts of a text, blanks around them removed; None: parts are separated by blanks.
+
+    Returns:
+        None where the value is nothing of that kind, or an item is empty or not valid text.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            value = parse_json(value)
+    if isinstance(value, str):
+        value = value.split() if separator is None else [part.strip() for part in value.split(separator)]
+    if not isinstance(value, list | tuple):
+        return None
+    texts = [item if isinstance(item, str) else _name(item) for item in value]
+    good = [text for text in texts if text is not None and text.strip() and is_unicode(text)]
+    return good if len(good) == len(texts) else None
+
+
+def _listing(classes: Iterable[str]) -> str:
+    ordered = sorted(classes)
+    return f"{listed(map(quoted, ordered), 50)} ({len(ordered)})"
+
+
+def _name(value: object) -> str | None:
+    """Return a label's class name, or None for a fraction or a value that cannot name a class."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else None
+    if not isinstance(value, int | str) or not is_unicode(str(value)):
+        return None
+    number = _number(value)
+    return str(value).strip() if not math.isfinite(number) or number.is_integer() else None
+
+
+def is_missing(value: object) -> bool:
+    """Return whether a text or label is absent: null, NaN or blank."""
+    blank = isinstance(value, str) and not value.strip()
+    return value is None or blank or (isinstance(value, float) and math.isnan(value))
+
+
+def _number(value: object) -> float:
+    """Return a label as a number, NaN if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan

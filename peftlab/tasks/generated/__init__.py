@@ -1,1 +1,0 @@
-"""Generated answers to held-out prompts, and the metrics that they are scored by."""

@@ -1,1 +1,0 @@
-"""Classification and regression: rows, metrics, loss and scores."""

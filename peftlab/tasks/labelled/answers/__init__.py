@@ -1,1 +1,0 @@
-"""The kinds of answers that labelled tasks have, one file each."""

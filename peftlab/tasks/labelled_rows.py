@@ -1,0 +1,636 @@
+"""Labelled examples in memory: from the columns of the user's files, or GLUE's, to texts, classes and splits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import TYPE_CHECKING
+
+from peftlab.errors import PeftlabError
+from peftlab.rows import resolve
+from peftlab.tasks.batches import seeded_order, seeded_subset
+from peftlab.tasks.config import DataConfig
+from peftlab.tasks.data import (
+    Columns,
+    Fault,
+    Table,
+    as_written,
+    bin_classes,
+    is_missing,
+    is_unicode,
+    items,
+    listed,
+    names,
+    numbers,
+    placed_sets,
+    quoted,
+    refuse,
+    split_files,
+    split_tables,
+)
+from peftlab.tasks.table import Task, find_task
+
+if TYPE_CHECKING:
+    from datasets import Dataset, List, Value
+
+
+# ===== Examples in memory: texts and labels, and their fingerprint.
+@dataclass(frozen=True)
+class Examples:
+    """One split.
+
+    Attributes:
+        text: the sentence, or the first of a pair; the words of a sentence whose words have tags; what comes before
+            choices.
+        text_pair: the second of a pair; a row's choices; None where the task has single sentences.
+        label: what the model is to answer: the class index, the number, the indices of a row's classes or of its
+            words' tags, or the place of the right choice; None where the split is unlabelled.
+    """
+
+    text: Sequence[str] | Sequence[list[str]]
+    text_pair: Sequence[str] | Sequence[list[str]] | None
+    label: Sequence[float] | Sequence[list[int]] | None
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def take(self, rows: Iterable[int]) -> Examples:
+        """Return the examples at ``rows``, in that order."""
+        rows = list(rows)
+        return Examples(
+            [self.text[row] for row in rows],  # type: ignore[arg-type]
+            None if self.text_pair is None else [self.text_pair[row] for row in rows],  # type: ignore[arg-type]
+            None if self.label is None else [self.label[row] for row in rows],  # type: ignore[arg-type]
+        )
+
+    def dataset(self) -> Dataset:
+        """Return them as an in-memory dataset: ``text``, ``text_pair`` and ``label`` where they exist."""
+        from datasets import Dataset, Features
+
+        columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label}
+        there = {name: values for name, values in columns.items() if values is not None}
+        return Dataset.from_dict(there, features=Features({name: _type(values) for name, values in there.items()}))
+
+
+def _type(values: Sequence[object]) -> Value | List:
+    """Return the type of a column by its values: texts, whole numbers (64 bits) or numbers, or lists of one of them."""
+    from datasets import List, Value
+
+    lists = [value for value in values if isinstance(value, list)]
+    if lists:
+        return List(_type([item for value in lists for item in value[:1]]))
+    kinds = {str: "string", float: "float64"}
+    return Value(next((kinds[type(value)] for value in values if type(value) in kinds), "int64"))
+
+
+def fingerprint(task: Task, splits: Mapping[str, Examples]) -> str:
+    """Return the SHA-256 (hexadecimal) of a task's name, its classes and every row in order.
+
+    It depends on the content alone, so the same rows give the same value on every machine and from every file
+    format.
+    """
+    digest = hashlib.sha256(json.dumps([task.name, task.labels]).encode())
+    for name in sorted(splits):
+        split = splits[name]
+        pairs = repeat(None) if split.text_pair is None else split.text_pair
+        labels = repeat(None) if split.label is None else split.label
+        digest.update(json.dumps([name, len(split)]).encode())
+        for row in zip(split.text, pairs, labels, strict=False):
+            digest.update(json.dumps(row).encode())
+    return digest.hexdigest()
+
+
+# ===== Tasks over the user's files: a table of texts and labels becomes examples, classes and a held-out split.
+MISSING = "text or label missing"  # reasons for leaving rows out
+OUTSIDE = "outside every bin"
+BEYOND = "beyond data.max_train_examples"
+_ABSENT = "is missing"
+
+
+def load_text_task(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read ``text/classification`` or ``text/regression`` from the user's files, as ``load_own`` does.
+
+    Class names are the strings or integers of the training file's label column (the single file's, before splitting),
+    surrounding blanks removed, sorted (numbers by value), or ``data.bins`` in the order given. Held-out examples are
+    stratified by class.
+
+    Args:
+        task, data: as for ``load_own``.
+        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
+    """
+    text, label = tuple(data.text or ()), data.label
+    if not text or label is None:
+        raise PeftlabError(f"task {task.name} needs data.text and data.label")
+
+    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+        columns = {split: [texts(table, name, faults) for name in text] for split, table in tables.items()}
+        labelled = {split: table for split, table in tables.items() if label in table.columns}
+        labels, class_names = _labels(task, data, label, labelled, classes, faults)
+        splits = {split: _examples(found, labels.get(split)) for split, found in columns.items()}
+        for split, examples in splits.items():
+            if len(examples) == 0:
+                raise PeftlabError(f"{tables[split].path}: no examples; every {label!r} is outside data.bins")
+        return splits, class_names
+
+    return load_own(task, data, read)
+
+
+Read = Callable[[Mapping[str, Table], list[Fault]], tuple[dict[str, Examples], Sequence[str]]]
+"""The needed columns of each split, and what is wrong so far, to the splits' examples and the class names; it raises
+what is wrong, with what it finds itself."""
+
+
+def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read a labelled task from the user's files.
+
+    ``data.path`` is a file or a directory with ``train.*`` and ``validation.*`` (``valid.*``, ``dev.*``), and perhaps
+    ``test.*``, whose label column may be absent. Without a validation file, ``data.validation`` examples are drawn
+    with ``data.split_seed``, or all are the validation split.
+
+    Args:
+        task: the table's row. data: the recipe's data section.
+
+    Returns:
+        The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
+
+    Raises:
+        PeftlabError: a file, column, row, label, bin or split size that cannot be used; all bad rows are listed
+            together.
+    """
+    if data.path is None:
+        raise PeftlabError(f"task {task.name} needs data.path")
+    files = split_files(data.path)
+    whole = split_tables(files, data.validation, files)
+    columns: Columns = resolve(task.columns)(data, whole["train"].columns)
+    needed = {split: columns.needed(split, table) for split, table in whole.items()}
+    faults: list[Fault] = []
+    tables, dropped = _without_missing(whole, needed, data.drop_missing, faults)
+    splits, classes = read(tables, faults)
+    outside = sum(map(len, tables.values())) - sum(map(len, splits.values()))
+    if data.validation == "all":
+        splits["validation"] = splits.pop("train")
+    elif data.validation is not None:
+        splits = _hold_out(splits, data.validation, data.split_seed)
+    left_out = {MISSING: dropped, OUTSIDE: outside}
+    task = replace(task, labels=tuple(classes), text=tuple(columns.inputs))
+    return task, splits, {why: n for why, n in left_out.items() if n}
+
+
+def _examples(columns: list[list[str]], labels: Sequence[float | None] | None) -> Examples:
+    """Put columns together, without the rows whose label is None."""
+    examples = Examples(columns[0], columns[1] if len(columns) == 2 else None, None)
+    if labels is None:
+        return examples
+    kept = examples.take(row for row, label in enumerate(labels) if label is not None)
+    return replace(kept, label=[label for label in labels if label is not None])
+
+
+def _without_missing(
+    tables: Mapping[str, Table], needed: Mapping[str, Mapping[str, str]], drop: bool, faults: list[Fault]
+) -> tuple[dict[str, Table], int]:
+    """Return the needed columns, and how many rows without a text or label were left out of them.
+
+    Args:
+        needed: of each split, its columns and the recipe key that names them.
+        drop: leave such rows out; else they are added to ``faults`` and stay.
+    """
+    kept: dict[str, Table] = {}
+    for split, table in tables.items():
+        bad: set[int] = set()
+        for name, key in needed[split].items():
+            missing = [row for row, value in enumerate(table.column(name, key)) if is_missing(value)]
+            bad.update(missing)
+            faults += [] if drop else table.fault(name, _ABSENT, missing)
+        rows = [row for row in range(len(table)) if not drop or row not in bad]
+        if not rows:
+            raise PeftlabError(f"{table.path}: no examples; every row lacks a text or label")
+        kept[split] = table.take(list(needed[split]), rows)
+    return kept, sum(map(len, tables.values())) - sum(map(len, kept.values()))
+
+
+def _labels(
+    task: Task,
+    data: DataConfig,
+    column: str,
+    tables: Mapping[str, Table],
+    known: Sequence[str] | None,
+    faults: list[Fault],
+) -> tuple[Mapping[str, Sequence[float | None]], Sequence[str]]:
+    """Return each labelled split's labels (None: outside every bin), and the class names; first refuse ``faults``."""
+    if task.regression or data.bins is not None:
+        values = {split: numbers(table, column, faults) for split, table in tables.items()}
+        refuse_all(faults)
+        return (values, ()) if data.bins is None else _binned(values, data.bins, tables, known)
+    spelled = {split: names(table, column, faults) for split, table in tables.items()}
+    refuse_all(faults)
+    sets = {split: [[name] for name in found] for split, found in spelled.items()}
+    placed, classes = placed_sets(tables, column, sets, known)
+    return {split: [places[0] for places in rows] for split, rows in placed.items()}, classes
+
+
+def refuse_all(faults: Sequence[Fault]) -> None:
+    """Raise ``PeftlabError`` with every fault, if there is any."""
+    absent = any(fault.problem == _ABSENT for fault in faults)
+    refuse(faults, "data.drop_missing: true leaves out the rows without a text or label" if absent else "")
+
+
+def _binned(
+    values: Mapping[str, Sequence[float]],
+    bins: Mapping[str, tuple[float | None, float | None]],
+    tables: Mapping[str, Table],
+    known: Sequence[str] | None,
+) -> tuple[dict[str, list[int | None]], Sequence[str]]:
+    """Return each split's places in ``known``, or in ``bins`` where no model has named its classes yet."""
+    if known is not None and set(known) != set(bins):
+        raise PeftlabError(f"data.bins makes the classes {listed(bins, 50)}; the model's are {listed(known, 50)}")
+    binned = {split: bin_classes(numbers, bins) for split, numbers in values.items()}
+    if known is not None:
+        places = [known.index(name) for name in bins]
+        return {s: [None if p is None else places[p] for p in found] for s, found in binned.items()}, known
+    for place, name in enumerate(bins):
+        if place not in binned["train"]:
+            raise PeftlabError(f"data.bins: no training example of {tables['train'].path} is in bin {name!r}")
+    return binned, tuple(bins)
+
+
+def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
+    """Return a column of texts; what is there and no text is added to ``faults``."""
+    values = table.column(name, "data.text")
+    bad = [row for row, value in enumerate(values) if not isinstance(value, str) and not is_missing(value)]
+    faults += table.fault(name, "is not text", bad)
+    broken = [row for row, value in enumerate(values) if isinstance(value, str) and not is_unicode(value)]
+    faults += table.fault(name, "is not valid Unicode (half a surrogate pair)", broken)
+    return [str(value) for value in values]
+
+
+def _hold_out(splits: dict[str, Examples], validation: int | float, seed: int) -> dict[str, Examples]:
+    """Split the training examples into ``train`` and ``validation``, stratified where each has one class."""
+    everything = splits["train"]
+    n, labels = len(everything), everything.label or ()
+    strata = [label if isinstance(label, int) else 0 for label in labels] or [0] * n
+    n_classes = len(set(strata))
+    size = validation if isinstance(validation, int) else round(validation * n)
+    if not 0 < size <= n - n_classes:
+        enough = f"one for training in each of {n_classes} classes" if n_classes > 1 else "one for training"
+        raise PeftlabError(
+            f"data.validation {validation}: holds out {size} of {n} examples, not at least one and {enough}; "
+            "to score a whole file, set data.validation=all"
+        )
+    chosen = set(stratified(strata, size, seed))
+    train = everything.take(row for row in range(n) if row not in chosen)
+    return {**splits, "train": train, "validation": everything.take(sorted(chosen))}
+
+
+def stratified(classes: Sequence[int], size: int, seed: int) -> list[int]:
+    """Draw exactly ``size`` rows so that each class has its share, never all rows of a class.
+
+    Class ``c`` of ``n_c`` of ``n`` rows gets ``size * n_c / n`` of them, rounded down; what is left over goes
+    to the largest remainders (the lower class where equal).
+
+    Args:
+        classes: class of each row.
+        size: rows to draw, at most ``n`` less the number of classes.
+        seed: the draw depends on it, ``classes`` and ``size`` alone.
+    """
+    members: dict[int, list[int]] = {}
+    for row in seeded_order(len(classes), seed, 1):
+        members.setdefault(classes[row], []).append(row)
+    quota = {c: size * len(rows) // len(classes) for c, rows in members.items()}
+    by_remainder = sorted(members, key=lambda c: (-(size * len(members[c]) % len(classes)), c))
+    missing = size - sum(quota.values())
+    while missing:
+        for c in by_remainder:
+            if missing and quota[c] < len(members[c]) - 1:
+                quota[c] += 1
+                missing -= 1
+    return [row for c in sorted(members) for row in members[c][: quota[c]]]
+
+
+# ===== ``text/multilabel``: texts with any number of classes each.
+_SAYS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+
+
+def load_label_sets(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read ``text/multilabel`` from the user's files, as ``load_own`` does.
+
+    The labels of a row are a list, or a text with ``data.separator`` between them, in the column ``data.label``; or
+    those of the columns ``data.labels`` that say 1, where 0 in all of them is a row without a label.
+
+    Args:
+        classes: a trained model's class names in label order; the files may lack some of them but contain no others.
+    """
+    text = tuple(data.text or ())
+
+    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+        columns = {split: [texts(table, name, faults) for name in text] for split, table in tables.items()}
+        if data.labels is not None:
+            labels, names = _of_columns(tables, data.labels, classes, faults)
+        else:
+            labels, names = _of_sets(tables, str(data.label), data.separator, classes, faults)
+        splits = {
+            split: Examples(found[0], found[1] if len(found) == 2 else None, labels.get(split))
+            for split, found in columns.items()
+        }
+        return splits, names
+
+    return load_own(task, data, read)
+
+
+def _of_sets(
+    tables: Mapping[str, Table], column: str, separator: str | None, known: Sequence[str] | None, faults: list[Fault]
+) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
+    """Return the indices of each row's classes, and the class names, from one column."""
+    labelled = {split: table for split, table in tables.items() if column in table.columns}
+    spelled = {split: _sets(table, column, separator, faults) for split, table in labelled.items()}
+    refuse_all(faults)
+    found, classes = placed_sets(labelled, column, spelled, known)
+    return {split: [sorted(set(places)) for places in rows] for split, rows in found.items()}, classes
+
+
+def _sets(table: Table, column: str, separator: str | None, faults: list[Fault]) -> list[list[str]]:
+    """Return a column's lists of labels; what is no such list, or an empty one, is added to ``faults``."""
+    values = table.column(column, "data.label")
+    texts = [row for row, value in enumerate(values) if isinstance(value, str) and not value.lstrip().startswith("[")]
+    if separator is None and texts:
+        problem = f"contains texts, {quoted(values[texts[0]])}; data.separator says what separates the labels; they are"
+        faults += table.fault(column, problem, [row for row in texts if not is_missing(values[row])])
+        return []
+    found = [None if is_missing(value) else items(value, separator) for value in values]
+    bad = [row for row, labels in enumerate(found) if labels is None and not is_missing(values[row])]
+    faults += table.fault(column, f"is no list of labels ({quoted(values[bad[0]])})" if bad else "", bad)
+    none = [row for row, labels in enumerate(found) if labels == []]
+    faults += table.fault(column, "is an empty list of labels (say so by columns of 0 and 1, data.labels)", none)
+    return [labels or [] for labels in found]
+
+
+def _of_columns(
+    tables: Mapping[str, Table], columns: Sequence[str], known: Sequence[str] | None, faults: list[Fault]
+) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
+    """Return the indices of each row's classes, and the class names, from a column of 0 and 1 for each class."""
+    classes = tuple(columns if known is None else as_written(known, columns))
+    if set(classes) != set(columns):
+        raise PeftlabError(f"data.labels are {listed(columns, 50)}; the model's classes are {listed(classes, 50)}")
+    labelled = {split: table for split, table in tables.items() if columns[0] in table.columns}
+    said = {split: [_says(table, name, faults) for name in columns] for split, table in labelled.items()}
+    refuse_all(faults)
+    places = [classes.index(name) for name in columns]
+    found = {}
+    for split, by_column in said.items():
+        rows = zip(*by_column, strict=True)
+        found[split] = [sorted(place for place, yes in zip(places, row, strict=True) if yes) for row in rows]
+    return found, classes
+
+
+def _says(table: Table, column: str, faults: list[Fault]) -> list[bool]:
+    """Return which rows of a column say 1; what is neither 1 nor 0 is added to ``faults``."""
+    values = table.column(column, "data.labels")
+    found = [_SAYS.get(str(value).strip().lower()) for value in values]
+    bad = [row for row, yes in enumerate(found) if yes is None and not is_missing(values[row])]
+    faults += table.fault(column, f"is neither 0 nor 1 but {quoted(values[bad[0]])}" if bad else "", bad)
+    return [bool(yes) for yes in found]
+
+
+# ===== ``text/tokens``: sentences in words, each with a tag.
+def load_tagged_words(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read ``text/tokens`` from the user's files, as ``load_own`` does.
+
+    Words and tags are lists, of equal length in each row; a text is split at blanks. Tags like ``B-PER`` and ``O`` are
+    those of entities (see ``peftlab.tasks.labelled_rows``); others, such as parts of speech, are scored by accuracy.
+
+    Args:
+        classes: a trained model's tags in label order; the files may lack some of them but contain no others.
+    """
+    words_in, tags_in = (data.text or ["tokens"])[0], data.label or "tags"
+
+    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+        words = {split: _lists(table, words_in, "words", faults) for split, table in tables.items()}
+        labelled = {split: table for split, table in tables.items() if tags_in in table.columns}
+        spelled = {split: _lists(table, tags_in, "tags", faults) for split, table in labelled.items()}
+        for split, table in labelled.items():
+            faults += _uneven(table, tags_in, words[split], spelled[split])
+        if of_entities(set(chain.from_iterable(chain.from_iterable(spelled.values())))):
+            for split, table in labelled.items():
+                faults += _odd_tags(table, tags_in, spelled[split])
+        refuse_all(faults)
+        found, tags = placed_sets(labelled, tags_in, spelled, classes)
+        return {split: Examples(words[split], None, found.get(split)) for split in tables}, tags
+
+    task, splits, left_out = load_own(task, data, read)
+    return scored(task), splits, left_out
+
+
+def scored(task: Task) -> Task:
+    """Return the task with the metrics that its tags have: those of entities, or accuracy alone."""
+    return task if of_entities(task.labels) else replace(task, metrics=("accuracy",))
+
+
+def _lists(table: Table, column: str, what: str, faults: list[Fault]) -> list[list[str]]:
+    """Return a column's lists; what is no list, or an empty one, is added to ``faults``."""
+    values = table.column(column, "data.text")
+    found = [[""] if is_missing(value) else items(value) for value in values]
+    bad = [row for row, texts in enumerate(found) if not texts]
+    faults += table.fault(column, f"is no list of {what} ({quoted(values[bad[0]])})" if bad else "", bad)
+    return [texts or [] for texts in found]
+
+
+def _uneven(table: Table, column: str, words: list[list[str]], tags: list[list[str]]) -> list[Fault]:
+    """Return the rows with more or fewer tags than words, but for those that are at fault already."""
+    known: tuple[list[str], ...] = ([], [""])
+    pairs = enumerate(zip(words, tags, strict=True))
+    bad = [row for row, (one, other) in pairs if len(one) != len(other) and one not in known and other not in known]
+    if not bad:
+        return []
+    first = f"{len(tags[bad[0]])} tags for {len(words[bad[0]])} words"
+    return table.fault(column, f"has not one tag for each word ({first})", bad)
+
+
+def _odd_tags(table: Table, column: str, tags: list[list[str]]) -> list[Fault]:
+    bad = [row for row, found in enumerate(tags) if not all(tag == "" or entity_tag(tag) for tag in found)]
+    if not bad:
+        return []
+    first = next(tag for tag in tags[bad[0]] if not entity_tag(tag))
+    return table.fault(column, f"has the tag {quoted(first)}, which is neither O nor like B-PER,", bad)
+
+
+# ===== Entities in a sequence of tags, as conlleval and seqeval count them.
+NO_ENTITY = "O"
+Entity = tuple[str, int, int]
+"""Type, first and last word."""
+_TAG = re.compile(r"([BIESLU])(?:-(.*))?", re.DOTALL)
+_SAME = {"L": "E", "U": "S"}  # BILOU's letters, and IOBES's
+
+
+def entity_tag(tag: str) -> bool:
+    """Return whether a tag is ``O`` or like ``B-PER`` (or ``B``, where there is one type)."""
+    return tag == NO_ENTITY or _TAG.fullmatch(tag) is not None
+
+
+def of_entities(tags: Collection[str]) -> bool:
+    """Return whether a set of tags is one of entities: it contains ``O``, and one like ``B-PER`` or no other kind."""
+    return NO_ENTITY in tags and (any("-" in tag and entity_tag(tag) for tag in tags) or all(map(entity_tag, tags)))
+
+
+def entity_type(tag: str) -> str | None:
+    """Return the type of an entity's tag, ``_`` where it names none; None for ``O``."""
+    return None if tag == NO_ENTITY else _parts(tag)[1]
+
+
+def entities(tags: Sequence[str]) -> list[Entity]:
+    """Return the entities of a sentence whose words have ``tags``, in order."""
+    found: list[Entity] = []
+    before = ("", "")
+    for place, tag in enumerate(tags):
+        prefix, kind = now = _parts(tag)
+        if prefix in "IE" and before[0] in ("B", "I") and before[1] == kind:
+            found[-1] = (kind, found[-1][1], place)
+        elif tag != NO_ENTITY:
+            found.append((kind, place, place))
+        before = now
+    return found
+
+
+def _parts(tag: str) -> tuple[str, str]:
+    matched = _TAG.fullmatch(tag)
+    if matched is None:
+        return NO_ENTITY, ""
+    return _SAME.get(matched[1], matched[1]), matched[2] or "_"
+
+
+# ===== ``text/choice``: rows with choices of their own, one of which is right.
+CHOICES = "choices"
+LEAST = 2
+
+
+def load_choices(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, Examples], dict[str, int]]:
+    """Read ``text/choice`` from the user's files, as ``load_own`` does.
+
+    The choices of a row are a list in one column (in csv its JSON text, or lines), or one in each of several columns.
+    The label is the right one's place, from 0, or its text. Texts before the choices are joined by a blank.
+
+    Args:
+        classes: not used; a row has choices of its own.
+    """
+    label = data.label or "label"
+
+    def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
+        splits = {}
+        for split, table in tables.items():
+            choices = row_choices(table, data.choices, faults)
+            before = [name for name in table.columns if name not in (label, *(data.choices or [CHOICES]))]
+            places = _places(table, label, choices, faults) if label in table.columns else None
+            splits[split] = Examples(before_choices(table, before, faults), choices, places)
+        refuse_all(faults)
+        return splits, ()
+
+    return load_own(task, data, read)
+
+
+def before_choices(table: Table, names: Sequence[str], faults: list[Fault]) -> list[str]:
+    """Return each row's text before its choices: the columns' texts joined by a blank; empty without a column."""
+    columns = [texts(table, name, faults) for name in names]
+    return [" ".join(row) for row in zip(*columns, strict=True)] if columns else [""] * len(table)
+
+
+def row_choices(table: Table, names: Sequence[str] | None, faults: list[Fault]) -> list[list[str]]:
+    """Return each row's choices, at least two; rows without are added to ``faults``.
+
+    Args:
+        names: one column of lists, or the columns of a choice each; None: ``choices``.
+    """
+    names = names or [CHOICES]
+    columns = [table.column(name, "data.choices") for name in names]
+    if len(columns) == 1:
+        found = [[] if is_missing(value) else items(value, "\n") for value in columns[0]]
+    else:
+        found = [items(row) for row in zip(*columns, strict=True)]
+    first = columns[0]
+    missing = {row for values in columns for row, value in enumerate(values) if is_missing(value)}
+    bad = [row for row, choices in enumerate(found) if choices is None and row not in missing]
+    faults += table.fault(names[0], f"is no list of texts ({quoted(first[bad[0]])})" if bad else "", bad)
+    few = [row for row, each in enumerate(found) if each is not None and len(each) < LEAST and row not in missing]
+    faults += table.fault(names[0], "has fewer than two choices", few)
+    return [choices or [] for choices in found]
+
+
+def _places(table: Table, column: str, choices: list[list[str]], faults: list[Fault]) -> list[int]:
+    """Return the place of each row's right choice: labels are places if all are whole numbers, else texts."""
+    values = table.column(column, "data.label")
+    numbers = [_whole(value) for value in values]
+    if all(n is not None or is_missing(value) for n, value in zip(numbers, values, strict=True)):
+        found = [n if n is not None and 0 <= n < len(row) else None for n, row in zip(numbers, choices, strict=True)]
+    else:
+        found = [
+            row.index(str(value)) if str(value) in row else None for value, row in zip(values, choices, strict=True)
+        ]
+    bad = [r for r, place in enumerate(found) if place is None and choices[r] and not is_missing(values[r])]
+    if bad:
+        n, value = len(choices[bad[0]]), quoted(values[bad[0]])
+        problem = f"is {value}, neither the place (0 to {n - 1}) nor the text of one of the row's {n} choices,"
+        faults += table.fault(column, problem, bad)
+    return [place or 0 for place in found]
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return None if isinstance(value, bool) else int(str(value).strip().removesuffix(".0"))
+    except ValueError:
+        return None
+
+
+# ===== Loading the labelled splits that a recipe's task and data section name.
+@dataclass(frozen=True)
+class TaskData:
+    """A task and its examples.
+
+    Attributes:
+        task: the table's row; for a ``text/`` task with ``labels`` and ``text`` filled in.
+        splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
+            ``text``, for pairs ``text_pair``, and ``label`` (see ``Examples``). An
+            unlabelled split has no ``label`` column; a split that the source lacks is absent.
+        fingerprint: SHA-256 of the rows used, equal on every machine.
+        left_out: reason to the number of rows of the source that are in no split.
+    """
+
+    task: Task
+    splits: dict[str, Dataset]
+    fingerprint: str
+    left_out: dict[str, int]
+
+
+def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
+    """Load the examples of a task.
+
+    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; a ``text/`` task from the
+    files at ``data.path`` (formats: ``peftlab.tasks.data``). With ``data.max_train_examples`` that many
+    training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
+
+    Args:
+        name: the task, as in ``peftlab.tasks.table``.
+        data: the recipe's data section.
+        classes: a trained model's class names in label order: labels are read as these. None: the task's own, or
+            those of the training file.
+
+    Raises:
+        PeftlabError: an unknown task, labels that are none of ``classes``, or anything wrong with the data, named by
+            file and line, row or column.
+    """
+    task = find_task(name)
+    task, splits, left_out = resolve(task.load)(task, data, classes)
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is not None:
+        left_out = {**left_out, BEYOND: len(splits["train"]) - len(chosen)}
+        splits["train"] = splits["train"].take(chosen)
+    datasets = {split: examples.dataset() for split, examples in splits.items()}
+    return TaskData(task, datasets, fingerprint(task, splits), left_out)

@@ -1,1 +1,0 @@
-"""Tasks of causal language models: chats, completions and plain text."""

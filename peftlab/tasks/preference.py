@@ -1,0 +1,308 @@
+"""``text/preference``: direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+
+The reward of an answer is β (log π − log ρ), with π the model and ρ the reference; with z the reward of the chosen less
+that of the rejected answer, the loss of a pair is −log σ(z). Log-probabilities are summed over an answer's tokens.
+
+ρ never changes, so its log-probabilities are computed once, before the first step, by the model as it is then: the base
+model with a fresh adapter, or the state that ``init_from`` put there. There is never a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
+from peftlab.rows import resolve
+from peftlab.tasks.batches import eval_batches
+from peftlab.tasks.config import DataConfig, PreferenceObjective
+from peftlab.tasks.conversations import (
+    Completion,
+    Conversation,
+    Message,
+    as_conversation,
+    pair,
+    read_turns,
+)
+from peftlab.tasks.data import Table, is_missing, quoted
+from peftlab.tasks.language import held_rows, limited, read_splits, sample, token_nll
+from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
+from peftlab.tasks.problem import ModelSource, Prepared, over_processes
+from peftlab.tasks.table import Task
+from peftlab.tasks.tokens import Row, padding_or_end
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+
+# ===== text/preference: its rows, read and held out, and what is trained.
+def load_preferences(
+    task: Task, data: DataConfig, classes: Sequence[str] | None = None
+) -> tuple[Task, dict[str, list[Preference]], dict[str, int]]:
+    """Read ``text/preference`` from the user's files; see ``language_task.load_language``."""
+    named = (data.prompt or "prompt", *SIDES)
+    splits, left_out = read_splits(task, data, read_preference, lambda table, row: named)
+    return task, splits, left_out
+
+
+def prepare(
+    task: Task,
+    data: DataConfig,
+    source: ModelSource,
+    *,
+    max_length: int,
+    batch_size: int,
+    objective: PreferenceObjective,
+    classes: Sequence[str] | None = None,
+) -> Prepared:
+    """Return the task with its model; arguments as for ``labelled.prepare``, without ``classes``.
+
+    Args:
+        objective: the recipe's.
+    """
+    task, splits, left_out = resolve(task.load)(task, data)
+    splits, left_out = limited(splits, data, left_out)
+    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, max_length)
+
+    def encoded(rows: Sequence[Preference]) -> Dataset:
+        found, long = encode_preferences(rows, tokenizer, how)
+        for why, count in long.items():
+            left_out[why] = left_out.get(why, 0) + count
+        return found
+
+    held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
+    model, fresh = source.model("AutoModelForCausalLM", max_length)
+    pad = padding_or_end(tokenizer) or 0
+    evaluation = PreferenceEvaluation(held_out, pad, batch_size, objective.beta)
+    answers = [(name, [s for row in rows for s in (row.chosen, row.rejected)]) for name, rows in sorted(splits.items())]
+    return Prepared(
+        task=task,
+        tokenizer=tokenizer,
+        model=model,
+        fresh=fresh,
+        train=partial(encoded, splits["train"]) if "train" in splits else None,
+        held_out=held_out,
+        collate=partial(collate_pairs, pad=pad),
+        loss=partial(preference_loss, beta=objective.beta),
+        denominator=lambda _: len,
+        score=evaluation.score,
+        refer=evaluation.refer,
+        deciding="loss",
+        higher_is_better=False,
+        baseline=None,
+        left_out=left_out,
+        fingerprint=fingerprint(task.name, answers),
+        auto_class="AutoModelForCausalLM",
+        pipeline="text-generation",
+        sample=partial(sample, tokenizer, spoken(next(iter(held.values()))[0].chosen, tokenizer)),
+    )
+
+
+def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
+    """Return how a pair becomes tokens: the last answer of each side is trained."""
+    return Encoding(max_length, data.too_long or "drop", "last")
+
+
+def examples(
+    task: Task, data: DataConfig, row: Preference, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[list[tuple[str, Tokens]]]:
+    """Return a row as one example of two sequences, to be shown to people."""
+    pair = encode_preference(row, tokenizer, encoding(task, data, max_length))
+    return [list(zip(SIDES, pair, strict=True))]
+
+
+# ===== Preference rows: a prompt with a better and a worse answer, read and tokenised.
+SIDES = ("chosen", "rejected")
+_PROMPTS = ("prompt", "messages", "conversations")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, each with the prompt before it. ``where``: file and line."""
+
+    chosen: Source
+    rejected: Source
+    where: str
+
+
+def read_preference(table: Table, row: int, data: DataConfig) -> Preference:
+    """Return a row of ``prompt``, ``chosen`` and ``rejected``.
+
+    An answer is a text, a turn, or a list of turns; a list that does not begin with an answer contains the whole
+    conversation, and needs no prompt. ``prompt`` is a text or a list of turns, in the column that ``data.prompt``
+    names, else in ``prompt``, ``messages`` or ``conversations``.
+
+    Raises:
+        PeftlabError: a column or an answer is missing, a turn is not one, or the two answers are not to one prompt.
+    """
+    where, values = table.where(row), {name: column[row] for name, column in table.columns.items()}
+    named = data.prompt or next((name for name in _PROMPTS if name in values), None)
+    prompt = None if named is None else table.column(named, "data.prompt")[row]
+    found = {side: table.column(side, "task text/preference")[row] for side in SIDES}
+    for side, answer in found.items():
+        if is_missing(answer) or answer == []:
+            raise PeftlabError(f"{where}: no {side} answer")
+    if isinstance(prompt, str) and prompt.strip() and all(isinstance(answer, str) for answer in found.values()):
+        chosen, rejected = (Completion(prompt, str(answer), where) for answer in found.values())
+        return Preference(chosen, rejected, where)
+    better, worse = (_messages(prompt, answer, side, where) for side, answer in found.items())
+    if better[:-1] != worse[:-1]:
+        raise PeftlabError(f"{where}: chosen and rejected differ before their last answer; they need one prompt")
+    return Preference(as_conversation(better, values, where), as_conversation(worse, values, where), where)
+
+
+def _messages(prompt: object, answer: object, side: str, where: str) -> list[Message]:
+    """Return the conversation that ends with an answer."""
+    given = [answer] if isinstance(answer, Mapping) else answer
+    if not isinstance(given, str | list):
+        raise PeftlabError(f"{where}: {side} is neither a text nor turns, but {quoted(answer)}")
+    written = read_turns(given, where) if isinstance(given, list) else []
+    if written and written[-1]["role"] != "assistant":
+        raise PeftlabError(f"{where}: {side} does not end with an answer, but with a turn of {written[-1]['role']}")
+    if not written or written[0]["role"] == "assistant":
+        if is_missing(prompt) or prompt == []:
+            raise PeftlabError(f"{where}: no prompt, and {side} does not contain it")
+        return pair(prompt, given, where)
+    asked = read_turns(prompt, where) if isinstance(prompt, list) and prompt else []
+    elsewhere = isinstance(prompt, str) and prompt.strip() not in [turn["content"].strip() for turn in written[:-1]]
+    if elsewhere or written[: len(asked)] != asked:
+        raise PeftlabError(f"{where}: {side} contains a whole conversation, and prompt is not a part of it")
+    return written
+
+
+def encode_preference(row: Preference, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> list[Tokens]:
+    """Return the chosen and the rejected example, whose last answers are trained.
+
+    Texts are turns of a chat where the model has a chat template, else a text and what follows it.
+
+    Raises:
+        PeftlabError: the two are equal, or one of them cannot be formatted.
+    """
+    found = [encode(spoken(answer, tokenizer), tokenizer, how)[0] for answer in (row.chosen, row.rejected)]
+    if found[0].input_ids == found[1].input_ids:
+        raise PeftlabError(f"{row.where}: chosen and rejected are the same answer")
+    return found
+
+
+def spoken(source: Source, tokenizer: PreTrainedTokenizerBase) -> Source:
+    """Return a text and its answer as a chat, where the tokenizer has a template for one."""
+    if isinstance(source, Conversation) or not getattr(tokenizer, "chat_template", None):
+        return source
+    return Conversation(pair(source.prompt, source.completion, source.where), source.where)
+
+
+def encode_preferences(
+    rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, how: Encoding
+) -> tuple[Dataset, dict[str, int]]:
+    """Return the examples of ``rows``, and the number of rows left out by reason: those with a side that is too long.
+
+    Returns:
+        For each side columns ``SIDE_ids`` and ``SIDE_trained`` (one per token), and ``length``, the tokens of both.
+
+    Raises:
+        PeftlabError: as ``encode_preference``, or every row is too long; file and line are named.
+    """
+    from datasets import Dataset
+
+    kept: list[list[Tokens]] = []
+    for row in rows:
+        sides = [fit(tokens, row.where, how) for tokens in encode_preference(row, tokenizer, how)]
+        if all(sides):
+            kept.append([tokens for (tokens,) in sides])
+    if not kept:
+        raise PeftlabError(f"every example is longer than train.max_length, {how.max_length} tokens")
+    columns: dict[str, list[object]] = {"length": [sum(len(tokens.input_ids) for tokens in sides) for sides in kept]}
+    for place, side in enumerate(SIDES):
+        columns[f"{side}_ids"] = [sides[place].input_ids for sides in kept]
+        columns[f"{side}_trained"] = [sides[place].trained for sides in kept]
+    dropped = len(rows) - len(kept)
+    return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
+
+
+# ===== Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+REFERENCE = "reference"
+"""The column with the reference's log-probabilities of the chosen and the rejected answer."""
+
+
+def collate_pairs(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
+    """Return b pairs as one batch of 2b sequences: all that were chosen, then all that were rejected.
+
+    ``reference`` [2b] is absent as long as the rows do not have it.
+    """
+    sides = [{"input_ids": row[f"{s}_ids"], "trained": row[f"{s}_trained"]} for s in SIDES for row in rows]
+    inputs = collate(sides, pad=pad)
+    if REFERENCE in rows[0]:
+        inputs[REFERENCE] = torch.tensor([row[REFERENCE] for row in rows]).T.flatten()
+    return inputs
+
+
+def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return log p(answer | what comes before it) of each sequence, [2b], in fp32: the sum over its trained tokens."""
+    counts = inputs["trained"][:, 1:].sum(1).tolist()
+    inputs = {key: value for key, value in inputs.items() if key != REFERENCE}
+    return -torch.stack([part.sum() for part in token_nll(model, inputs).split(counts)])
+
+
+def preference_loss(model: nn.Module, inputs: Mapping[str, Tensor], *, beta: float) -> Tensor:
+    """Return Σ −log σ(z) over the pairs of a batch of ``collate_pairs``."""
+    rewards = beta * (answer_log_probs(model, inputs) - inputs[REFERENCE])
+    chosen, rejected = rewards.chunk(2)
+    return -F.logsigmoid(chosen - rejected).sum()
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluation:
+    """How pairs are scored.
+
+    Attributes:
+        splits: tokenised pairs by split name; they are scored once they have a column ``reference``.
+        pad: the id that fills batches. batch_size: pairs per batch and process.
+    """
+
+    splits: Mapping[str, Dataset]
+    pad: int
+    batch_size: int
+    beta: float
+
+    def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """Return per split the mean loss, and of the rewards the accuracy (share of pairs with z > 0), the margin
+        (mean of z) and the mean of each side.
+
+        Every process must call it, and each gets the same result.
+        """
+        scores = {}
+        for split, data in self.splits.items():
+            reference = torch.tensor(list(data[REFERENCE]), dtype=torch.float64)
+            chosen, rejected = (self.beta * (self.log_probs(model, data) - reference)).unbind(1)
+            margin = chosen - rejected
+            means = {
+                "loss": -F.logsigmoid(margin), "reward_accuracy": (margin > 0).double(), "reward_margin": margin,
+                "chosen_reward": chosen, "rejected_reward": rejected,
+            }  # fmt: skip
+            scores[split] = {name: float(values.mean()) for name, values in means.items()}
+        return scores
+
+    def refer(self, model: nn.Module, data: Dataset) -> Dataset:
+        """Return pairs with ``model`` as their reference; every process must call it."""
+        with eval_mode(model):
+            return data.add_column(REFERENCE, self.log_probs(model, data).tolist())
+
+    def log_probs(self, model: nn.Module, data: Dataset) -> Tensor:
+        """Return the log-probabilities of both answers, [n, 2] in fp64, in the order of ``data``."""
+        batches = eval_batches(data["length"], self.batch_size)
+        together = partial(collate_pairs, pad=self.pad)
+        found = over_processes(data, batches, together, lambda inputs: answer_log_probs(model, inputs).tolist())
+        result = torch.empty(len(data), 2, dtype=torch.float64)
+        for batch, values in zip(batches, found, strict=True):
+            result[batch] = torch.tensor(values, dtype=torch.float64).view(2, -1).T
+        return result

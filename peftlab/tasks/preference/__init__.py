@@ -1,1 +1,0 @@
-"""Preference data: a better and a worse answer to each prompt."""
