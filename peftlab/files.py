@@ -6,9 +6,12 @@ there, when they are complete (``outputs.staged_directory``).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +41,9 @@ _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
 }  # fmt: skip
 STAGING_PREFIX = ".peftlab-tmp-"
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+# Libraries in Rust (tokenizers, safetensors) raise errors of their own types; shutil.Error has the texts of several.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
 
 
 def fsync_path(path: Path) -> None:
@@ -53,11 +59,54 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def write_errors(path: str | Path, consequence: str = "") -> Iterator[None]:
+    """Turn what a full disk raises in the block into an error that names ``path`` and the reason.
+
+    Args:
+        path: what is being written, as the user knows it.
+        consequence: what it means, added to the message.
+
+    Raises:
+        PeftlabError: the system could not write; any other exception passes.
+    """
+    try:
+        yield
+    except PeftlabError:
+        raise
+    except Exception as error:
+        if why := _write_error(error):
+            raise PeftlabError(f"{path}: cannot be written ({why}){consequence and f'; {consequence}'}") from error
+        raise
+
+
+def _write_error(error: Exception) -> str:
+    """Return why the system could not write, if that is what an exception says; else an empty text."""
+    found = _OS_ERROR.search(str(error))
+    code = int(found[1] or found[2]) if found else None
+    if isinstance(error, shutil.Error):
+        source, _, text = error.args[0][0]
+        return os.strerror(code) if code in _WRITE_ERRORS else f"{source}: {text}"
+    if isinstance(error, OSError):
+        code, name = error.errno, str(error.filename or "")
+        # An error without a name, or with that of a temporary file, would not say what could not be written.
+        return reason(error) if code in _WRITE_ERRORS or (code and (not name or STAGING_PREFIX in name)) else ""
+    if "inline_container.cc" in str(error):  # torch.save, which does not know the reason
+        return reason(error)
+    return os.strerror(code) if code in _WRITE_ERRORS else ""
+
+
+@contextmanager
+def replacing(path: str | Path, consequence: str = "") -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success sync it and rename it over ``path``.
 
     In a staging directory it is not synced yet. On an exception the temporary file and the directories made for it are
     removed, and ``path`` is left as it was.
+
+    Args:
+        path: the file to write. consequence: what it means that it cannot be written, for the message.
+
+    Raises:
+        PeftlabError: the system could not write it, as on a full disk.
     """
     path = Path(path)
     made = [parent for parent in path.parents if not parent.exists()]
@@ -65,12 +114,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     staged = any(parent.name.startswith(STAGING_PREFIX) for parent in path.absolute().parents)
     temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
-        yield temporary
-        if not staged:
-            fsync_path(temporary)
-        os.replace(temporary, path)
-        if not staged:
-            fsync_path(path.parent)
+        with write_errors(path, consequence):
+            yield temporary
+            if not staged:
+                fsync_path(temporary)
+            os.replace(temporary, path)
+            if not staged:
+                fsync_path(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         for parent in made:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_json
+from peftlab.files import STAGING_PREFIX, fsync_path, read_json, real, write_errors, write_json
 from peftlab.locks import LOCK, is_locked, locked, locks_work, same_file
 from peftlab.references import is_url
 
@@ -31,6 +31,30 @@ Inputs = Mapping[str, "str | Path | None"]
 """What an output must not destroy: paths by their names in messages ("the model"). A value that is not a path, such
 as a hub id, is ignored."""
 _REMOVED = f"{STAGING_PREFIX}removed-"
+
+_MODEL = (
+    "README.md", "config.json", "generation_config.json", "merge.json", "*.safetensors", "*.safetensors.index.json",
+    "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_config.json", "gated_lora.json", "target.json",
+    "draft_vocabulary.json", "data.json", "*preprocessor_config.json", "processor_config.json", "*.py", "*.gguf",
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
+    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*",
+    "additional_chat_templates/*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
+)  # fmt: skip
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "run": (
+        "recipe.yaml", "provenance.json", "metrics.jsonl", "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
+        "acceptance_head.safetensors", "results.json", "report.html", "updates/replay-*.jsonl",
+        "settings.json", "windows/*.json", "stream.json", "stream.html",  # of an update that serves a stream
+        "peftlab/*",  # a tracker's, named after the project
+    ),
+    "table": ("recipe.yaml", "table.csv", "table.tex", "table.html", "cells/*.log"),
+    "model": _MODEL,
+    "adapter": _MODEL,
+    "draft": _MODEL,
+}  # fmt: skip
+"""The files that peftlab writes, by the kind of directory, as patterns in which ``*`` matches any characters.
+
+A file of another name is never removed, whatever the directory's mark lists: a mark may come from elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,13 @@ class Mark:
 
     kind: str
     files: Sequence[str]
+
+    def lists(self, name: str) -> bool:
+        """Return whether peftlab wrote the file ``name``: the mark lists it, and its kind of directory can have it."""
+        return name == MARK or all(
+            any(fnmatchcase(name, pattern) for pattern in patterns)
+            for patterns in (self.files, WRITTEN.get(self.kind, ()))
+        )
 
 
 def read_mark(directory: Path) -> Mark | None:
@@ -120,7 +151,7 @@ def _obstacle(place: Path, kind: str, kept: list[tuple[str, Path]], overwrite: b
     if not overwrite:
         return f"exists already; {advice or f'{other} or pass --overwrite'}"
     names = _identities(kept)
-    for found, ours in _below(place, place, mark.files):
+    for found, ours in _below(place, place, mark):
         state = found.lstat()
         if (state.st_dev, state.st_ino) in names:
             return f"contains {names[state.st_dev, state.st_ino]}; {other}"
@@ -163,7 +194,7 @@ def _free(place: Path) -> bool:
     return all(any(fnmatchcase(path.name, name) for name in begun) for path in place.iterdir())
 
 
-def _below(directory: Path, top: Path, files: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+def _below(directory: Path, top: Path, mark: Mark) -> Iterator[tuple[Path, bool]]:
     """Yield what is below a directory but half-written files, and whether the nearest mark lists it."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith(STAGING_PREFIX):
@@ -171,10 +202,9 @@ def _below(directory: Path, top: Path, files: Sequence[str]) -> Iterator[tuple[P
         if path.is_dir() and not path.is_symlink():
             yield path, True
             inner = read_mark(path)
-            yield from _below(path, path, inner.files) if inner else _below(path, top, files)
+            yield from _below(path, path, inner) if inner else _below(path, top, mark)
         else:
-            name = path.relative_to(top).as_posix()
-            yield path, name == MARK or any(fnmatchcase(name, pattern) for pattern in files)
+            yield path, mark.lists(path.relative_to(top).as_posix())
 
 
 @dataclass
@@ -321,11 +351,12 @@ def staged_directory(
         kind, overwrite, inputs: as in ``refuse_loss``.
 
     Raises:
-        PeftlabError: ``refuse_loss`` refuses, another process writes ``path``, or the staging directory was removed.
+        PeftlabError: ``refuse_loss`` refuses, another process writes ``path``, the system could not write, as on a
+            full disk, or the staging directory was removed.
     """
     refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
     place = real(path)
-    with scratch_directory(place, "out") as scratch:
+    with write_errors(path, "nothing was left behind"), scratch_directory(place, "out") as scratch:
         staging = scratch / "new"
         staging.mkdir()
         with _watched(staging) as still_there:

@@ -1,15 +1,25 @@
-"""Reading JSON with one clear error for every mistake."""
+"""Files: one clear error for every mistake in JSON, and for whatever a full disk raises."""
 
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
 import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from peftlab.errors import PeftlabError
-from peftlab.files import member, parse_json, read_json, read_object, to_json
+from peftlab.files import member, parse_json, read_json, read_object, replacing, to_json, write_text
+from peftlab.outputs import staged_directory
 
 
 @pytest.mark.parametrize(
@@ -79,3 +89,67 @@ def test_values_become_jsons() -> None:
 def test_what_json_cannot_represent_is_refused_whole() -> None:
     with pytest.raises(TypeError, match="JSON has no value for a set"):
         to_json({"a": 1, "names": {"x"}})
+
+
+def _write(file: Path) -> None:
+    file.write_text("x" * 10_000)
+
+
+def _save_tokenizer(file: Path) -> None:
+    Tokenizer(WordLevel({str(token): token for token in range(1000)}, unk_token="0")).save(str(file))
+
+
+def _copy(file: Path) -> None:
+    shutil.copyfile("large", file)
+
+
+def _copy_tree(file: Path) -> None:
+    shutil.copytree(".", file, ignore=lambda place, names: {name for name in names if name != "large"})
+
+
+WRITERS: list[Callable[[Path], object]] = [
+    _write,
+    _save_tokenizer,
+    _copy,
+    _copy_tree,
+    lambda file: save_file({"a": torch.zeros(10_000)}, file),
+    lambda file: parquet.write_table(pyarrow.table({"a": list(range(100_000))}), file),
+    lambda file: torch.save(torch.zeros(10_000), file),
+]
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk, here the current directory, on which no file grows beyond 4 KiB."""
+    monkeypatch.chdir(tmp_path)
+    _write(Path("large"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_full_disk_is_said_with_the_path(write: Callable[[Path], object]) -> None:
+    """Whatever the library raises: tokenizers a plain Exception, shutil a list, torch and others no name."""
+    why = r"\((File too large|.*File too large|.*inline_container.*)\)"
+    if write != _copy_tree:
+        with pytest.raises(PeftlabError, match=f"^out.file: cannot be written {why}$"), replacing("out.file") as file:
+            write(file)
+    for path in ("out", "sub/out"):
+        with (
+            pytest.raises(PeftlabError, match=f"^{path}: cannot be written {why}; nothing was left behind$"),
+            staged_directory(path, "model") as staging,
+        ):
+            write(staging / "part")
+    with pytest.raises(PeftlabError, match=r"^out.txt: cannot be written \(File too large\)$"):
+        write_text("out.txt", "x" * 10_000)
+    assert [path.name for path in Path().iterdir()] == ["large"]
+
+
+def test_other_errors_pass_through_a_file_that_is_written(tmp_path: Path) -> None:
+    for error in (ValueError("mine"), OSError("Can't load tokenizer"), FileNotFoundError(2, "No such file", "data")):
+        with pytest.raises(type(error)) as caught, replacing(tmp_path / "out"):
+            raise error
+        assert caught.value is error

@@ -65,10 +65,10 @@ def write(directory: Path, push: int, seed: str = "") -> None:
         (directory / "checkpoints" / f"step-0000000{push}.pt").write_text(json.dumps([push, seed]))
         (directory / "checkpoints" / f"step-0000000{push - 1}.pt").unlink(missing_ok=True)
     else:
-        for name in ("weights", "config.json"):
+        for name in ("model.safetensors", "config.json"):
             (directory / "adapter").mkdir(exist_ok=True)
             (directory / "adapter" / name).write_text(f"{name}{seed}" + "." * (directory / "results.json").exists())
-        write_mark(directory / "adapter", Mark("adapter", ["weights", "config.json"]))
+        write_mark(directory / "adapter", Mark("adapter", ["model.safetensors", "config.json"]))
         (directory / "results.json").write_text(f"results{seed}")
 
 
@@ -94,9 +94,9 @@ def check(place: Path, seed: str) -> None:
         assert of == seed and files["recipe.yaml"] == f"recipe{seed}"
         assert files["metrics.jsonl"].startswith(f"{seed}line\n" * newest)
     if "adapter/peftlab.json" in files:
-        assert {files["adapter/weights"].rstrip("."), files["adapter/config.json"].rstrip(".")} == {
-            f"weights{seed}", f"config.json{seed}"
-        } and files["adapter/weights"].count(".") == files["adapter/config.json"].count(".") - 1  # fmt: skip
+        assert {files["adapter/model.safetensors"].rstrip("."), files["adapter/config.json"].rstrip(".")} == {
+            f"model.safetensors{seed}", f"config.json{seed}"
+        } and files["adapter/model.safetensors"].count(".") == files["adapter/config.json"].count(".")  # fmt: skip
     if "results.json" in files:
         assert "adapter/peftlab.json" in files
 

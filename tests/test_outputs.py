@@ -34,9 +34,9 @@ RUN = Mark("run", ["results.json", "checkpoints/step-*.pt"])
 def model(path: Path, text: str = "weights") -> Path:
     """Write a model directory as a merge does."""
     with staged_directory(path, "model", overwrite=True) as staging:
-        (staging / "weights[1].bin").write_text(text)
-        (staging / "inner").mkdir()
-        (staging / "inner" / "template").write_text(text)
+        (staging / "model[1].safetensors").write_text(text)
+        (staging / "additional_chat_templates").mkdir()
+        (staging / "additional_chat_templates" / "t.jinja").write_text(text)
     return path
 
 
@@ -73,8 +73,12 @@ class TestWhatIsReplaced:
     def test_a_result_of_the_same_kind(self, tmp_path: Path) -> None:
         model(tmp_path / "m", "old")
         model(tmp_path / "m", "new")
-        assert tree(tmp_path / "m").keys() == {"weights[1].bin", "inner/template", "peftlab.json"}
-        assert (tmp_path / "m" / "weights[1].bin").read_text() == "new"
+        assert tree(tmp_path / "m").keys() == {
+            "model[1].safetensors",
+            "additional_chat_templates/t.jinja",
+            "peftlab.json",
+        }
+        assert (tmp_path / "m" / "model[1].safetensors").read_text() == "new"
         run(tmp_path / "r")
         (tmp_path / "r" / "checkpoints" / f"{STAGING_PREFIX}0-step-2.pt").write_text("half")
         with claimed(tmp_path / "r", RUN, overwrite=True) as claim:
@@ -117,8 +121,17 @@ class TestWhatIsReplaced:
         (tmp_path / "thesis" / "peftlab.json").write_text('{"kind": "run", "files": "*"}')
         refused(tmp_path / "thesis", "was not written by peftlab")
 
+    @pytest.mark.parametrize("kind", ["run", "model"])
+    @pytest.mark.parametrize("forged", ["thesis.tex", "*", "[!x]*", "*.tex", "./thesis.tex"])
+    def test_what_a_forged_mark_lists(self, tmp_path: Path, kind: str, forged: str) -> None:
+        """A list names files that peftlab writes; whatever else it names stays where it is."""
+        (tmp_path / "thesis.tex").write_text("three years")
+        write_mark(tmp_path, Mark(kind, [forged, "config.json", "results.json"]))
+        refused(tmp_path, r"contains thesis\.tex, which peftlab did not write", kind)
+
     @pytest.mark.parametrize(
-        "name", ["notes.txt", "checkpoints/best.pt", "merged/notes.txt", "deep/er/x", "merged/inner/y"]
+        "name",
+        ["notes.txt", "checkpoints/best.pt", "merged/notes.txt", "deep/er/x", "merged/additional_chat_templates/y"],
     )
     def test_what_others_added(self, tmp_path: Path, name: str) -> None:
         run(tmp_path / "r")
@@ -144,8 +157,8 @@ class TestWhatIsReplaced:
 
     def test_what_is_added_later_is_recorded(self, tmp_path: Path) -> None:
         model(tmp_path / "m")
-        record(tmp_path / "m", "draft[1].json")
-        (tmp_path / "m" / "draft[1].json").write_text("{}")
+        record(tmp_path / "m", "tokenizer[1].json")
+        (tmp_path / "m" / "tokenizer[1].json").write_text("{}")
         model(tmp_path / "m")
 
     def test_the_run_is_as_the_user_left_it_when_files_are_added_meanwhile(self, tmp_path: Path) -> None:
@@ -156,7 +169,7 @@ class TestWhatIsReplaced:
         ):
             (staging / "w").write_text("new")
             (tmp_path / "m" / "notes.txt").write_text("mine")
-        assert tree(tmp_path / "m")["weights[1].bin"] == "old"
+        assert tree(tmp_path / "m")["model[1].safetensors"] == "old"
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -175,7 +188,7 @@ class TestWhatIsProtected:
     def test_a_model_of_links_into_the_output(self, tmp_path: Path) -> None:
         place = model(tmp_path / "m")
         (tmp_path / "cache").mkdir()
-        (tmp_path / "cache" / "model.bin").symlink_to(place / "weights[1].bin")
+        (tmp_path / "cache" / "model.bin").symlink_to(place / "model[1].safetensors")
         refused(place, "contains the base", "model", **{"the base": tmp_path / "cache"})
 
     def test_a_bind_mount(self, tmp_path: Path) -> None:
@@ -211,7 +224,7 @@ class TestWhatIsProtected:
         model(tmp_path / "disk")
         (tmp_path / "m").symlink_to("disk")
         model(tmp_path / "m", "new")
-        assert (tmp_path / "m").is_symlink() and (tmp_path / "disk" / "weights[1].bin").read_text() == "new"
+        assert (tmp_path / "m").is_symlink() and (tmp_path / "disk" / "model[1].safetensors").read_text() == "new"
 
 
 def killed(work: Callable[[], None], when: Callable[[], bool]) -> None:
@@ -308,7 +321,11 @@ class TestStaging:
             with pytest.raises(OSError, match="full"), staged_directory(path, "model", overwrite=True) as staging:
                 (staging / "w").write_text("new")
                 raise OSError("full")
-        assert tree(tmp_path).keys() == {"a/m/weights[1].bin", "a/m/inner/template", "a/m/peftlab.json"}
+        assert tree(tmp_path).keys() == {
+            "a/m/model[1].safetensors",
+            "a/m/additional_chat_templates/t.jinja",
+            "a/m/peftlab.json",
+        }
         assert not (tmp_path / "b").exists()
 
     def test_from_within_the_output(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,12 +333,12 @@ class TestStaging:
         monkeypatch.chdir(tmp_path / "out")
         with pytest.raises(PeftlabError, match="is or contains the current directory"):
             model(Path("../out"), "new")
-        assert tree(tmp_path / "out")["weights[1].bin"] == "old"
+        assert tree(tmp_path / "out")["model[1].safetensors"] == "old"
         monkeypatch.chdir(tmp_path)
         with staged_directory("out", "model", overwrite=True) as staging:
-            (staging / "weights[1].bin").write_text("new")
+            (staging / "model[1].safetensors").write_text("new")
             monkeypatch.chdir("/")  # a relative path means what it meant at the start
-        assert tree(tmp_path / "out")["weights[1].bin"] == "new"
+        assert tree(tmp_path / "out")["model[1].safetensors"] == "new"
 
     def test_permissions_are_the_users_own(self, tmp_path: Path) -> None:
         before = os.umask(0o027)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from peftlab.errors import PeftlabError
 from peftlab.files import real, write_text
-from peftlab.outputs import Claim, Inputs, Mark, claimed
+from peftlab.outputs import WRITTEN, Claim, Inputs, Mark, claimed
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
@@ -22,26 +22,8 @@ from peftlab.references import is_url
 from peftlab.remote.mirror import mirrored
 from peftlab.remote.remote_directory import RemoteDirectory, local_place
 
-RUN = Mark(
-    "run",
-    [
-        "recipe.yaml",
-        "provenance.json",
-        "metrics.jsonl",
-        "checkpoints/step-*.pt",
-        "checkpoints/step-*.pt.damaged",
-        "acceptance_head.safetensors",
-        "results.json",
-        "report.html",
-        "updates/replay-*.jsonl",
-        "settings.json",  # of an update that serves a stream, as the next three
-        "windows/*.json",
-        "stream.json",
-        "stream.html",
-        "peftlab/*",  # a tracker's, named after the project
-    ],
-)
-TABLE = Mark("table", ["recipe.yaml", "table.csv", "table.tex", "table.html", "cells/*.log"])
+RUN = Mark("run", WRITTEN["run"])
+TABLE = Mark("table", WRITTEN["table"])
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from peftlab.errors import PeftlabError
@@ -220,8 +219,7 @@ def _listed(remote: RemoteDirectory, names: Collection[str]) -> list[str]:
         found = None if above is None else marks[above]
         if above is None or found is None:
             return False
-        inner = PurePosixPath(name).relative_to(above).as_posix()
-        return inner == MARK or any(fnmatchcase(inner, pattern) for pattern in found.files)
+        return found.lists(PurePosixPath(name).relative_to(above).as_posix())
 
     return [name for name in names if ours(name)]
 

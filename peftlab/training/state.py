@@ -146,12 +146,9 @@ def save_checkpoint(
     if accelerator.is_main_process:
         path = checkpoint_path(directory, progress.step)
         before = sorted(directory.glob(_PATTERN))
-        try:
-            with replacing(path) as temporary:
-                torch.save(state, temporary)
-        except (OSError, RuntimeError) as error:
-            kept = f"{before[-1].name} is complete" if before else "there is no earlier one"
-            raise PeftlabError(f"{path}: cannot be written ({_reason(error)}); {kept}. Is the disk full?") from None
+        kept = f"{before[-1].name} is complete" if before else "there is no earlier one"
+        with replacing(path, f"{kept}. Is the disk full?") as temporary:
+            torch.save(state, temporary)
         for old in sorted({*before, path})[:-keep]:
             if old not in (path, checkpoint_path(directory, progress.best_step)):
                 old.unlink()

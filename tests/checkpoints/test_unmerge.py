@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,22 @@ def test_on_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
     with pytest.raises(PeftlabError, match=r"merge\.json"):
         unmerge_checkpoint(base, tmp_path / "no")
+
+
+def test_a_full_disk_and_a_base_with_files_of_its_owners(tmp_path: Path) -> None:
+    """The error names the output; a file of a name that peftlab never writes is copied, and never removed again."""
+    base = save_base(build("llama").to(torch.bfloat16), tmp_path / "base")
+    (base / "thesis.tex").write_text("x" * 100_000)
+    model = load(type(build("llama")), base, torch.bfloat16)
+    merge_checkpoint(adapt(model, tmp_path / "adapter"), base, tmp_path / "merged")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, limits[1]))
+    try:
+        with pytest.raises(PeftlabError, match=r"back: cannot be written \(File too large\); nothing was left behind"):
+            unmerge_checkpoint(tmp_path / "merged", tmp_path / "back")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    unmerge_checkpoint(tmp_path / "merged", tmp_path / "back")
+    assert (tmp_path / "back" / "thesis.tex").exists()
+    with pytest.raises(PeftlabError, match=r"contains thesis\.tex, which peftlab did not write"):
+        unmerge_checkpoint(tmp_path / "merged", tmp_path / "back", overwrite=True)

@@ -12,7 +12,7 @@ from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.errors import PeftlabError
-from peftlab.files import read_object, real
+from peftlab.files import read_object, real, write_errors
 from peftlab.hub import snapshot
 from peftlab.models.bounds import check_directory
 from peftlab.models.finetuned import find_model, plain_directory
@@ -35,7 +35,7 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
     """
     if find_model(reference).adapters:
-        with scratch_directory(real(out), "base") as directory:
+        with write_errors(out), scratch_directory(real(out), "base") as directory:
             dtype = load_config(reference, trust_remote_code=options.trust_remote_code).dtype
             stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
             _save_plain(reference, adapter, directory, options.trust_remote_code, stored)
@@ -58,7 +58,7 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
                 "that was quantised (--base), or merge --into dequantised: into a plain float32 copy of its values"
             )
         quantised = f"the base was quantised ({method})"
-    with scratch_directory(real(out), "base") as directory:
+    with write_errors(out), scratch_directory(real(out), "base") as directory:
         _save_plain(reference, adapter, directory, options.trust_remote_code)
         yield directory, [f"{quantised}: it was dequantised to float32 first, and the update was added to that"]
 

@@ -19,7 +19,7 @@ from peftlab.checkpoints.merge.report import Figures, MergeReport
 from peftlab.checkpoints.merge.sidefiles import copy_side_files, merge_card, write_model_config
 from peftlab.checkpoints.merge.steps import Steps
 from peftlab.errors import PeftlabError
-from peftlab.files import reason, write_json, write_text
+from peftlab.files import write_json, write_text
 from peftlab.hub import upload
 from peftlab.methods.table import METHODS
 from peftlab.models.finetuned import refuse_gated
@@ -106,8 +106,6 @@ def _merge(
                 write_model_config(plan, staging)
                 write_text(staging / "README.md", merge_card(report, directory, staging, options))
                 write_json(staging / "merge.json", report)
-        except OSError as error:
-            raise PeftlabError(f"{out}: cannot be written ({reason(error)}); nothing was left behind") from error
         finally:
             plan.close()
     return report

@@ -28,7 +28,7 @@ from peftlab.drafting.text.request_forms import FORMS, Form, Reply, ServedPrompt
 from peftlab.drafting.text.retokenised import likeliest, readings
 from peftlab.drafting.text.target_text import Writing, weights_digest
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json
+from peftlab.files import write_errors, write_json
 from peftlab.locks import LOCK, locked
 from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
@@ -159,7 +159,8 @@ def _complete(
 
         def store(row: int, reply: Reply | None) -> None:
             answers[row] = _answer(target, jobs[row].ids, writing.max_new_tokens, taken, reply)
-            file.write(answer_line(row, answers[row]))
+            with write_errors(path):
+                file.write(answer_line(row, answers[row]))
             if len(answers) % math.ceil(len(jobs) / 10) == 0:
                 print(f"{len(answers)} of {len(jobs)} answers", flush=True)
 
