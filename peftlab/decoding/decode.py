@@ -18,10 +18,10 @@ from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, 
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
-from peftlab.decoding.verification.accept import TRAVERSAL, Accepted, Verifier, accept
-from peftlab.decoding.verification.lossy import LossyRule, accept_lossy
-from peftlab.decoding.verification.sampling import Sampling, forked
-from peftlab.decoding.verification.tree import depths_of, shape_of
+from peftlab.decoding.lossy import LossyRule, accept_lossy
+from peftlab.decoding.sampling import Sampling, forked
+from peftlab.decoding.trees import depths_of, shape_of
+from peftlab.decoding.verify import TRAVERSAL, Accepted, Verifier, accept
 from peftlab.errors import PeftlabError
 
 

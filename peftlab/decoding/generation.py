@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import GenerateConfig
 from peftlab.untyped import Unwrapped

@@ -157,7 +157,7 @@ def policy(text: str) -> Chosen:
     return choose("policy", POLICIES, text)
 
 
-_LOSSY = "peftlab.decoding.verification.lossy"
+_LOSSY = "peftlab.decoding.lossy"
 
 LOSSY: dict[str, Row] = {
     "typical": Row(
@@ -179,15 +179,15 @@ def lossy(text: str) -> Chosen:
     return choose("lossy", LOSSY, text)
 
 
-_VERIFICATION = "peftlab.decoding.verification"
+_TREES, _VERIFY = "peftlab.decoding.sampled_trees", "peftlab.decoding.verify"
 _WIDTH = Argument("W", "a whole number from 2", _several, required=True)
 
 TREES: dict[str, Row] = {
-    "rsd_c": Row(f"{_VERIFICATION}.drawing:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
-    "rsd_s": Row(f"{_VERIFICATION}.drawing:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
-    "specinfer": Row(f"{_VERIFICATION}.drawing:specinfer", "W independent chains with shared beginnings", _WIDTH),
+    "rsd_c": Row(f"{_TREES}:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
+    "rsd_s": Row(f"{_TREES}:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
+    "specinfer": Row(f"{_TREES}:specinfer", "W independent chains with shared beginnings", _WIDTH),
 }
-"""Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``verification.drawing``."""
+"""Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``sampled_trees``."""
 
 
 def tree(text: str) -> Chosen:
@@ -196,11 +196,11 @@ def tree(text: str) -> Chosen:
 
 
 VERIFIERS: dict[str, Row] = {
-    "traversal": Row(f"{_VERIFICATION}.accept:TRAVERSAL", "chains as a block, trees path by path (default)"),
-    "tokens": Row(f"{_VERIFICATION}.accept:TOKENS", "token by token"),
-    "kseq": Row(f"{_VERIFICATION}.accept:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
+    "traversal": Row(f"{_VERIFY}:TRAVERSAL", "chains as a block, trees path by path (default)"),
+    "tokens": Row(f"{_VERIFY}:TOKENS", "token by token"),
+    "kseq": Row(f"{_TREES}:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
 }
-"""Name -> verifier of sampled drafts, an ``accept.Verifier``. ``needs``: the tree that it verifies."""
+"""Name -> verifier of sampled drafts, a ``verify.Verifier``. ``needs``: the tree that it verifies."""
 
 
 def verifier(text: str) -> Chosen:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -19,8 +18,8 @@ from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
-from peftlab.decoding.verification.drawing import GrowTree
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, Opening, OwnLayers

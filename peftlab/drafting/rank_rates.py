@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.hidden_states import logits_of
 from peftlab.errors import PeftlabError
 

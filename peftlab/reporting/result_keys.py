@@ -147,7 +147,7 @@ Each of `validate`'s `examples` has a `title` and `parts`: `text`, and whether i
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.analysis.results.CategoryResult
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.analysis.departure.LossyResult
+.. autoclass:: peftlab.decoding.lossy.LossyResult
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.analysis.results.PoolResult
    :exclude-members: __init__

@@ -27,8 +27,8 @@ from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.drawing import rsd_c
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampled_trees import rsd_c
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftlab.decoding.verification.sampling import RandomSource
+from peftlab.decoding.sampling import RandomSource
 
 
 class Script(RandomSource):

@@ -15,9 +15,9 @@ from peftlab.decoding.draft_length import Confidence, Fixed
 from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
 from peftlab.decoding.engines.base import Wrapper
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.lossy import LossyRule
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import Window, lossy
-from peftlab.decoding.verification.lossy import LossyRule
-from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import generate

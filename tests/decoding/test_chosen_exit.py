@@ -15,7 +15,7 @@ from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice, tokens_
 from peftlab.decoding.drafters.own_layers.parts import Exit
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import possible_exits
 
 LAYERS, EXITS = 4, [1, 2, 3]

@@ -26,7 +26,7 @@ from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import PromptLookup
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.tree import RankRates, best_tree, reach
+from peftlab.decoding.trees import RankRates, best_tree, reach
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.load import draft_costs, target_weights

@@ -16,7 +16,7 @@ from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.head_files import write_medusa

@@ -10,12 +10,11 @@ import pytest
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.accept import KSEQ, TOKENS, TRAVERSAL
-from peftlab.decoding.verification.drawing import rsd_c, rsd_s, specinfer
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import TOKENS, TRAVERSAL
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke

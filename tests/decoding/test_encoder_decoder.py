@@ -17,7 +17,7 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import generate

@@ -43,7 +43,7 @@ from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.packed.products import growth
 from peftlab.decoding.engines.split import EqualLengths, PathByPath
-from peftlab.decoding.verification.tree import best_tree, parents_of, shape_of
+from peftlab.decoding.trees import best_tree, parents_of, shape_of
 from peftlab.errors import PeftlabError
 
 SMALL = {

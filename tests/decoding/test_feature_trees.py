@@ -16,8 +16,8 @@ from peftlab.decoding.drafters.growing_trees import GrowingTrees
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import prefill
-from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import depths_of
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.trees import depths_of
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 

@@ -13,7 +13,6 @@ from peftlab.decoding.analysis.statistics import acceptance_statistics, divergen
 from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
 from peftlab.decoding.drafters.gated.one_pass import OnePass
@@ -25,7 +24,7 @@ from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.drawing import rsd_c, rsd_s
+from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine

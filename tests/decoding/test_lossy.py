@@ -8,15 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.analysis.departure import Departure, differing_share
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.model_free import Recycling
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.lossy import Departure, LossyRule, accept_k, differing_share, emitted_law, typical, verify_lossy
+from peftlab.decoding.sampling import RandomSource, Sampling, certain, probabilities
 from peftlab.decoding.table import LOSSY, lossy
-from peftlab.decoding.verification.lossy import LossyRule, accept_k, emitted_law, typical, verify_lossy
-from peftlab.decoding.verification.sampling import RandomSource, Sampling, certain, probabilities
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from peftlab.decoding.analysis.theory import acceptance_rate
-from peftlab.decoding.verification.chain import verify_chain
-from peftlab.decoding.verification.multidraft import (
-    draw_drafts,
-    kseq_rho,
-    verify_drafts,
-    verify_kseq,
-    verify_tree,
-)
-from peftlab.decoding.verification.sampling import RandomSource, probabilities
+from peftlab.decoding.sampled_trees import draw_drafts, kseq_rho, verify_kseq
+from peftlab.decoding.sampling import RandomSource, probabilities
+from peftlab.decoding.verify import verify_chain, verify_drafts, verify_tree
 from peftlab.errors import PeftlabError
 
 

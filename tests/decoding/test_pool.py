@@ -22,10 +22,8 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.accept import Verifier
-from peftlab.decoding.verification.chain import verify_chain
-from peftlab.decoding.verification.multidraft import verify_tree
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.truncation import truncate

@@ -15,7 +15,6 @@ from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
 from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
@@ -23,9 +22,9 @@ from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
 from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.accept import KSEQ, TOKENS, TRAVERSAL
-from peftlab.decoding.verification.drawing import rsd_c, rsd_s, specinfer
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import TOKENS, TRAVERSAL
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError

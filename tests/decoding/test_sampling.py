@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.decoding.verification.sampling import RandomSource, RowRandomSource, largest, probabilities, sample
+from peftlab.decoding.sampling import RandomSource, RowRandomSource, largest, probabilities, sample
 from peftlab.errors import PeftlabError
 
 ROWS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)

@@ -19,14 +19,13 @@ from transformers import (
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.parts import Exit
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.verification.drawing import rsd_c
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError

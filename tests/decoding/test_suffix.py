@@ -17,9 +17,8 @@ from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup, fuse
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.multidraft import verify_tree
-from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.traversal import verify_traversal
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import verify_traversal, verify_tree
 from peftlab.drafting.load import Pair, make_drafter
 from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.drafting.truncation import truncate

@@ -16,8 +16,8 @@ from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch, upper_b
 from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.drawing import rsd_c
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampled_trees import rsd_c
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import flat
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError

@@ -9,11 +9,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.verification.accept import KSEQ, TOKENS, TRAVERSAL
-from peftlab.decoding.verification.chain import verify_block
-from peftlab.decoding.verification.drawing import Chains, StochasticBeam
-from peftlab.decoding.verification.multidraft import draw_drafts
-from peftlab.decoding.verification.sampling import RandomSource, certain
+from peftlab.decoding.sampled_trees import KSEQ, Chains, StochasticBeam, draw_drafts
+from peftlab.decoding.sampling import RandomSource, certain
+from peftlab.decoding.verify import TOKENS, TRAVERSAL, verify_block
 
 VERIFIERS = {"tokens": TOKENS.tree, "traversal": TRAVERSAL.tree, "kseq": KSEQ.tree}
 

@@ -16,8 +16,8 @@ from peftlab.decoding.drafters.ngram import NGram
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block
-from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import (
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.trees import (
     RankRates,
     best_tree,
     depths_of,

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from peftlab.decoding import lossy, sampled_trees, verify
 from peftlab.decoding.analysis.theory import acceptance_rate, block_efficiency_by_position
-from peftlab.decoding.verification import chain as verify
-from peftlab.decoding.verification import lossy, multidraft, traversal
-from peftlab.decoding.verification.chain import (
+from peftlab.decoding.sampling import RandomSource, probabilities, sample
+from peftlab.decoding.verify import (
     acceptance_probability,
     residual,
     verify_block,
@@ -16,7 +16,6 @@ from peftlab.decoding.verification.chain import (
     verify_greedy,
     verify_onehot,
 )
-from peftlab.decoding.verification.sampling import RandomSource, probabilities, sample
 from peftlab.errors import PeftlabError
 
 
@@ -214,7 +213,5 @@ def test_shapes_that_do_not_fit_are_told():
 
 
 def test_the_lossy_scheme_says_so():
-    schemes = {
-        n: getattr(m, n) for m in (verify, multidraft, traversal, lossy) for n in dir(m) if n.startswith("verify_")
-    }
+    schemes = {n: getattr(m, n) for m in (verify, sampled_trees, lossy) for n in dir(m) if n.startswith("verify_")}
     assert [name for name, scheme in schemes.items() if "LOSSY" in scheme.__doc__] == ["verify_lossy"]

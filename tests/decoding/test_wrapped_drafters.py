@@ -18,9 +18,9 @@ from peftlab.decoding.drafters.head_drafter import HeadsDrafter
 from peftlab.decoding.drafters.model_drafter import room
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.lossy import LossyRule
 from peftlab.decoding.table import DRAWN, lossy
-from peftlab.decoding.verification.lossy import LossyRule
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.errors import PeftlabError
 from tests.decoding.test_architectures import make

@@ -23,7 +23,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError

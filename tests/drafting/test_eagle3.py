@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features

@@ -35,7 +35,7 @@ from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.cache import Block
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.gated_lora.gated_draft import check_targets, continue_from, refuse_states
 from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, block_rows, measure_masks
 from peftlab.drafting.kinds.pard.mask_rows import check_parallel

@@ -12,7 +12,7 @@ from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 
 from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.verification.tree import RankRates, best_tree
+from peftlab.decoding.trees import RankRates, best_tree
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa, write_ranks

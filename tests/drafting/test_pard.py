@@ -16,7 +16,7 @@ from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.hidden_states import last_hidden
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.kinds.pard.mask_rows import MaskRows, check_parallel, drawn_places, parallel_states

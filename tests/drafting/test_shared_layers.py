@@ -17,7 +17,7 @@ from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.adapted_exit import AdaptedExitDrafter
 from peftlab.decoding.drafters.suffix import with_copies
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.model.shared_layers import shared_layers
 from peftlab.drafting.load import Pair, load_pair, make_drafter
 from peftlab.drafting.truncation import truncate

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from peftlab.errors import PeftlabError
 
 if TYPE_CHECKING:
-    from peftlab.decoding.verification.tree import RankRates
+    from peftlab.decoding.trees import RankRates
 
 REDUCED = 8192
 """Tokens of a reduced vocabulary in the drafts that are compared."""
@@ -84,7 +84,7 @@ class DraftCost:
 
     def rates(self, alpha: float) -> RankRates:
         """Return how often its choices are right, for an acceptance of a first choice; see ``rank_rates``."""
-        from peftlab.decoding.verification.tree import RankRates
+        from peftlab.decoding.trees import RankRates
 
         rates = rank_rates(alpha)
         return rates if self.passes != 2 else RankRates(((1.0, *[1e-12] * (_RANKS - 1)), *rates.rates))
@@ -127,7 +127,7 @@ def rank_rates(alpha: float) -> RankRates:
 
     Each choice is right as often as the first one where those before it are not.
     """
-    from peftlab.decoding.verification.tree import RankRates
+    from peftlab.decoding.trees import RankRates
 
     return RankRates((tuple(max(alpha * (1 - alpha) ** rank, 1e-12) for rank in range(_RANKS)),))
 
@@ -139,7 +139,7 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         verification: C(1) = 1, C(2), ...: of at most this many tokens, one of them not drafted.
         alpha: acceptance of a first choice; that of the others by ``rank_rates``.
     """
-    from peftlab.decoding.verification.tree import best_tree, reach
+    from peftlab.decoding.trees import best_tree, reach
 
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")

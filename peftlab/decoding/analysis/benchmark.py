@@ -12,7 +12,6 @@ from types import MappingProxyType
 import torch
 
 from peftlab.decoding.analysis.conditions import Conditions, Watch
-from peftlab.decoding.analysis.departure import Departure, LossyResult, differing_share
 from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain
 from peftlab.decoding.analysis.results import (
     BenchmarkResult,
@@ -36,9 +35,9 @@ from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decod
 from peftlab.decoding.draft_length import Fixed, MakePolicy
 from peftlab.decoding.drafters.base import Drafter
 from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
-from peftlab.decoding.verification.lossy import LossyRule
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.lossy import Departure, LossyResult, LossyRule, differing_share
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.errors import PeftlabError
 from peftlab.hardware import describe_cpu
 

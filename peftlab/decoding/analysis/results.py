@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peftlab.decoding.analysis.conditions import Conditions, uncertain
-from peftlab.decoding.analysis.departure import LossyResult
 from peftlab.decoding.analysis.measured_gain import MeasuredGain
 from peftlab.decoding.analysis.statistics import AcceptanceStatistics, Divergence, Interval, OverlapRates
+from peftlab.decoding.lossy import LossyResult
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
 

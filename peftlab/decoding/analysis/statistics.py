@@ -17,7 +17,7 @@ from peftlab.decoding.drafters.base import Row, Verified
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block
 from peftlab.decoding.engines.prefill import empty_cache
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 
 Interval = tuple[float, float] | None
 """Of 95 %; None where there are too few data."""

@@ -16,7 +16,7 @@ from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.engines.base import Engine, Output, Wrapper
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.tree import Path
+from peftlab.decoding.trees import Path
 from peftlab.hardware import wait_for
 from peftlab.untyped import Function
 

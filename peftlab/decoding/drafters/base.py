@@ -13,8 +13,8 @@ from peftlab.decoding.analysis.theory import block_efficiency_by_position
 from peftlab.decoding.draft_length import Policy
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.accept import Accepted
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.verify import Accepted
 
 
 @dataclass

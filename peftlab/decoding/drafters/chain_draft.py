@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peftlab.decoding.drafters.base import Proposal, Row
 from peftlab.decoding.engines.base import Output
-from peftlab.decoding.verification.sampling import RowRandomSource, Sampling, largest
+from peftlab.decoding.sampling import RowRandomSource, Sampling, largest
 
 
 def draft_chain(

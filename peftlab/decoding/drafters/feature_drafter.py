@@ -19,9 +19,9 @@ from peftlab.decoding.engines.base import Output
 from peftlab.decoding.engines.cache import Block, KVCache, seen_from
 from peftlab.decoding.engines.prefill import right_padded, spans
 from peftlab.decoding.engines.windowed_cache import WindowedCache
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, Window
-from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import RankRates, best_tree, expected_tokens
+from peftlab.decoding.trees import RankRates, best_tree, expected_tokens
 from peftlab.errors import PeftlabError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.base import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified
-from peftlab.decoding.verification.tree import (
+from peftlab.decoding.trees import (
     Path,
     RankRates,
     best_tree,

@@ -13,8 +13,8 @@ from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded, spans
 from peftlab.decoding.engines.windowed_cache import WindowedCache
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
-from peftlab.decoding.verification.sampling import Sampling
 from peftlab.errors import PeftlabError
 
 

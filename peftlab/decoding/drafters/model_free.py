@@ -9,7 +9,7 @@ from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, 
 from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
 from peftlab.decoding.table import TIMES
-from peftlab.decoding.verification.tree import best_tree, parents_of
+from peftlab.decoding.trees import best_tree, parents_of
 
 
 def _chains(rows: list[Row], budgets: list[int], guess: Callable[[Row, int], list[int]]) -> Proposal:

@@ -14,8 +14,8 @@ from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState
 from peftlab.decoding.drafters.chain_draft import draft_chain
 from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
 from peftlab.decoding.engines.base import Output
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, TIMES
-from peftlab.decoding.verification.sampling import Sampling
 
 
 @dataclass

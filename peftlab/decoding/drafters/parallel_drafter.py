@@ -14,8 +14,8 @@ from peftlab.decoding.drafters.model_drafter import check_vocabulary, read_rows,
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import KVCache
 from peftlab.decoding.engines.prefill import empty_cache, right_padded
-from peftlab.decoding.verification.sampling import Sampling
-from peftlab.decoding.verification.tree import RankRates, best_tree, parents_of
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.trees import RankRates, best_tree, parents_of
 from peftlab.errors import PeftlabError
 
 

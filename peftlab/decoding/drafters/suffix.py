@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from peftlab.decoding.drafters.base import Around, Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
 from peftlab.decoding.engines.prefill import right_padded
+from peftlab.decoding.sampling import certain
 from peftlab.decoding.table import TIMES
-from peftlab.decoding.verification.sampling import certain
 
 
 @dataclass

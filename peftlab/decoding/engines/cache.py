@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.verification.tree import TreeShape
+from peftlab.decoding.trees import TreeShape
 
 
 @dataclass(frozen=True)

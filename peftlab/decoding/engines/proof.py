@@ -20,7 +20,7 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.encoder_decoder import Decoder
 from peftlab.decoding.engines.transformers import limit_of
-from peftlab.decoding.verification.tree import parents_of, shape_of
+from peftlab.decoding.trees import parents_of, shape_of
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
 
 # Eight first choices before a path of three: the slot of the path's end is far from its position.

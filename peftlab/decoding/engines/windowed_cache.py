@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.table import Window
-from peftlab.decoding.verification.tree import TreeShape
+from peftlab.decoding.trees import TreeShape
 
 _AT_ONCE = 128  # tokens of a block; and how many may be taken back
 

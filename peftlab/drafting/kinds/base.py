@@ -18,7 +18,7 @@ from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
 from peftlab.decoding.drafters.head_drafter import Heads
 from peftlab.decoding.drafters.parallel_drafter import Masks
 from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.verification.drawing import GrowTree
+from peftlab.decoding.sampled_trees import GrowTree
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.files import Json
 from peftlab.methods.config import MethodConfig

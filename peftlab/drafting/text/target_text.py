@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text
 from peftlab.locks import LOCK, locked

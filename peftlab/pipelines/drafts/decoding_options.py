@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.lossy import LossyRule
+from peftlab.decoding.sampled_trees import GrowTree
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier, window
-from peftlab.decoding.verification.accept import TRAVERSAL, Verifier
-from peftlab.decoding.verification.drawing import GrowTree
-from peftlab.decoding.verification.lossy import LossyRule
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.drafting.load import Pair, check_tree, drafts_with_heads, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.errors import PeftlabError

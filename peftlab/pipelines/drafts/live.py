@@ -21,8 +21,8 @@ from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.reduced_vocabulary import read_tokens
+from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
-from peftlab.decoding.verification.sampling import Sampling
 from peftlab.drafting.checks import check_method, end_ids
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.base import Draft, DraftJob, Saved, Served

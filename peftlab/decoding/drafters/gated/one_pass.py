@@ -13,7 +13,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, TargetS
 from peftlab.decoding.drafters.parallel_drafter import ParallelDrafter
 from peftlab.decoding.engines.base import Engine, Output
 from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.verification.tree import shape_of
+from peftlab.decoding.trees import shape_of
 from peftlab.methods.lora.gate import Gate
 
 

@@ -12,7 +12,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, Verifie
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
 from peftlab.decoding.drafters.own_layers.parts import Exit
-from peftlab.decoding.verification.sampling import largest
+from peftlab.decoding.sampling import largest
 
 
 @dataclass(kw_only=True)

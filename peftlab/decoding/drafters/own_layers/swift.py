@@ -11,7 +11,7 @@ from peftlab.decoding.drafters.base import PossibleDraft, Row, Verified
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.parts import Skipping
 from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
-from peftlab.decoding.verification.sampling import largest
+from peftlab.decoding.sampling import largest
 
 _WINDOW = 32  # tokens on which a set is tried
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""

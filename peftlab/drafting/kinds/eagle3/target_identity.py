@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.rank_rates import KEY, rates_on_disk, read_rates
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from datasets import Dataset
 
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.acceptance import batches
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, predictions, target_states, unroll

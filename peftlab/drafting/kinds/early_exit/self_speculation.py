@@ -7,7 +7,6 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from peftlab.decoding.drafters.drawn_trees import DrawnTrees
 from peftlab.decoding.drafters.model_drafter import ModelDrafter
 from peftlab.decoding.drafters.own_layers.chosen_exit import ChosenExit
 from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
@@ -17,7 +16,7 @@ from peftlab.decoding.drafters.own_layers.swift import Swift
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
 from peftlab.decoding.engines.flat import FlatEngine
-from peftlab.decoding.verification.drawing import GrowTree
+from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, OwnLayers
 from peftlab.drafting.truncation import layer_stack, truncate

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftlab.decoding.drafters.head_drafter import grown_tokens
-from peftlab.decoding.verification.tree import Path
+from peftlab.decoding.trees import Path
 from peftlab.drafting.kinds.medusa.head_stack import HeadStack, as_parameters
 
 

@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.acceptance import batches
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads

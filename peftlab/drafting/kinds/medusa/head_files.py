@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.head_stack import HeadStack, ReducedHeads
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from peftlab.decoding.verification.tree import Path, RankRates
+from peftlab.decoding.trees import Path, RankRates
 
 
 class HeadStack(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.verification.sampling import Sampling
+from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.hidden_states import unwrapped
 from peftlab.methods.modes import eval_mode
 

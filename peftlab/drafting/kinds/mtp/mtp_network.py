@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.packed.products import pack_linears
-from peftlab.decoding.verification.tree import RankRates
+from peftlab.decoding.trees import RankRates
 from peftlab.drafting.kinds.eagle3.eagle_network import (
     Attend,
     EagleShape,
