@@ -28,16 +28,16 @@ def merge_losses(task: Prepared, live: nn.Module, run_dir: Path, base: str, into
         merge_checkpoint(run_dir / "adapter", base, scratch / other, MergeOptions(into=other))
         found = {
             "live": _loss(task, live),
-            into: _loss(task, _merged(run_dir / "merged", device)),
-            other: _loss(task, _merged(scratch / other, device)),
+            into: _loss(task, _merged(run_dir / "merged", task.auto_class, device)),
+            other: _loss(task, _merged(scratch / other, task.auto_class, device)),
         }
     return {name: found[name] for name in ("live", "dequantised", "original")}
 
 
-def _merged(directory: Path, device: torch.device) -> nn.Module:
-    config = load_config(str(directory))
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    model, _ = load_base(str(directory), (config.architectures or ["AutoModel"])[0], dtype=dtype)
+def _merged(directory: Path, auto_class: str, device: torch.device) -> nn.Module:
+    dtype = load_config(str(directory)).dtype
+    stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    model, _ = load_base(str(directory), auto_class, dtype=stored)
     return nn.Module.to(model, device)
 
 

@@ -29,10 +29,11 @@ from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.base_format import BaseFormat
 from peftlab.models.plain import NoValues
+from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import Place, places, tied_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _SUMMABLE = ("F16", "BF16", "F32", "F64")  # dtypes that a sum can be stored in; others are quantisation codes
 
@@ -72,6 +73,8 @@ class MergePlan:
         dtype: the dtype of most weights, by torch's name. stored: the dtype asked for, or None.
         trained: the weights that the base computed with in training, where the update is added to those.
         plain: for fp8, the linear maps that keep their dtype; None for other dtypes.
+        composite: the base's configuration, where the adapter was trained in the text model of a larger one, which
+            the merged checkpoint still is; else None.
     """
 
     model: PreTrainedModel
@@ -85,6 +88,7 @@ class MergePlan:
     stored: torch.dtype | None
     trained: TrainingWeights | None = None
     plain: list[str] | None = None
+    composite: PretrainedConfig | None = None
     notes: list[str] = field(default_factory=list)
 
     def changes(self, name: str) -> bool:
@@ -112,7 +116,9 @@ def plan_merge(
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
             return _planned(plain, adapter, shards, options, source, dequantised)
     model = task_model(adapter, directory, source=source, trust_remote_code=options.trust_remote_code)
-    return _planned(model, adapter, shards, options, source, dequantised)
+    config = load_config(str(directory), trust_remote_code=options.trust_remote_code)
+    composite = config if type(model.config) in config.sub_configs.values() else None
+    return _planned(model, adapter, shards, options, source, dequantised, composite)
 
 
 def _planned(
@@ -122,6 +128,7 @@ def _planned(
     options: MergeOptions,
     source: str,
     dequantised: bool,
+    composite: PretrainedConfig | None = None,
 ) -> MergePlan:
     fp8 = options.dtype == FP8
     stored = None if fp8 else options.dtype
@@ -139,9 +146,9 @@ def _planned(
     folded = {f"{name}.{key}": name for name, leaf in leaves.items() for key in leaf.fold()}
     main = _main_dtype(shards) if stored is None else stored
     name = str(main).removeprefix("torch.")
-    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, name, stored, plain=plain)
+    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, name, stored, plain=plain, composite=composite)
     plan.notes += adapter.notes
-    found = _place_base(plan, known)
+    found = _place_base(plan, known, tied)
     if not dequantised:
         _restore_training(plan, found, options, source)
     _refuse_codes(plan, found)
@@ -225,10 +232,20 @@ def _whole_tensors(
     return given, shared
 
 
-def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Place]:
-    """Return the place of each base key in the model; keys without one are recorded as dropped."""
+def _place_base(plan: MergePlan, known: dict[str, torch.Size], tied: dict[str, str]) -> dict[str, Place]:
+    """Return the place of each base key in the model; keys without one are recorded as dropped.
+
+    Where the model is the text model of a larger one, and the base contains all of it, all keys stay as they are.
+    """
     kind = type(plan.model).__name__
     everywhere = places(plan.model, [key for shard in plan.shards for key in shard.entries])
+    if plan.composite is not None:
+        present = {name for place in everywhere.values() if place is not None for name in place.names}
+        present |= {name for pair in tied.items() if present & {*pair} for name in pair}
+        if known.keys() <= present:
+            everywhere = {key: Place(key, key) if p is None else replace(p, key=key) for key, p in everywhere.items()}
+        else:  # a task head is new: the merged checkpoint is the task model's
+            plan.composite = None
     found: dict[str, Place] = {}
     for shard in plan.shards:
         for key, entry in shard.entries.items():
@@ -237,10 +254,9 @@ def _place_base(plan: MergePlan, known: dict[str, torch.Size]) -> dict[str, Plac
                 plan.dropped[key] = f"{kind} has no such parameter"
                 continue
             whole = place.converter is None and place.name not in plan.given
-            if whole and entry.shape != tuple(known[place.name]):
-                raise PeftlabError(
-                    f"{shard.path}: {key!r} has shape {entry.shape}, {kind} needs {tuple(known[place.name])}"
-                )
+            needed = tuple(known.get(place.name, entry.shape))
+            if whole and entry.shape != needed:
+                raise PeftlabError(f"{shard.path}: {key!r} has shape {entry.shape}, {kind} needs {needed}")
             found[key] = place
     if not found:
         raise PeftlabError(f"{plan.shards[0].path.parent}: none of its weights belongs to {kind}")
@@ -271,6 +287,9 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
     for twin, origin in pairs:
         if not differ:
             if twin in holders and origin in holders:
+                if plan.composite is not None:  # which may not tie what its text model does
+                    plan.given |= {twin: plan.given[origin]} if origin in plan.given else {}
+                    continue
                 key = holders[twin][1]
                 plan.dropped[key] = f"tied to {origin}"
                 del found[key]
@@ -286,7 +305,8 @@ def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared:
                 plan.given[name] = plan.given[other]
             if name not in holders:
                 shard, key = holders[other]
-                extra.append(_target(plan, shard, key, Place(name, name, None)))
+                prefix = key.removesuffix(other) if plan.composite is not None and key.endswith(other) else ""
+                extra.append(_target(plan, shard, key, Place(name, prefix + name)))
     present = {place.name for place in found.values()} | {target.name for target in extra} | set(tied)
     for name, tensor in plan.given.items():
         if name not in present:

@@ -47,11 +47,20 @@ def write_model_config(plan: MergePlan, out: Path) -> None:
         values["dtype"] = plan.dtype
         write_text(out / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
         return
-    model.config.architectures = [type(model).__name__]
     model.config.dtype = plan.dtype
+    config = model.config
+    if plan.composite is None:
+        config.architectures = [type(model).__name__]
+    else:
+        config = plan.composite
+        name = next(name for name, part in config.sub_configs.items() if part is type(model.config))
+        setattr(config, name, model.config)
+        if not model.config.tie_word_embeddings:
+            config.tie_word_embeddings = False
+        config.dtype = plan.dtype
     if plan.plain is not None:
-        model.config.quantization_config = quantization_config(plan.plain)
-    model.config.save_pretrained(out)
+        config.quantization_config = quantization_config(plan.plain)
+    config.save_pretrained(out)
     if model.can_generate() and not (out / "generation_config.json").exists():
         model.generation_config.save_pretrained(out)
 

@@ -61,8 +61,10 @@ def closest_model(
     config = load_config(str(base), trust_remote_code=trust_remote_code)
     trained = adapter.base.get("config")
     if isinstance(trained, dict) and trained:
-        if trained.get("model_type", config.model_type) != config.model_type:
+        part = _part(config, trained.get("model_type", config.model_type))
+        if part is None:
             raise PeftlabError(f"{source} was trained on {trained['model_type']!r}, {base} is {config.model_type!r}")
+        config = part
         if type(config).__module__.startswith("transformers."):
             config = _config_of(trained, config, source)
         return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
@@ -88,6 +90,15 @@ def closest_model(
     if closest is None:
         raise PeftlabError(f"{source} does not fit {base}: {failed}")
     return closest
+
+
+def _part(config: PretrainedConfig, model_type: object) -> PretrainedConfig | None:
+    """Return a configuration, or the one in it, that is of ``model_type``; None where there is none.
+
+    A text model is loaded from a composite checkpoint by the text configuration in its config.json.
+    """
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return next((each for each in (config, *inner) if getattr(each, "model_type", None) == model_type), None)
 
 
 def _names(model: PreTrainedModel) -> set[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
 from peftlab.checkpoints.folded import load_model
+from peftlab.files import read_object
 from peftlab.hardware import wait_for
 from peftlab.models.base_format import BaseFormat
 from peftlab.models.config import BaseConfig
@@ -127,7 +128,10 @@ class _Models:
     def __init__(self, adapter: Adapter, reference: str, directory: str) -> None:
         self.adapter, self.reference, self.directory = adapter, reference, directory
         self.config = load_config(directory)
-        self.architecture = (self.config.architectures or ["AutoModel"])[0]
+        report = Path(directory, "merge.json")
+        named = read_object(report).get("architecture") if report.is_file() else None
+        self.architecture = str(named or (self.config.architectures or ["AutoModel"])[0])
+        self.config = _for_class(self.architecture, self.config)
         self.dtype = _dtype(self.config)
 
     def base(self) -> nn.Module:
@@ -139,6 +143,15 @@ class _Models:
 
     def merged(self) -> nn.Module:
         return load_model(self.directory, self.architecture, dtype=self.dtype)[0]
+
+
+def _for_class(architecture: str, config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a composite configuration that a class takes: a text model's; else the configuration."""
+    import transformers
+
+    wanted = getattr(getattr(transformers, architecture, None), "config_class", None)
+    parts = [getattr(config, name) for name, part in config.sub_configs.items() if part is wanted]
+    return parts[0] if parts else config
 
 
 def _of_base(config: PretrainedConfig, base: str) -> PretrainedConfig:
