@@ -1,37 +1,46 @@
-"""The training loop."""
+"""The training loop: one global batch a step, split over processes and accumulation steps.
+
+``train`` reads from top to bottom; what it needs follows: the state between steps, the batches as tensors, the log.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.methods.modes import eval_mode
 from peftlab.methods.targets import layer_index
 from peftlab.models.costs import Meter
-from peftlab.training.compile import try_compile
+from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
-from peftlab.training.efficient.emulation import Emulation
-from peftlab.training.efficient.layer_sampling import LayerSampling, forget, frozen, make_layer_sampling
-from peftlab.training.efficient.selection import Selection, make_selection
-from peftlab.training.faults import Interrupted, StopSignals, memory_advice, training_changes
-from peftlab.training.first_steps import FirstStepsCheck
-from peftlab.training.log import Log
+from peftlab.training.efficient import (
+    Emulation,
+    LayerSampling,
+    Selection,
+    forget,
+    frozen,
+    make_layer_sampling,
+    make_selection,
+)
+from peftlab.training.faults import FirstStepsCheck, Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
-from peftlab.training.prefetch import GlobalBatch, load_batches
 from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import (
     Progress,
@@ -41,8 +50,10 @@ from peftlab.training.state import (
     restore_adapter,
     save_checkpoint,
 )
+from peftlab.training.trackers import JsonlTracker, flat
 
 
+# ===== The training loop.
 def train(
     spec: TrainingSpec,
     settings: TrainConfig,
@@ -289,3 +300,176 @@ def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
     padded = "" if mask is None or bool(mask.all()) else " padded"
     rest = sorted({layer_index(name) or 0 for name in resting})
     return shape + padded + (f" without {','.join(map(str, rest))}" if rest else "")
+
+
+# ===== From batches of indices to tensors; on a GPU each batch is made during the step before.
+T = TypeVar("T")
+
+
+@dataclass
+class GlobalBatch:
+    """One step's global batch and this process's part of it.
+
+    Attributes:
+        indices: of the examples, over all processes.
+        parts: for each backward pass of this process a weight, 1 or 0 (0 for a part without examples, which only
+            keeps the processes in step), and the inputs, on the CPU.
+        tokens, padded_tokens: of the global batch, without and with padding.
+    """
+
+    indices: list[int]
+    parts: list[tuple[int, dict[str, Tensor]]]
+    tokens: int
+    padded_tokens: int
+
+
+def load_batches(
+    spec: TrainingSpec, batches: Iterable[list[int]], parts: int, accelerator: Accelerator
+) -> Iterator[GlobalBatch]:
+    """Yield each batch, split into ``parts`` over accumulation steps and processes, as tensors.
+
+    On a device with its own memory a thread makes each batch during the step before, in pinned memory.
+    """
+    pinned = accelerator.device.type == "cuda"
+    lengths = list(spec.train["length"])
+
+    def collated(indices: list[int]) -> dict[str, Tensor]:
+        inputs = spec.collate(spec.train.__getitems__(indices))
+        return {key: value.pin_memory() for key, value in inputs.items()} if pinned else inputs
+
+    def load(indices: list[int]) -> GlobalBatch:
+        split = split_rows(indices, parts, lengths, spec.row_tokens)
+        mine = split[accelerator.process_index :: accelerator.num_processes]
+        # Every process makes the same number of backward passes: an empty part repeats an example with weight 0.
+        return GlobalBatch(
+            indices,
+            [(int(bool(part)), collated(part or indices[:1])) for part in mine],
+            sum(lengths[i] for i in indices),
+            sum(padded_tokens([lengths[i] for i in part], spec.row_tokens) for part in split),
+        )
+
+    loaded = map(load, batches)
+    return loaded if accelerator.device.type == "cpu" else prefetch(loaded)
+
+
+def prefetch(items: Iterator[T]) -> Iterator[T]:
+    """Yield ``items``, each made by a thread while the one before is in use."""
+    end = object()
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item  # type: ignore[misc]
+
+
+# ===== torch.compile as an option: where it fails, the run continues without it.
+def try_compile(spec: TrainingSpec, accelerator: Accelerator) -> bool:
+    """Compile ``spec.model`` in place for batches of any shape; if that fails, print why and leave it as it was.
+
+    One forward and backward pass over the longest example shows whether it works; gradients are cleared and the
+    random number generators restored afterwards.
+
+    Returns:
+        Whether the model is compiled.
+    """
+    lengths = list(spec.train["length"])
+    row = spec.train[lengths.index(max(lengths))]
+    inputs = {key: value.to(accelerator.device) for key, value in spec.collate([row, row]).items()}
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    spec.model.train()
+    spec.model.compile(dynamic=True)
+    try:
+        with torch.random.fork_rng(devices):
+            spec.loss(spec.model, inputs).backward()
+        return True
+    except Exception as error:  # the compiler raises many types
+        spec.model._compiled_call_impl = None
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) or type(error).__name__
+        accelerator.print(f"train.compile: continuing without it, as torch.compile failed: {reason}")
+        return False
+    finally:
+        spec.model.zero_grad(set_to_none=True)
+
+
+# ===== What a run reports while it runs: the metrics file, the trackers, the progress bar.
+READ_EVERY = 10  # steps between reading the losses: each read waits for the device
+NAMED = 64  # examples of a bad batch that the error lists
+
+
+class Log:
+    """Writes losses and scores to the metrics file, the trackers and the terminal, from the main process only.
+
+    Args:
+        path: the metrics file; what it contains after ``keep_bytes`` was written after the checkpoint and is removed.
+        step: steps completed before.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
+        self._accelerator, self._order = accelerator, order
+        self._file = JsonlTracker(path, keep_bytes) if accelerator.is_main_process else None
+        self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
+        # None: no bar where standard error is no terminal (a log file, CI)
+        hidden = None if accelerator.is_main_process else True
+        self._bar = tqdm(total=order.total, initial=step, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.finish()
+
+    def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
+        """Record a training step; losses are read from the device every ``READ_EVERY`` steps."""
+        self._pending.append((step, lr, loss, norm, batch))
+        self._bar.update()
+        if len(self._pending) >= READ_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending steps; raise ``PeftlabError`` at the first loss that is not finite."""
+        for step, lr, loss, norm, batch in self._pending:
+            value = loss.item()
+            if not math.isfinite(value):
+                named = ", ".join(map(str, sorted(batch)[:NAMED]))
+                more = f" and {len(batch) - NAMED} more" if len(batch) > NAMED else ""
+                raise PeftlabError(
+                    f"the loss is {value} at step {step}, on training examples {named}{more} (from 0); the "
+                    "checkpoints of earlier steps are intact. A lower train.lr, a longer train.warmup or "
+                    "train.precision=fp32 usually helps"
+                )
+            self._write(step, {"loss": value, "lr": lr, "grad_norm": float(norm)})
+            self._bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+        self._pending.clear()
+        if self._file is not None:
+            self._file.flush()
+
+    def evaluating(self) -> None:
+        """Write the pending steps, as ``flush`` does, and show in the bar that an evaluation is running."""
+        self.flush()
+        self._bar.set_description("evaluating")
+
+    def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
+        """Write and print an evaluation, one line per split; the first split is the deciding one."""
+        self._bar.unpause()  # evaluation time does not count towards the time per step
+        self._bar.set_description(refresh=False)
+        self._bar.clear()
+        for split, values in scores.items():
+            self._write(step, {"split": split, "eval": values})
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            mark = " (best)" if best and split == next(iter(scores)) else ""
+            self._accelerator.print(f"step {step}/{self._order.total}: {split} {shown}{mark}", flush=True)
+
+    def position(self) -> int:
+        """Write the pending steps to the disk and return the length of the metrics file."""
+        self.flush()
+        return self._file.position() if self._file is not None else 0
+
+    def _write(self, step: int, values: dict[str, object]) -> None:
+        values = {"epoch": self._order.epoch(step), **values}
+        if self._file is not None:
+            self._file.log(values, step)
+        if self._accelerator.trackers:
+            self._accelerator.log(flat(values), step=step)

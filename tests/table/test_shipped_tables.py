@@ -32,7 +32,7 @@ from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe,
 from peftlab.recipe.table_cells import table_cells
 from peftlab.references import locate
 from peftlab.reporting.tables.published import published_rows
-from peftlab.training.efficient.selection import Selection
+from peftlab.training.efficient import Selection
 from peftlab.training.order import make_order
 from tests.packages import MINILM
 

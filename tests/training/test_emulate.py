@@ -12,9 +12,10 @@ from torch import nn
 
 from peftlab.methods.injection import inject, make_config
 from peftlab.training.config import EmulatedHardware, TrainConfig
-from peftlab.training.efficient.emulation import Emulation, coarse_gradient
-from peftlab.training.efficient.number_formats import (
+from peftlab.training.efficient import (
+    Emulation,
     block_floating,
+    coarse_gradient,
     dorefa,
     dorefa_weights,
     pruned,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.training.first_steps import FirstStepsCheck
+from peftlab.training.faults import FirstStepsCheck
 
 
 def model():

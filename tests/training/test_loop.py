@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks.batches import epoch_batches
+from peftlab.training.loop import prefetch
 from peftlab.training.optimiser import lr_factor
-from peftlab.training.prefetch import prefetch
 
 # Gradients that are zero but for rounding (a key's bias) would be blown up by Adam with its usual epsilon.
 CALM = {"eps": 1e-4, "lr": 1e-3}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
 from peftlab.training.config import SampledExamples, TrainConfig
-from peftlab.training.efficient.selection import Selection
+from peftlab.training.efficient import Selection
 from peftlab.training.faults import Interrupted, StopSignals
 from peftlab.training.order import make_order
 

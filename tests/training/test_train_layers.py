@@ -12,8 +12,8 @@ from torch import nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.methods.targets import layer_index
-from peftlab.training.efficient.layer_sampling import LayerSampling
-from peftlab.training.first_steps import FirstStepsCheck
+from peftlab.training.efficient import LayerSampling
+from peftlab.training.faults import FirstStepsCheck
 
 LAYERS = 4
 

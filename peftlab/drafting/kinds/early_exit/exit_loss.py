@@ -18,7 +18,7 @@ from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import following
 from peftlab.methods.injection import disabled
 from peftlab.methods.modes import eval_mode
-from peftlab.training.first_steps import STEPS
+from peftlab.training.faults import STEPS
 
 
 @dataclass

@@ -1,0 +1,376 @@
+"""What trains on less: sampled layers, chosen examples, and the numbers of hardware with few bits.
+
+``train.layers.active`` is layer-wise importance sampling (LISA, arXiv 2403.17919): in each period a few layers train,
+drawn at random.
+
+``train.sample`` by a score is selection via proxy (arXiv 1906.11829): a round trains on all examples chosen up to it.
+Of K rounds the r-th (from 1) has r·b/K of the b examples that are chosen in all, and steps in proportion: every round
+passes as often over its examples. A run takes as many steps as one on b examples drawn at random, its control; what
+scoring costs comes on top.
+
+``train.emulate`` trains as hardware of few bits would compute it; it costs time and saves nothing. Emulated are the
+linear layers: their weights, their inputs, and the gradients of their outputs, from which backward makes the gradients
+of weights and inputs. Everything else is fp32. There are two copies of the weights: the one that computes, quantised,
+and the one that the optimiser updates, to which gradients pass as they are (straight through).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from peftlab.errors import PeftlabError
+from peftlab.methods.injection import trainable_parameters
+from peftlab.methods.targets import inside, layer_index
+from peftlab.methods.task_head import task_head
+from peftlab.models.conv1d import conv1d
+from peftlab.tasks.batches import seeded_order
+from peftlab.training.config import EmulatedHardware, TrainConfig
+from peftlab.training.order import DRAWN, make_plan, share_of
+from peftlab.untyped import AutogradContext
+
+# ===== Layer-wise importance sampling (LISA, arXiv 2403.17919): in each period a few layers train, drawn at random.
+_KEY = 3  # sets these draws apart from those of the examples' order
+
+
+class LayerSampling:
+    """Which of an adapter's layers rest, as a pure function of seed and step.
+
+    Attributes:
+        layers: the parameters of each layer, by number and name. What belongs to no layer (the task head, embeddings)
+            never rests.
+    """
+
+    def __init__(self, model: nn.Module, active: int, every: int, seed: int) -> None:
+        head = task_head(model)
+        self._active, self._every, self._seed = active, every, seed
+        self.layers: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in trainable_parameters(model).items():
+            number = None if inside(name, head) else layer_index(name)
+            if number is not None:
+                self.layers.setdefault(number, {})[name] = parameter
+        if active > len(self.layers):
+            raise PeftlabError(f"train.layers.active: {active}, and only {len(self.layers)} layers train")
+
+    def drawn(self, step: int) -> list[int]:
+        """Return the numbers of the layers that train in ``step`` (from 0), in order."""
+        order = seeded_order(len(self.layers), self._seed, step // self._every, _KEY)
+        return sorted(sorted(self.layers)[i] for i in order[: self._active])
+
+    def resting(self, step: int) -> dict[str, nn.Parameter]:
+        """Return the parameters that do not train in ``step``, by name."""
+        drawn = self.drawn(step)
+        return {name: p for number, those in self.layers.items() if number not in drawn for name, p in those.items()}
+
+
+def make_layer_sampling(model: nn.Module, settings: TrainConfig) -> LayerSampling | None:
+    """Return the sampling that ``settings`` ask for; None if all layers train in every step.
+
+    Raises:
+        PeftlabError: fewer layers train than are to be active.
+    """
+    layers = settings.layers
+    if layers is None or layers.active is None:
+        return None
+    return LayerSampling(model, layers.active, layers.period, settings.seed)
+
+
+@contextmanager
+def frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Within the block the parameters require no gradient; outside it, what requires one is the adapter."""
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+
+
+def forget(optimiser: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Delete what the optimiser keeps for the parameters: a layer starts its next period with fresh averages.
+
+    So the optimiser holds state for the active layers alone.
+    """
+    for parameter in parameters.values():
+        optimiser.state.pop(parameter, None)
+
+
+# ===== Training on the examples that a score chooses, in rounds (selection via proxy, arXiv 1906.11829).
+Chosen = list[list[int]]
+"""The examples that each round added, in the order of their numbers."""
+
+
+class Selection:
+    """The rounds of a run, as a pure function of its settings; what was chosen is its progress.
+
+    Attributes:
+        ends: number of steps at the end of each round. sizes: examples chosen up to each.
+    """
+
+    def __init__(self, lengths: Sequence[int], settings: TrainConfig, capacity: int, total: int) -> None:
+        """Plan the rounds of a run of ``total`` steps.
+
+        Raises:
+            PeftlabError: a round would have no example or no step.
+        """
+        sample = settings.sample
+        assert sample is not None
+        self._lengths, self._settings, self._capacity = list(lengths), settings, capacity
+        self._drawn_first = sample.scorer is None
+        kept, rounds = share_of(len(lengths), sample.keep), sample.times
+        self.sizes = [kept * (r + 1) // rounds for r in range(rounds)]
+        self.ends = [math.ceil(total * (r + 1) * (r + 2) / (rounds * (rounds + 1))) for r in range(rounds)]
+        for what, counts in (("examples", self.sizes), ("steps", self.ends)):
+            if any(one == other for one, other in zip([0, *counts], counts, strict=False)):
+                raise PeftlabError(
+                    f"train.sample.rounds: {rounds} rounds need more than {counts[-1]} {what}; set fewer rounds"
+                )
+
+    def begins(self, step: int, chosen: Chosen) -> bool:
+        """Return whether the examples of the round of ``step`` (from 0) are still to be chosen."""
+        return bisect_right(self.ends, step) == len(chosen)
+
+    def choose(self, chosen: Chosen, score: Callable[[list[int]], Sequence[float]]) -> list[int]:
+        """Return the examples that the next round adds: those of the lowest score, the lower number first if equal.
+
+        Args:
+            chosen: by the rounds before. score: of examples, a number each; the first round draws without, unless a
+                scorer has trained before.
+        """
+        size = self.sizes[len(chosen)] - sum(map(len, chosen))
+        if self._drawn_first and not chosen:
+            return sorted(seeded_order(len(self._lengths), self._settings.seed, 0, DRAWN)[:size])
+        before = {i for those in chosen for i in those}
+        left = [i for i in range(len(self._lengths)) if i not in before]
+        scores = dict(zip(left, score(left), strict=True))
+        return sorted(sorted(left, key=lambda i: (scores[i], i))[:size])
+
+    def batches(self, step: int, chosen: Chosen) -> Iterator[list[int]]:
+        """Yield the batches from ``step`` to the end of its round."""
+        number = bisect_right(self.ends, step)
+        begin, end = ([0, *self.ends])[number], self.ends[number]
+        members = sorted(i for those in chosen[: number + 1] for i in those)
+        plan = make_plan(self._lengths, members, self._settings, self._capacity)
+        place = begin
+        for epoch in count():
+            for batch in plan((number << 32) + epoch):  # no two rounds take the same order
+                if place >= step:
+                    yield batch
+                place += 1
+                if place == end:
+                    return
+
+
+def make_selection(lengths: Sequence[int], settings: TrainConfig, capacity: int, total: int) -> Selection | None:
+    """Return the rounds that ``settings`` ask for; None where no score chooses examples.
+
+    Args:
+        capacity: as for ``make_order``. total: steps of the run.
+    """
+    if settings.sample is None or not settings.sample.chosen:
+        return None
+    return Selection(lengths, settings, capacity, total)
+
+
+# ===== Number formats of few bits, and gradients of which few are left, as pure functions of fp32 values and noise.
+# Noise is uniform on [0, 1), of the shape of the values: rounding by it is up with the probability of the part that is
+# cut off, so that the mean over the noise is the value. Noise of ½ everywhere rounds to the nearest.
+NEAREST = 0.5
+Noise = Tensor | float
+
+
+def dorefa_weights(weights: Tensor, bits: int) -> Tensor:
+    """Return weights as DoReFa quantises them (arXiv 1606.06160), on the scale of the largest.
+
+    M·(2·q(tanh w / 2M + ½) − 1), M = max |tanh w|, q the nearest of 2^bits levels on [0, 1]; one bit: the sign times
+    the mean magnitude. The paper's result is on [−1, 1] whatever the weights; here it is on their own scale, which a
+    trained layer needs.
+    """
+    if bits == 1:
+        return weights.sign() * weights.abs().mean()
+    squashed = weights.tanh()
+    return _levels(squashed, squashed.abs().max(), bits, NEAREST)
+
+
+def dorefa(values: Tensor, bits: int, noise: Noise = NEAREST) -> Tensor:
+    """Return values [rows, ...] as one of 2^bits levels from −M to M, M each row's largest magnitude."""
+    largest = values.abs().flatten(1).max(1).values if values.ndim > 1 else values.abs().max()
+    return _levels(values, largest.view(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else largest, bits, noise)
+
+
+def _levels(values: Tensor, largest: Tensor, bits: int, noise: Noise) -> Tensor:
+    steps = 2**bits - 1
+    scale = torch.where(largest > 0, largest, 1.0)
+    level = ((values / (2 * scale) + 0.5) * steps + noise).floor_().clamp_(0, steps)
+    return (level / steps * 2 - 1) * scale * (largest > 0)
+
+
+def block_floating(values: Tensor, bits: int, tile: int, noise: Noise = NEAREST) -> Tensor:
+    """Return values whose blocks of ``tile`` neighbours along the last dimension share an exponent (HBFP).
+
+    A mantissa has ``bits`` bits, its sign included; the exponent is the least with which the block's largest fits.
+    """
+    last = values.shape[-1]
+    blocks = F.pad(values, (0, -last % tile)).unflatten(-1, (-1, tile))
+    most = 2 ** (bits - 1) - 1
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponent = torch.where(largest > 0, largest / most, 1.0).log2().ceil()
+    step = torch.exp2(exponent)
+    if isinstance(noise, Tensor):
+        noise = F.pad(noise, (0, -last % tile)).unflatten(-1, (-1, tile))
+    rounded = (blocks / step + noise).floor_().clamp_(-most, most) * step
+    return rounded.flatten(-2)[..., :last]
+
+
+def pruned(values: Tensor, threshold: float, noise: Tensor) -> Tensor:
+    """Return values of which each below ``threshold`` is ± it with probability |value| / threshold, and else 0.
+
+    The mean over the noise is the value.
+    """
+    small = values.abs() < threshold
+    kept = values.sign() * threshold * (noise * threshold < values.abs())
+    return torch.where(small, kept, values)
+
+
+def pruning_threshold(values: Tensor, sparsity: float) -> float:
+    """Return the threshold by which ``pruned`` makes a share ``sparsity`` of log-normal values zero.
+
+    (arXiv 2006.08173.) Zeros among ``values`` are left out. 0 where they have no spread to fit.
+    """
+    logs = values[values != 0].abs().double().log()
+    if logs.numel() < 2 or not bool((sigma := logs.std()) > 0) or not bool(sigma.isfinite()):
+        return 0.0
+    return math.exp(float(logs.mean()) + _log_threshold(float(sigma), sparsity))
+
+
+def _log_threshold(sigma: float, sparsity: float) -> float:
+    """Return ln a with Φ(ln a/σ) − e^{σ²/2}/a·Φ(ln a/σ − σ) = sparsity, which grows with a, by bisection."""
+    normal = NormalDist()
+    low, high = -20 * sigma, 20 * sigma + sigma**2 + 20
+    for _ in range(80):
+        middle = (low + high) / 2
+        if sparsity_at(middle, sigma, normal) < sparsity:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def sparsity_at(log_threshold: float, sigma: float, normal: NormalDist) -> float:
+    """Return the expected share of zeros among log-normal values of median 1, by the threshold's logarithm."""
+    place = log_threshold / sigma
+    return normal.cdf(place) - math.exp(sigma**2 / 2 - log_threshold) * normal.cdf(place - sigma)
+
+
+# ===== Training as hardware of few bits would compute it: ``train.emulate``. It costs time and saves nothing.
+class _Through(Function):
+    """Values in the place of others, whose gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, values: Tensor, quantised: Tensor) -> Tensor:
+        return quantised
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _CoarseGradient(Function):
+    """Values as they are, whose gradient is quantised."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, values: Tensor, hardware: EmulatedHardware) -> Tensor:
+        ctx.hardware = hardware
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
+        return coarse_gradient(grad, ctx.hardware), None
+
+
+def coarse_gradient(grad: Tensor, hardware: EmulatedHardware) -> Tensor:
+    """Return a gradient [rows, ...] as the hardware has it; the noise is drawn from torch's generator."""
+    if hardware.prune is not None:
+        threshold = pruning_threshold(grad, hardware.prune)
+        grad = pruned(grad, threshold, torch.rand_like(grad)) if threshold else grad
+    if hardware.gradients is None:
+        return grad
+    noise = torch.rand_like(grad) if hardware.rounding == "stochastic" else NEAREST
+    return _rounded(grad, hardware.gradients, hardware, noise)
+
+
+def _rounded(values: Tensor, bits: int, hardware: EmulatedHardware, noise: Noise = NEAREST) -> Tensor:
+    if hardware.format == "bfp":
+        return block_floating(values, bits, hardware.neighbours, noise)
+    return dorefa(values, bits, noise)
+
+
+class Emulation:
+    """The linear layers of a model, and the two copies of their weights.
+
+    Attributes:
+        layers: the linear layers, adapted ones included.
+    """
+
+    def __init__(self, model: nn.Module, hardware: EmulatedHardware) -> None:
+        self._hardware = hardware
+        self.layers = [module for module in model.modules() if isinstance(module, (nn.Linear, *conv1d()))]
+        matrices = {id(p): p for layer in self.layers for p in layer.parameters() if p.ndim > 1}
+        self._matrices = list(matrices.values())
+        self._trained = {id(p): p for p in trainable_parameters(model).values() if id(p) in matrices}
+        self._frozen_copies: dict[int, Tensor] = {}
+        self.store()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within the block, a forward pass and its backward, the layers compute as the hardware, with their copies."""
+        hooks = [layer.register_forward_pre_hook(self._inputs) for layer in self.layers]
+        hooks += [layer.register_forward_hook(self._outputs) for layer in self.layers]
+        stored = [p.data for p in self._matrices]
+        for parameter in self._matrices:
+            parameter.data = self._copy(parameter)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(self._matrices, stored, strict=True):
+                parameter.data = data
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Round what trains to the bits of the stored copy, after a step has changed it."""
+        if self._hardware.stored is not None:
+            for parameter in self._trained.values():
+                parameter.copy_(_rounded(parameter, self._hardware.stored, self._hardware))
+
+    @torch.no_grad()
+    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        bits, format_ = self._hardware.weights, self._hardware.format
+        if bits is None:
+            return parameter.data
+        if id(parameter) in self._frozen_copies:
+            return self._frozen_copies[id(parameter)]
+        copy = dorefa_weights(parameter, bits) if format_ == "dorefa" else _rounded(parameter, bits, self._hardware)
+        if id(parameter) not in self._trained:  # not by requires_grad: a layer that rests changes later
+            self._frozen_copies[id(parameter)] = copy
+        return copy
+
+    def _inputs(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._hardware.activations is None:
+            return None
+        first, *others = inputs
+        return _Through.apply(first, _rounded(first.detach(), self._hardware.activations, self._hardware)), *others
+
+    def _outputs(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        return _CoarseGradient.apply(output, self._hardware) if output.requires_grad else None

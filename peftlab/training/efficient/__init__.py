@@ -1,1 +1,0 @@
-"""What makes a run cheaper, or shows whether it could be: resting layers, chosen examples, emulated number formats."""
