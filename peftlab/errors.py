@@ -1,8 +1,9 @@
-"""The one kind of error that a user reads."""
+"""The one kind of error that a user reads, and the sentences in it."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -47,3 +48,24 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or an empty string."""
     matches = nearest(name, candidates, n=1)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def os_error_text(error: OSError) -> str:
+    """Return the message of a system error, the file's name first."""
+    names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return f"{names}: {reason(error)}" if names else reason(error)
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message; of a system error's, without number and path."""
+    text = (getattr(error, "strerror", None) or str(error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def quiet_libraries() -> None:
+    """Let libraries that warn of parts of their own log errors alone; call it before they are imported.
+
+    transformers imports torchao if it is there, whose warnings concern no run.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, reason
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -270,18 +270,6 @@ def member(values: Mapping[str, object], key: str, kind: type[T], where: str | P
 def json_kind(value: object) -> str:
     """Return JSON's word for the type of a value."""
     return _KINDS.get(type(value), "a number")
-
-
-def os_error_text(error: OSError) -> str:
-    """Return the message of a system error, the file's name first."""
-    names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    return f"{names}: {reason(error)}" if names else reason(error)
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of an error's message; of a system error's, without number and path."""
-    text = (getattr(error, "strerror", None) or str(error)).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def real(path: str | Path) -> Path:

@@ -1,20 +1,27 @@
-"""References to models and data: hub id, path, or file of an installed package.
+"""References to models and data: hub id, path, or file of an installed package; downloads from the hub and uploads.
 
 A reference is a hub id (``FacebookAI/roberta-base``), a local path, or ``package:NAME/path``: files of an
 installed Python package, found through its metadata and read as files. The package is never imported.
+
+Where the hub does not answer, its client retries every file for half a minute; so one request is made first, and if it
+fails only the local cache is used.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from peftlab.errors import PeftlabError, did_you_mean, nearest
+from peftlab.errors import PeftlabError, did_you_mean, nearest, reason
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 URL = re.compile(r"([A-Za-z][\w+.-]+(?:::[\w+.-]+)*):/+(.*)", re.DOTALL)  # Path makes one slash of two
+HUB_TIMEOUT = 5.0  # seconds for the hub to answer
+_HUB_REMEMBERED = 60  # seconds for which its answer, or the lack of one, is remembered
 
 
 def is_url(reference: str | Path) -> bool:
@@ -87,3 +94,67 @@ def _in_package(reference: str, what: str) -> Path:
     close = nearest(inner, files)
     hint = f"; nearest: {', '.join(close)}" if close else ""
     raise PeftlabError(f"{what} {reference!r}: package {name!r} has no {inner!r}{hint}")
+
+
+def unreachable() -> str:
+    """Return why the hub cannot be asked for files now; an empty string where it can."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    return _hub_problem(constants.ENDPOINT, int(time.monotonic() / _HUB_REMEMBERED))
+
+
+@lru_cache(maxsize=1)
+def _hub_problem(endpoint: str, when: int) -> str:
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=HUB_TIMEOUT)
+    except Exception as error:  # the transport's own types, which differ with the client's version
+        return f"{endpoint} does not answer ({reason(error)})"
+    return ""
+
+
+def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
+    """Return the local directory of a model repository, downloaded if the hub answers and the cache lacks it.
+
+    Args:
+        what: the name of the thing in error messages.
+
+    Raises:
+        PeftlabError: no such repository, or no hub and no copy in the cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    others = ["*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "onnx/*", "openvino/*"]
+    offline = unreachable()
+    try:
+        place = snapshot_download(hub_id, revision=revision, ignore_patterns=others, local_files_only=bool(offline))
+    except Exception as error:  # the transport's own types too
+        if offline:
+            raise PeftlabError(
+                f"{what} {hub_id!r}: no such directory{similar_path(hub_id)}, no such model in the hub's local cache, "
+                f"and {offline}"
+            ) from None
+        raise PeftlabError(f"{what} {hub_id!r}: {reason(error)}") from None
+    return Path(place)
+
+
+def upload(directory: Path, repository: str) -> None:
+    """Upload a directory to a repository of the hub, which is created, private, if it does not exist.
+
+    Raises:
+        PeftlabError: the hub does not answer, or refuses the upload.
+    """
+    from huggingface_hub import HfApi
+
+    problem = unreachable()
+    if not problem:
+        try:
+            HfApi().create_repo(repository, private=True, exist_ok=True)
+            HfApi().upload_folder(repo_id=repository, folder_path=directory)
+        except Exception as error:  # the transport's own types too
+            problem = reason(error)
+    if problem:
+        raise PeftlabError(f"{directory} is complete, but was not uploaded to {repository!r}: {problem}") from None

@@ -16,9 +16,7 @@ from peftlab.cli.draft_app import draft_app, generate
 from peftlab.cli.merge_app import merge, unmerge
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Cpus, Device, On, Overrides, Overwrite
-from peftlab.errors import PeftlabError
-from peftlab.files import os_error_text
-from peftlab.quiet import quiet_libraries
+from peftlab.errors import PeftlabError, os_error_text, quiet_libraries
 from peftlab.version import __version__
 
 app = typer.Typer(

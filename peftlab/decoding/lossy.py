@@ -16,7 +16,7 @@ from torch import Tensor
 from peftlab.decoding.drafters.base import Row, Verified
 from peftlab.decoding.sampling import RandomSource, Sampling, certain, largest
 from peftlab.decoding.table import Chosen
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.models.finetuned import plain_directory
 from peftlab.outputs import staged_directory
 from peftlab.references import locate, similar_path
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 
 @dataclass(frozen=True)

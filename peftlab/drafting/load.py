@@ -27,7 +27,7 @@ from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_tokenizer
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.untyped import Unwrapped
 
 SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS = "suffix", "suffix+draft", "pearl", "one_pass"

@@ -8,7 +8,7 @@ from os import PathLike
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 # A name, resolved at the call: checkpoints/ imports methods/. This is the one place that names a package above its own.
 _WRITER = "peftlab.checkpoints.adapter:save_adapter"

@@ -1,6 +1,6 @@
 """The table of methods: adding one is a folder beside this module and a row here (or an entry point of its group).
 
-A row names its code (see ``peftlab.rows``), so that reading the table, and the configurations, imports no torch.
+A row names its code (see ``peftlab.registry``), so that reading the table, and the configurations, imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
-from peftlab.rows import Rows, resolve
+from peftlab.registry import Registry, resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ class Method:
     from_peft: str | None = None
 
 
-METHODS: Rows[Method] = Rows(
+METHODS: Registry[Method] = Registry(
     "method",
     "peftlab.methods",
     Method,

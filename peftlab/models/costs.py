@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peftlab.errors import PeftlabError
-from peftlab.files import reason
+from peftlab.errors import PeftlabError, reason
 from peftlab.untyped import Function, Operator
 
 if TYPE_CHECKING:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from peftlab.errors import PeftlabError
-from peftlab.files import reason
-from peftlab.hub import snapshot, unreachable
+from peftlab.errors import PeftlabError, reason
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.base_format import base_format
@@ -23,7 +21,7 @@ from peftlab.models.dtypes import DTYPES, compute_dtype
 from peftlab.models.finetuned import find_model
 from peftlab.models.quantised import keep_layout, quantise, quantised_linears
 from peftlab.models.skeleton import empty_model
-from peftlab.references import locate, similar_path
+from peftlab.references import locate, similar_path, snapshot, unreachable
 from peftlab.untyped import Attributes, Function, Unwrapped
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peftlab.errors import PeftlabError
-from peftlab.files import reason
+from peftlab.errors import PeftlabError, reason
 from peftlab.models.bounds import Bounded
 from peftlab.untyped import Converter
 

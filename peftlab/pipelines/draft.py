@@ -51,8 +51,8 @@ from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
+from peftlab.registry import resolve
 from peftlab.reporting.console import trainable_line
-from peftlab.rows import resolve
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.spec import Scores, TrainingSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.recipe.schema import FinetuneRecipe, Recipe
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers
 from peftlab.tasks.labelled_rows import load_task_data
 from peftlab.tasks.language_examples import Tokens, collate

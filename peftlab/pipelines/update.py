@@ -20,7 +20,7 @@ from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.prompts import Request, read_requests
 
 SETTINGS, STREAM = "settings.json", "stream.json"  # of an update that serves a stream: at its start and at its end

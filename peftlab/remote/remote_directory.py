@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import reason, replacing
+from peftlab.errors import PeftlabError, did_you_mean, reason
+from peftlab.files import replacing
 from peftlab.references import URL
 from peftlab.untyped import Function
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.conversations import Conversation
 from peftlab.tasks.language_examples import Encoding, Source, encode, opening, prompt_of

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.hub import unreachable
-from peftlab.references import locate
+from peftlab.references import locate, unreachable
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Table, quoted, read_tsv, refuse_rows
 from peftlab.tasks.labelled_rows import Examples

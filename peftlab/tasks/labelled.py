@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.targets import embeddings_of
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers, Array, Weights
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig

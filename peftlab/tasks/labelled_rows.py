@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.batches import seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import (

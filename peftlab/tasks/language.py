@@ -23,7 +23,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import member
 from peftlab.methods.modes import eval_mode
 from peftlab.models.chunked_sum import chunked_sum
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.batches import eval_batches, packed_rows, seeded_order, seeded_subset
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import (

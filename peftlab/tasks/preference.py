@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig, PreferenceObjective
 from peftlab.tasks.conversations import (

@@ -2,7 +2,7 @@
 
 Adding a task is a row of ``TASKS``, or an entry point ``peftlab.tasks``; adding a metric of generated answers is a row
 of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``. A row names its code (see
-``peftlab.rows``), so that reading the tables imports no torch.
+``peftlab.registry``), so that reading the tables imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import Rows
+from peftlab.registry import Registry
 
 
 # ===== The table of tasks: what each one's columns, labels, splits and official metrics are.
@@ -153,7 +153,7 @@ _BUILT_IN = (
         examples="peftlab.tasks.preference:examples",
     ),
 )
-TASKS: Rows[Task] = Rows("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
+TASKS: Registry[Task] = Registry("task", "peftlab.tasks", Task, {task.name: task for task in _BUILT_IN})
 
 
 def find_task(name: str) -> Task:
@@ -197,4 +197,6 @@ _METRICS = {
     "nist": GenerationMetric("peftlab.tasks.generated:nist", packages=("nltk", "sacrebleu")),
     "cider": GenerationMetric("peftlab.tasks.generated:cider"),
 }
-GENERATION_METRICS: Rows[GenerationMetric] = Rows("metric", "peftlab.generation_metrics", GenerationMetric, _METRICS)
+GENERATION_METRICS: Registry[GenerationMetric] = Registry(
+    "metric", "peftlab.generation_metrics", GenerationMetric, _METRICS
+)

@@ -9,7 +9,7 @@ from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
 from peftlab.recipe.wording import fields
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.training.config import TrainConfig
 
 

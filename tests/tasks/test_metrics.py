@@ -14,7 +14,7 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.metrics import compute_metrics, majority_baseline
 from peftlab.tasks.table import TASKS, find_task
 

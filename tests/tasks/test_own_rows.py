@@ -18,7 +18,7 @@ from transformers import BertTokenizerFast
 
 from peftlab.errors import PeftlabError
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers, encode_words
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_rows import entities, entity_tag, load_task_data, of_entities

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled import class_counts
 from peftlab.tasks.labelled_rows import load_task_data, stratified

@@ -12,7 +12,7 @@ from peftlab.checkpoints.consumers.contents import Contents, read_contents
 from peftlab.checkpoints.consumers.fit import Fit, fit
 from peftlab.checkpoints.consumers.table import CONSUMERS, Consumer, Verdict
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.version import version_of
 
 # Keys of a configuration that say nothing about the adapter, and values that say that an option is off.

@@ -29,7 +29,7 @@ from peftlab.files import write_json
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
 from peftlab.outputs import staged_directory
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A (r, in) and B (out, r) with the scaling in it, by module."""

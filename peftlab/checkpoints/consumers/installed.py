@@ -13,8 +13,7 @@ from peftlab.checkpoints.consumers.table import Verdict
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import plan_merge
 from peftlab.checkpoints.merge.task_model import task_model
-from peftlab.errors import PeftlabError
-from peftlab.files import reason
+from peftlab.errors import PeftlabError, reason
 from peftlab.methods.table import METHODS
 from peftlab.untyped import LoadedKeys
 

@@ -9,8 +9,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from peftlab.errors import PeftlabError
-from peftlab.files import open_regular, reason
+from peftlab.errors import PeftlabError, reason
+from peftlab.files import open_regular
 from peftlab.untyped import Unpickled
 
 # The part of torch's message that names the fault in the file; the rest advises to load it without protection.

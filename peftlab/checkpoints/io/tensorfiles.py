@@ -17,8 +17,8 @@ from typing import TypeGuard
 
 import torch
 
-from peftlab.errors import PeftlabError
-from peftlab.files import Json, open_regular, parse_json, read_object, reason
+from peftlab.errors import PeftlabError, reason
+from peftlab.files import Json, open_regular, parse_json, read_object
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 

@@ -20,10 +20,10 @@ from peftlab.checkpoints.merge.sidefiles import copy_side_files, merge_card, wri
 from peftlab.checkpoints.merge.steps import Steps
 from peftlab.errors import PeftlabError
 from peftlab.files import write_json, write_text
-from peftlab.hub import upload
 from peftlab.methods.table import METHODS
 from peftlab.models.finetuned import refuse_gated
 from peftlab.outputs import staged_directory
+from peftlab.references import upload
 
 
 def merge_checkpoint(

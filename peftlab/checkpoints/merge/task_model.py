@@ -11,8 +11,8 @@ from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.formats.peft_renaming import new_names
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json, member, reason
+from peftlab.errors import PeftlabError, did_you_mean, reason
+from peftlab.files import Json, member
 from peftlab.models.bounds import check_sizes
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model

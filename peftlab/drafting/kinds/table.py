@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peftlab.rows import Rows
+from peftlab.registry import Registry
 
 _KINDS = "peftlab.drafting.kinds"
 
@@ -67,7 +67,7 @@ def _row(
     return DraftKind(config=f"{_KINDS}.{config}", heads=heads, costs=costs, **functions)
 
 
-DRAFTS: Rows[DraftKind] = Rows(
+DRAFTS: Registry[DraftKind] = Registry(
     "draft kind",
     "peftlab.drafts",
     DraftKind,

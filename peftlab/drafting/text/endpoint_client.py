@@ -19,8 +19,8 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from peftlab.drafting.config import DraftData
-from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json, member, parse_json, reason
+from peftlab.errors import PeftlabError, did_you_mean, reason
+from peftlab.files import Json, member, parse_json
 
 T = TypeVar("T")
 

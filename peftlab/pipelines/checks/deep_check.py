@@ -12,10 +12,10 @@ from peftlab.pipelines.checks.recipe_data import columns_read, runs_of
 from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.references import is_url
+from peftlab.registry import resolve
 from peftlab.remote.remote_directory import local_place
 from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
-from peftlab.rows import resolve
 from peftlab.tasks.answers import Answers
 from peftlab.tasks.labelled import class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data

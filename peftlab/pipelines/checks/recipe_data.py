@@ -10,7 +10,7 @@ from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.recipe.table_cells import table_cells
 from peftlab.recipe.table_schema import AnyTable
 from peftlab.references import locate
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Columns, Table, split_files, split_tables
 from peftlab.tasks.table import Task, find_task

@@ -14,7 +14,7 @@ from peftlab.drafting.load import Pair, check_tree, drafts_with_heads, load_pair
 from peftlab.drafting.text.corpus import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import torch_dtype
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 
 @dataclass(frozen=True)

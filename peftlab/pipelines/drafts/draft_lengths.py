@@ -16,7 +16,7 @@ from peftlab.decoding.engines.base import Engine
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
 from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.errors import PeftlabError
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 HEAD_FILE = "acceptance_head.safetensors"
 

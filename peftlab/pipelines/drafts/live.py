@@ -43,8 +43,8 @@ from peftlab.pipelines.drafts.draft_parts import Sets, Text, make_job, make_sets
 from peftlab.pipelines.update import SETTINGS, STREAM, continued, draft_run, fill_replay, updates, with_overrides
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
+from peftlab.registry import resolve
 from peftlab.reporting.stream_pages import stream_page, window_line
-from peftlab.rows import resolve
 from peftlab.tasks.prompts import Request
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.faults import Interrupted

@@ -20,9 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, quiet_libraries
 from peftlab.pipelines.tables.missing_cells import has_checkpoint
-from peftlab.quiet import quiet_libraries
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
 from peftlab.recipe.table_cells import Cell
 

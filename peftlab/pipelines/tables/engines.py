@@ -8,7 +8,7 @@ from typing import Protocol
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.recipe.table_cells import Cell
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 
 POLL = 0.2
 """Seconds after which a wait for cells ends, to look for signals."""

@@ -13,7 +13,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.pipelines.finetune import model_source
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
-from peftlab.rows import resolve
+from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers, Predictions
 from peftlab.tasks.labelled import Evaluation, load_classifier, tokens_for
 from peftlab.tasks.table import find_task

@@ -12,10 +12,10 @@ from ruamel.yaml import YAML
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, read_object, read_text
 from peftlab.methods.table import METHODS
+from peftlab.registry import resolve
 from peftlab.reporting import facts
 from peftlab.reporting.runs.paired_drafts import paired_lines
 from peftlab.reporting.tables.score_scale import lower_is_better
-from peftlab.rows import resolve
 from peftlab.tasks.table import HIGH, LOW
 
 # key of results.json -> name, unit

@@ -8,8 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.drafting.kinds.model.config import NewModel
-from peftlab.errors import PeftlabError
-from peftlab.files import reason
+from peftlab.errors import PeftlabError, reason
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",

@@ -42,7 +42,7 @@ def resolve(reference: str) -> Named:
     return getattr(found, attribute)
 
 
-class Rows(Mapping[str, RowT], Generic[RowT]):
+class Registry(Mapping[str, RowT], Generic[RowT]):
     """A table of rows by name: the built-in ones in order, then those of installed distributions, sorted by name.
 
     The entry points are read once, when the table is first used.

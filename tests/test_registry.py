@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.rows import Rows, resolve
+from peftlab.registry import Registry, resolve
 from tests.distribution import write_distribution
 
 GROUP = "peftlab.fruits"
@@ -26,8 +26,8 @@ class Fruit:
 APPLE = Fruit("collections:OrderedDict")
 
 
-def _table() -> Rows[Fruit]:
-    return Rows("fruit", GROUP, Fruit, {"apple": APPLE})
+def _table() -> Registry[Fruit]:
+    return Registry("fruit", GROUP, Fruit, {"apple": APPLE})
 
 
 def _install(root: Path, name: str, points: dict[str, str], files: dict[str, str] | None = None) -> None:
