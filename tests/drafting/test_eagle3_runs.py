@@ -315,7 +315,7 @@ def test_damaged_files(run: Path, stories: Path, tmp_path: Path) -> None:
             read_eagle(tmp_path, embedding)
         return str(caught.value)
 
-    assert "norm_before_residual is true, which is not supported" in refused({"norm_before_residual": True})
+    assert "fc_norm.0.weight" in refused({"fc_norm": True})
     assert "speculators_model_type is 'dflash', not eagle3" in refused({"speculators_model_type": "dflash"})
     assert "d2t is not the map of 100" in refused({"draft_vocab_size": 100})
     assert "must be layer numbers" in refused({"eagle_aux_hidden_state_layer_ids": [2, 1]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def load(job: DraftJob[Eagle3Draft], target: PreTrainedModel) -> StateDraft:
             raise PeftlabError(
                 f"draft.features: {job.config.features}, but {job.config.from_} reads {[*network.features]}"
             )
+        network.shape = replace(network.shape, window=None)  # from here on it trains on all tokens
         return network
 
     return load_network(job, target, find, partial(_new_network, target, layers), read)
@@ -103,6 +105,8 @@ def open(reference: str, opening: Opening) -> Opened:
         raise PeftlabError(
             f"{reference}: reads the state entering layer {max(network.features)}; the target has {count}"
         )
+    if network.shape.window is not None:
+        warnings += (f"{reference}: trained to see the last {network.shape.window} tokens; here the layer sees all",)
     size = sum(parameter.numel() for parameter in network.parameters())
     return Opened(size, network=EagleStep(network, opening.pack), features=network.features, warnings=warnings)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peftlab.drafting.kinds.eagle3.eagle_files import WEIGHTS, layer_config, read_eagle, read_shape, speculators_config
+from peftlab.drafting.kinds.eagle3.eagle_files import (
+    WEIGHTS,
+    layer_config,
+    norm_flags,
+    read_eagle,
+    read_shape,
+    speculators_config,
+)
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3
 from peftlab.drafting.kinds.eagle3.target_identity import check_tokenizer
 from peftlab.errors import PeftlabError
@@ -44,6 +51,11 @@ class EagleExport:
             raise PeftlabError(
                 f"--for {self.consumer}: the draft reads {len(shape.features)} states; engines give three"
             )
+        if self.consumer == "sglang" and shape.norm_before_residual:
+            raise PeftlabError(
+                f"--for sglang: {self.place} has norm_before_residual, which SGLang does not read: it would "
+                "compute other logits without a word; vllm loads the draft"
+            )
         embedding = torch.ones(1).expand(shape.vocab_size, shape.hidden_size)
         network = read_eagle(self.place, embedding)
         if self.consumer == "vllm":
@@ -62,10 +74,12 @@ class EagleExport:
         if self.consumer == "vllm":
             settings = {"method": "eagle3", "model": directory, "num_speculative_tokens": gamma}
             return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        window = read_shape(self.place)[0].window  # which SGLang does not read from the file
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
             f"--speculative-draft-model-path {shlex.quote(directory)} --speculative-num-steps {gamma} "
             f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}"
+            + (f" --speculative-draft-window-size {window}" if window is not None else "")
         )
 
 
@@ -73,12 +87,17 @@ def sglang_config(network: Eagle3) -> dict[str, Json]:
     """Return the configuration that SGLang reads: a Llama's, with the size of the drafted vocabulary."""
     # SGLang numbers layers by the state that leaves them, and without numbers takes 2, L/2 and L - 3 as they enter.
     layers: list[Json] = [layer - 1 for layer in network.features]
-    return layer_config(network.shape, network.fc.weight.dtype) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(network.lm_head.weight),
-        "target_hidden_size": network.shape.hidden_size,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
-    }
+    flags = {name: flag for name, flag in norm_flags(network.shape).items() if flag}
+    return (
+        layer_config(network.shape, network.fc.weight.dtype)
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(network.lm_head.weight),
+            "target_hidden_size": network.shape.hidden_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+        }
+        | flags
+    )
 
 
 @torch.no_grad()

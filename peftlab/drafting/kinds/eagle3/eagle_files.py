@@ -18,7 +18,14 @@ from peftlab.files import Json, member, read_object, write_json
 WEIGHTS = "model.safetensors"
 FORMAT = "0.9.0"  # of speculators, whose names these are
 _SGLANG = ["LlamaForCausalLMEagle3"]
-_OTHER_NAMES = {"midlayer.": "layers.0."}  # in the files of EAGLE's authors and of SpecForge
+# In the files of EAGLE's authors and of SpecForge.
+_OTHER_NAMES = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE 3.1, see ``EagleShape``
 
 
 def is_eagle(directory: str | Path) -> bool:
@@ -85,7 +92,13 @@ def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
-    }
+    } | ({} if shape.window is None else {"layer_types": ["sliding_attention"], "sliding_window": shape.window})
+
+
+def norm_flags(shape: EagleShape) -> dict[str, Json]:
+    """Return EAGLE 3.1's flags, each written out: readers differ in what they take an absent one for."""
+    flags: dict[str, Json] = {name: bool(getattr(shape, name)) for name in FLAGS}
+    return flags
 
 
 def speculators_config(network: Eagle3, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
@@ -99,11 +112,7 @@ def speculators_config(network: Eagle3, *, target: str, architecture: str, token
         "draft_vocab_size": len(network.lm_head.weight),
         "target_hidden_size": shape.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.features),
-        # vLLM takes a missing norm_before_residual as true, and speculators as false.
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **norm_flags(shape),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "speculators_config": decoding_config("eagle3", target=target, architecture=architecture, tokens=tokens),
@@ -147,6 +156,9 @@ def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory
 def read_shape(directory: Path) -> tuple[EagleShape, int]:
     """Return the sizes of the network in a directory, and how many tokens it drafts.
 
+    An absent flag of EAGLE 3.1 is false, as for speculators' own class and for SGLang. (vLLM takes an absent
+    ``norm_before_residual`` of speculators' layout for true; speculators' trainer writes all of them.)
+
     Raises:
         PeftlabError: it is of another type, or computes what is not computed here.
     """
@@ -155,12 +167,13 @@ def read_shape(directory: Path) -> tuple[EagleShape, int]:
     if not is_eagle(directory):
         raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not eagle3")
     layer = config if config.get("architectures") == _SGLANG else member(config, "transformer_layer_config", dict, file)
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        if config.get(key):
-            raise PeftlabError(f"{file}: {key} is true, which is not supported")
+    if config.get("embed_requires_grad"):
+        raise PeftlabError(f"{file}: embed_requires_grad is true, and embeddings of the draft's own are not supported")
+    flags = _flags(config, file)
     if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
         raise PeftlabError(f"{file}: not one layer of a Llama")
-    shape = replace(sizes(layer, file), features=_features(config, file))
+    window = member(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
+    shape = replace(sizes(layer, file), features=_features(config, file), window=window, **flags)
     return shape, member(config, "draft_vocab_size", int, file)
 
 
@@ -187,13 +200,29 @@ def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
     return EagleShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
 
 
+def _flags(config: dict[str, Json], file: Path) -> dict[str, bool]:
+    """Return EAGLE 3.1's flags, some of which may be in ``eagle_config``; ``use_aux_norm`` is SGLang's ``fc_norm``."""
+    nested = config.get("eagle_config")
+    places = [config, nested] if isinstance(nested, dict) else [config]
+    flags = {}
+    for name in FLAGS:
+        keys = (name, "use_aux_norm") if name == "fc_norm" else (name,)
+        values = [place[key] for place in places for key in keys if place.get(key) is not None]
+        if any(type(value) is not bool for value in values) or len(set(map(str, values))) > 1:
+            raise PeftlabError(f"{file}: {' or '.join(keys)} must be one of true and false")
+        flags[name] = bool(values and values[0])
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise PeftlabError(f"{file}: norm_before_fc and fc_norm exclude each other")
+    return flags
+
+
 def _features(config: dict[str, Json], file: Path) -> tuple[int, ...]:
     """Return the layers whose entering states a configuration names; SGLang numbers them by the state before."""
     other = config.get("eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
-    layers = other.get(key) if isinstance(other, dict) else config.get(key)
-    ids = [layer for layer in layers if type(layer) is int] if isinstance(layers, list) else []
-    ids = [layer + 1 for layer in ids] if isinstance(other, dict) else ids
+    before = isinstance(other, dict) and key in other
+    layers = other[key] if isinstance(other, dict) and before else config.get(key)
+    ids = [layer + before for layer in layers if type(layer) is int] if isinstance(layers, list) else []
     if not ids or not isinstance(layers, list) or len(ids) < len(layers) or min(ids) < 0 or ids != sorted(set(ids)):
         raise PeftlabError(f"{file}: {key} must be layer numbers, rising")
     return tuple(ids)

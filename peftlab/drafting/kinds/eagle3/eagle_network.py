@@ -23,6 +23,10 @@ class EagleShape:
     Attributes:
         features: layers of the target, rising, whose entering states are fused.
         theta: base of the rotary angles. eps: of the norms. limit: positions of the target.
+        norm_before_fc: the target's states are normed together before ``fc``. fc_norm: each is normed on its own.
+        norm_before_residual: the residual of the layer is the normed state, which attention reads, too.
+        norm_output: the next row reads the output after the final norm, as the LM head does.
+        window: how many tokens the layer was trained to see; None: all.
     """
 
     vocab_size: int
@@ -35,6 +39,11 @@ class EagleShape:
     theta: float
     limit: int
     features: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    window: int | None = None
 
 
 def usual_features(layers: int) -> tuple[int, ...]:
@@ -123,18 +132,20 @@ class LayerMLP(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)], with the residual g_t as it is (not its norm)."""
+    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)]; the residual is g_t or, by ``norm_before_residual``, its norm."""
 
     def __init__(self, shape: EagleShape):
         super().__init__()
+        self.norm_before_residual = shape.norm_before_residual
         self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size), LayerMLP(shape)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             RMSNorm(shape.hidden_size, shape.eps) for _ in range(3)
         )
 
     def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
-        hidden = states + self.self_attn(both, rotation, attend)
+        normed = self.hidden_norm(states)
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        hidden = (normed if self.norm_before_residual else states) + self.self_attn(both, rotation, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -220,9 +231,13 @@ class StateNetwork(nn.Module):
         embedded = F.embedding(tokens, self.embedding).to(states.dtype)
         return self.layer(embedded, states, self._rotation(positions, states.dtype), attend)
 
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """Return what the LM head reads of outputs, [..., H] -> [..., H]."""
+        return self.norm(states)
+
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
-        return self.lm_head(self.norm(states))
+        return self.lm_head(self.read_by_head(states))
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [b or 1, 1, n, D]."""
@@ -233,25 +248,46 @@ class StateNetwork(nn.Module):
 class Eagle3(StateNetwork):
     """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
 
-    The output, before the final norm, is the next g. Parameters are named as in the files of speculators' ``eagle3``;
-    the embeddings are the target's and no parameter.
+    The output, before the final norm, is the next g. Norms before ``fc``, in the residual and after the output are
+    EAGLE 3.1's, see ``EagleShape``. Parameters are named as in the files of speculators' ``eagle3``; the embeddings are
+    the target's and no parameter.
     """
 
     norm: RMSNorm
 
     def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
         super().__init__(shape, embedding, head, tokens)
-        self.fc = nn.Linear(len(shape.features) * shape.hidden_size, shape.hidden_size, bias=False)
+        width = len(shape.features) * shape.hidden_size
+        self.fc = nn.Linear(width, shape.hidden_size, bias=False)
+        if shape.norm_before_fc:
+            self.input_norm = RMSNorm(width, shape.eps)
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.eps) for _ in shape.features)
         self.layers = nn.ModuleList([EagleLayer(shape)])
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
 
     def fuse(self, features: Tensor) -> Tensor:
         """See ``StateNetwork``."""
-        return self.fc(features.to(self.fc.weight.dtype))
+        return self.fc(norm_features(self, features.to(self.fc.weight.dtype)))
 
     def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """See ``StateNetwork``."""
-        return self.layers[0](embedded, states, rotation, attend)
+        output = self.layers[0](embedded, states, rotation, attend)
+        return self.norm(output) if self.shape.norm_output else output
+
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """See ``StateNetwork``; with ``norm_output`` the outputs are normed already."""
+        return states if self.shape.norm_output else self.norm(states)
+
+
+def norm_features(network: Eagle3, features: Tensor) -> Tensor:
+    """Return the target's states [..., m·H] as ``fc`` of a network reads them: normed together, each alone, or not."""
+    if network.shape.norm_before_fc:
+        return network.input_norm(features)
+    if network.shape.fc_norm:
+        parts = features.chunk(len(network.fc_norm), -1)
+        return torch.cat([norm(part) for norm, part in zip(network.fc_norm, parts, strict=True)], -1)
+    return features
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from peftlab.decoding.engines.cache import Block, KVCache
 from peftlab.decoding.engines.flat import fold_heads, rotate, unfold_heads
 from peftlab.decoding.engines.packed.products import pack_linears
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer
+from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer, norm_features
 
 
 class EagleStep(nn.Module):
@@ -28,6 +30,8 @@ class EagleStep(nn.Module):
         self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
         self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
         self.tokens, self._embedding, self._angles = network.tokens, network.embedding, network.angles
+        self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
+        self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
         self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
         attention, mlp = layer.self_attn, layer.mlp
@@ -46,7 +50,8 @@ class EagleStep(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return g for the target's states, [..., F] -> [..., H]."""
-        return self.fc(features.to(self._norm.dtype))
+        features = features.to(self._norm.dtype)
+        return self.fc(features if self._norm_features is None else self._norm_features(features))
 
     def advance(
         self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
@@ -56,19 +61,23 @@ class EagleStep(nn.Module):
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         both = torch.stack((F.embedding(tokens, self._embedding).to(states.dtype), states), 2)
         both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
+        residual = both[:, :, 1] if self._norm_before_residual else states
         x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
         cos, sin = self._rotation(positions, cache.capacity, x.dtype)
         rotate(x[:, :, : heads + kv], cos, sin)
         keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
         mask = visible if visible is None or n == 1 else visible.repeat(1, 1, heads // kv, 1)
         seen = F.scaled_dot_product_attention(fold_heads(x[:, :, :heads], kv), keys, values, attn_mask=mask)
-        hidden = states + self.out(unfold_heads(seen, n))
+        hidden = residual + self.out(unfold_heads(seen, n))
         gate, factor = self.up(F.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)).chunk(2, -1)
-        return hidden + self.down(F.silu(gate).mul_(factor))
+        output = hidden + self.down(F.silu(gate).mul_(factor))
+        return F.rms_norm(output, self._norm.shape, self._norm, self._eps) if self._norm_output else output
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
-        return self.lm_head(F.rms_norm(states, self._norm.shape, self._norm, self._eps))
+        if not self._norm_output:
+            states = F.rms_norm(states, self._norm.shape, self._norm, self._eps)
+        return self.lm_head(states)
 
     def _rotation(self, positions: Tensor, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [b or 1, n, 1, D], of a table of all positions."""

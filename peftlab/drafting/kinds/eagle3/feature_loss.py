@@ -157,7 +157,7 @@ class FeatureLoss:
         for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
             ahead = k + 1
             places = predictions(drafted, ahead) & (weights[:, ahead:] > 0)
-            mine, theirs = network.norm(states[:, :-ahead][places]), final[:, ahead:][places]
+            mine, theirs = network.read_by_head(states[:, :-ahead][places]), final[:, ahead:][places]
             if self.regression:
                 distance = F.smooth_l1_loss(mine, theirs.to(mine.dtype), reduction="sum") / mine.shape[-1]
                 total = total + self.decay**k * self.regression * distance
@@ -182,7 +182,7 @@ def measure_features(model: EagleModel, data: Dataset, steps: int, batch_size: i
         features, final = target_states(model, ids, mask)
         for k, states in enumerate(unroll(network, features, ids, min(steps, ids.shape[1] - 1))):
             both = predictions(places, k + 1)
-            mine = network.norm(states[:, : -(k + 1)][both])
+            mine = network.read_by_head(states[:, : -(k + 1)][both])
             which = rows[both.nonzero()[:, 0].cpu()]
             add_rates(sums[k], which, final[:, k + 1 :][both], mine, head, network.lm_head.weight, network.tokens)
     return [Acceptance(*part) for part in sums]

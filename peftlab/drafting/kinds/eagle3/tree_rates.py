@@ -34,7 +34,9 @@ def measure_ranks(model: EagleModel, data: Dataset, batch_size: int, depth: int)
             alive = alive[:, :n] & predictions(places, k + 1)
             if k:  # the token read last is the text's, and must be the one that was right
                 alive = alive & (ids[:, k + 1 :] == own[:, k : k + n])
-            hits = right_choices(network.norm(states[:, :n][alive]), weight, own[:, k + 1 :][alive], network.tokens)
+            hits = right_choices(
+                network.read_by_head(states[:, :n][alive]), weight, own[:, k + 1 :][alive], network.tokens
+            )
             right[k] += hits.sum(0).cpu().double()
             tried[k] += len(hits)
             alive = alive.masked_scatter(alive, hits.any(-1))
