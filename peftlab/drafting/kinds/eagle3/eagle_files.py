@@ -74,7 +74,7 @@ def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, di
 
 def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
     """Return a network's layer as the configuration of a Llama."""
-    return {
+    layer: dict[str, Json] = {
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -92,7 +92,10 @@ def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
-    } | ({} if shape.window is None else {"layer_types": ["sliding_attention"], "sliding_window": shape.window})
+    }
+    if shape.window is not None:
+        layer |= {"layer_types": ["sliding_attention"], "sliding_window": shape.window}
+    return layer
 
 
 def norm_flags(shape: EagleShape) -> dict[str, Json]:

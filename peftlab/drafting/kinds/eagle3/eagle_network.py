@@ -132,7 +132,7 @@ class LayerMLP(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)]; the residual is g_t or, by ``norm_before_residual``, its norm."""
+    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)]; by ``norm_before_residual`` the residual is the latter."""
 
     def __init__(self, shape: EagleShape):
         super().__init__()
