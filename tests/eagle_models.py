@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.hidden_states import head_weight, input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for

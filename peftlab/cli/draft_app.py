@@ -119,7 +119,7 @@ def plan(
 
 
 def _show_theory(model: str | None, html: Path | None) -> object:
-    from peftlab.decoding.analysis.theory_grid import theory_grid
+    from peftlab.decoding.theory import theory_grid
     from peftlab.errors import PeftlabError
     from peftlab.files import write_text
     from peftlab.reporting import draft_pages as pages

@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 
-from peftlab.decoding.draft_length import Fixed, Policy
-from peftlab.decoding.drafters.base import Drafter, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engines.base import Engine, Output
-from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import empty_cache, prefill, right_padded
+from peftlab.decoding.cache import KVCache
+from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import Engine, Output, empty_cache, prefill, right_padded
 from peftlab.decoding.lossy import LossyRule, accept_lossy
+from peftlab.decoding.policies import Fixed, Policy
 from peftlab.decoding.sampling import Sampling, forked
 from peftlab.decoding.trees import depths_of, shape_of
 from peftlab.decoding.verify import TRAVERSAL, Accepted, Verifier, accept

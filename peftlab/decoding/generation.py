@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.tasks.config import GenerateConfig

@@ -13,7 +13,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import Row, Verified
+from peftlab.decoding.drafter import Row, Verified
 from peftlab.decoding.sampling import RandomSource, Sampling, certain, largest
 from peftlab.decoding.table import Chosen
 from peftlab.registry import resolve

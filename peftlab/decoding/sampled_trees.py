@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafters.base import PossibleDraft, Proposal, Row, TargetState
-from peftlab.decoding.drafters.model_drafter import ModelDrafter, room
-from peftlab.decoding.engines.recurrent.state_cache import StateCache
+from peftlab.decoding.drafter import PossibleDraft, Proposal, Row, TargetState
+from peftlab.decoding.model_drafter import ModelDrafter, room
+from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import RandomSource, RowRandomSource, largest
 from peftlab.decoding.trees import shape_of
 from peftlab.decoding.verify import Verifier, acceptance_probability, residual, verify_chain, verify_tree

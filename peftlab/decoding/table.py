@@ -125,7 +125,7 @@ def _several(text: str) -> int:
     return value
 
 
-_LENGTHS = "peftlab.decoding.draft_length"
+_LENGTHS = "peftlab.decoding.policies"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
 POLICIES: dict[str, Row] = {
@@ -208,14 +208,14 @@ def verifier(text: str) -> Chosen:
     return choose("verify", VERIFIERS, text)
 
 
-_DRAFTERS = "peftlab.decoding.drafters"
+_MODEL_FREE = "peftlab.decoding.model_free"
 
 MODEL_FREE: dict[str, Row] = {
-    "lookup": Row(f"{_DRAFTERS}.model_free:lookup", "what followed the last tokens before"),
-    "suffix": Row(f"{_DRAFTERS}.suffix:suffix", "what followed the longest repeated suffix"),
-    "recycling": Row(f"{_DRAFTERS}.model_free:recycling", "a tree of the target's earlier choices"),
+    "lookup": Row(f"{_MODEL_FREE}:lookup", "what followed the last tokens before"),
+    "suffix": Row(f"{_MODEL_FREE}:suffix", "what followed the longest repeated suffix"),
+    "recycling": Row(f"{_MODEL_FREE}:recycling", "a tree of the target's earlier choices"),
     "ngram": Row(
-        f"{_DRAFTERS}.ngram:ngram",
+        f"{_MODEL_FREE}:ngram",
         "counts of N tokens (default 3; 1: unigram, 0: uniform)",
         Argument("N", "a whole number from 0", _natural, 3),
     ),

@@ -147,6 +147,33 @@ def _shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.tensor([0, *depths_of(parents)]), below
 
 
+@dataclass(frozen=True)
+class Paths:
+    """The paths from root to leaf of b trees of n nodes, those of the first tree first.
+
+    Attributes:
+        row: [paths], whose tree it is of. nodes: [paths, longest], a leaf repeated up to the length of the longest.
+        path, depth: [b, n], where each node is first found in ``nodes``.
+    """
+
+    row: Tensor
+    nodes: Tensor
+    path: Tensor
+    depth: Tensor
+
+
+def paths_of(below: Tensor) -> Paths:
+    """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
+    row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
+    within = below[row, leaf]  # [paths, n]
+    lines = [line.nonzero().flatten() for line in within]  # parents come before their children
+    longest = max(map(len, lines))
+    nodes = torch.stack([torch.cat((line, line[-1:].expand(longest - len(line)))) for line in lines])
+    own = row == torch.arange(len(below), device=row.device)[:, None]  # [b, paths]
+    first = (own[:, :, None] & within).int().argmax(1)
+    return Paths(row, nodes, first, below.sum(2) - 1)
+
+
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
     """Follow the target's own choices down a tree as far as they were drafted.
 

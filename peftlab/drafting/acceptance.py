@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from peftlab.decoding.analysis.theory import acceptance_rate
+from peftlab.decoding.theory import acceptance_rate
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight, logits_of
 from peftlab.drafting.text.continuations import Collate
 from peftlab.tasks.batches import eval_batches

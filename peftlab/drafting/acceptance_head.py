@@ -18,7 +18,7 @@ from peftlab.files import replacing
 class AcceptancePredictor(nn.Module):
     """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the probability that a token drafted from state h is accepted.
 
-    Huang et al. 2024 (arXiv 2405.19715). ``decoding.draft_length.AcceptanceHead`` takes it as its ``head``.
+    Huang et al. 2024 (arXiv 2405.19715). ``decoding.policies.AcceptanceHead`` takes it as its ``head``.
     """
 
     def __init__(self, hidden_size: int, width: int = 64):

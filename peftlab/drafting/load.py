@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
-from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter, FeatureNetwork
-from peftlab.decoding.drafters.head_drafter import Heads, HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.drafters.suffix_automaton import SuffixAutomaton
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.advice import DraftCost, TargetWeights
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import SuffixAutomaton, with_copies
+from peftlab.decoding.parallel_drafters import AheadDrafter, Masks, ParallelDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
+from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork, Heads, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight

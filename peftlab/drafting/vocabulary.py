@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.decoding.analysis.theory import vocabulary_cap
+from peftlab.decoding.theory import vocabulary_cap
 from peftlab.drafting.acceptance import target_states
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.errors import PeftlabError

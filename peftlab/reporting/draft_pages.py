@@ -9,8 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peftlab.decoding.analysis.advice import GAIN_ALPHAS, Choice, KindAdvice
-from peftlab.decoding.analysis.planning import (
+from peftlab.decoding.advice import GAIN_ALPHAS, Choice, KindAdvice
+from peftlab.decoding.engine import CacheMemory
+from peftlab.decoding.planning import (
     AcceptanceGain,
     BatchPlan,
     DraftPlan,
@@ -19,9 +20,7 @@ from peftlab.decoding.analysis.planning import (
     best_gamma_at,
     finite,
 )
-from peftlab.decoding.analysis.results import BenchmarkResult, DrafterResult
-from peftlab.decoding.analysis.statistics import Interval
-from peftlab.decoding.cache_memory import CacheMemory
+from peftlab.decoding.statistics import BenchmarkResult, DrafterResult, Interval
 from peftlab.files import to_json
 from peftlab.reporting.draft_views import acceptance_plots, example_view, plot_of
 from peftlab.reporting.html import render, require
@@ -29,7 +28,7 @@ from peftlab.reporting.plots import INK, SERIES, figure
 from peftlab.reporting.tables.published_drafts import published_speeds
 
 if TYPE_CHECKING:
-    from peftlab.decoding.trace import DraftedText
+    from peftlab.decoding.benchmark import DraftedText
 
 Rows = Sequence[Sequence[str]]
 _POSITIONS = "acceptance by position"

@@ -141,23 +141,23 @@ Each of `validate`'s `examples` has a `title` and `parts`: `text`, and whether i
 ## `draft bench --json` and `draft plan --json`
 
 ```{eval-rst}
-.. autoclass:: peftlab.decoding.analysis.results.BenchmarkResult
+.. autoclass:: peftlab.decoding.statistics.BenchmarkResult
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.analysis.results.DrafterResult
+.. autoclass:: peftlab.decoding.statistics.DrafterResult
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.analysis.results.CategoryResult
+.. autoclass:: peftlab.decoding.statistics.CategoryResult
    :exclude-members: __init__
 .. autoclass:: peftlab.decoding.lossy.LossyResult
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.analysis.results.PoolResult
+.. autoclass:: peftlab.decoding.statistics.PoolResult
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.analysis.statistics.AcceptanceStatistics
+.. autoclass:: peftlab.decoding.statistics.AcceptanceStatistics
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.trace.DraftedText
+.. autoclass:: peftlab.decoding.benchmark.DraftedText
    :exclude-members: __init__
-.. autoclass:: peftlab.decoding.trace.Piece
+.. autoclass:: peftlab.decoding.benchmark.Piece
    :exclude-members: __init__
-.. autofunction:: peftlab.decoding.analysis.planning.plan
+.. autofunction:: peftlab.decoding.planning.plan
    :no-index:
 ```
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from peftlab.decoding.analysis.planning import finite
+from peftlab.decoding.planning import finite
 from peftlab.drafting.text.stream_windows import StreamResults, WindowResult
 from peftlab.reporting.draft_pages import Rows, page
 from peftlab.reporting.draft_views import plot_of

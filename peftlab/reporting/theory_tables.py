@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peftlab.decoding.analysis.theory_grid import Theory
+from peftlab.decoding.theory import Theory
 from peftlab.reporting.tables.published_drafts import published_theory
 
 

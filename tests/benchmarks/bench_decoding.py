@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from peftlab.decoding.analysis.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
-from peftlab.decoding.analysis.planning import finite
-from peftlab.decoding.analysis.step_times import step_seconds
+from peftlab.decoding.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.planning import finite
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.timing import step_seconds
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
 
 NEW, PROMPT, REPEATS = 48, 32, 3
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}

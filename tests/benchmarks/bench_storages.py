@@ -16,8 +16,7 @@ from torch import Tensor
 
 from peftlab.checkpoints.quantised.int8 import int8_values
 from peftlab.checkpoints.quantised.nf4 import nf4_values
-from peftlab.decoding.engines.packed.products import Products
-from peftlab.decoding.engines.structure import Linear
+from peftlab.decoding.packed import Linear, Products
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 LAYERS, REPEATS, ROWS = 12, 7, (1, 2, 4, 8)

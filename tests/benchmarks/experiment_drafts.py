@@ -26,16 +26,15 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from peftlab.decoding.analysis.benchmark import PLAIN, Question, Settings, compare
-from peftlab.decoding.analysis.results import DrafterResult
-from peftlab.decoding.analysis.statistics import Timings
+from peftlab.decoding.benchmark import PLAIN, Question, Settings, compare
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.policies import Fixed
+from peftlab.decoding.state_drafters import HeadsDrafter
+from peftlab.decoding.statistics import DrafterResult, Timings
 from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.hidden_states import head_weight

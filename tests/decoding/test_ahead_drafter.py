@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
-from peftlab.decoding.engines.base import Wrapper
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engine import Wrapper
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import LossyRule
+from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import Window, lossy
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions

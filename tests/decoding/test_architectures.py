@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.policies import Fixed
+from peftlab.decoding.state_drafters import FeatureDrafter
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from tests.eagle_models import eagle
 

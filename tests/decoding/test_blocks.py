@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafters.model_free import PromptLookup
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.packed.blocks import Blocks, blocks_of
-from peftlab.decoding.engines.packed.coded import coded_product
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import PromptLookup
+from peftlab.decoding.packed import Blocks, blocks_of, coded_product
 from peftlab.references import locate
 
 pytestmark = pytest.mark.skipif(

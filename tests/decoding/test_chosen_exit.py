@@ -8,13 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.own_layers.chosen_exit import ChosenExit
-from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice, tokens_per_layer
-from peftlab.decoding.drafters.own_layers.parts import Exit
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.own_layers import ChosenExit, Exit, ExitChoice, tokens_per_layer
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import possible_exits
 

@@ -8,11 +8,9 @@ import numpy
 import pytest
 import torch
 
-from peftlab.decoding.analysis.conditions import Conditions, Watch, spread, uncertain
-from peftlab.decoding.analysis.planning import plan_from_repeats
-from peftlab.decoding.analysis.results import verdict
-from peftlab.decoding.analysis.statistics import RateIntervals, Timings, rate_intervals
-from peftlab.decoding.analysis.step_times import step_seconds
+from peftlab.decoding.planning import plan_from_repeats
+from peftlab.decoding.statistics import RateIntervals, Timings, rate_intervals, verdict
+from peftlab.decoding.timing import Conditions, Watch, spread, step_seconds, uncertain
 from peftlab.errors import PeftlabError
 
 QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)

@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
+from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
 from peftlab.drafting.checks import check_tokens, common_vocabulary
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads

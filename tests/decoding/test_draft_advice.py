@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.decoding.analysis.advice import (
+from peftlab.decoding.advice import (
     DraftCost,
     TargetWeights,
     advise,
@@ -18,14 +18,14 @@ from peftlab.decoding.analysis.advice import (
     rank_rates,
     recommendation,
 )
-from peftlab.decoding.analysis.measured_gain import MeasuredGain, measured_gain
-from peftlab.decoding.analysis.planning import plan_from_times
-from peftlab.decoding.analysis.theory import block_efficiency
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.benchmark import measured_gain
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import PromptLookup
+from peftlab.decoding.planning import plan_from_times
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
+from peftlab.decoding.statistics import MeasuredGain
+from peftlab.decoding.theory import block_efficiency
 from peftlab.decoding.trees import RankRates, best_tree, reach
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads

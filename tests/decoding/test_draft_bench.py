@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.analysis import benchmark as benches
-from peftlab.decoding.analysis.statistics import Overlap, acceptance_statistics
+from peftlab.decoding import benchmark as benches
 from peftlab.decoding.decode import Generation, Step, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import Overlap, acceptance_statistics
 from peftlab.drafting.kinds.medusa.config import MedusaDraft
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
 from peftlab.drafting.kinds.medusa.head_files import write_medusa

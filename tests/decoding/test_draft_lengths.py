@@ -7,15 +7,14 @@ import json
 import pytest
 import torch
 
-from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
-from peftlab.decoding.draft_length import Confidence, Fixed, Goodput
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import PromptLookup, Recycling, with_copies
+from peftlab.decoding.policies import Confidence, Fixed, Goodput
+from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import DRAWN, POLICIES, policy
+from peftlab.decoding.timing import MeasuredTimes, measure_times
 from peftlab.drafting.acceptance_head import AcceptancePredictor, save_acceptance_head
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.decoding.analysis import theory
-from peftlab.decoding.analysis.advice import DraftCost
-from peftlab.decoding.analysis.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding import theory
+from peftlab.decoding.advice import DraftCost
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.reporting.draft_pages import page, plan_facts, plan_plots, plan_tables

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import with_copies
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.verify import TOKENS, TRAVERSAL

@@ -9,15 +9,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import peftlab
-from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixLookup, with_copies
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import generate

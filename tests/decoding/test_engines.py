@@ -39,10 +39,9 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.packed.products import growth
-from peftlab.decoding.engines.split import EqualLengths, PathByPath
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.engines import EqualLengths, PathByPath, build_engine
+from peftlab.decoding.packed import growth
 from peftlab.decoding.trees import best_tree, parents_of, shape_of
 from peftlab.errors import PeftlabError
 

@@ -8,15 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+from peftlab.decoding.cache import KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Row, TargetState
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.growing_trees import GrowingTrees
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import KVCache
-from peftlab.decoding.engines.prefill import prefill
+from peftlab.decoding.drafter import Row, TargetState
+from peftlab.decoding.engine import prefill
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.state_drafters import FeatureDrafter, GrowingTrees
 from peftlab.decoding.trees import depths_of
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle

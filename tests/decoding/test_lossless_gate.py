@@ -9,22 +9,24 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics, divergence
-from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
-from peftlab.decoding.drafters.gated.one_pass import OnePass
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
-from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
-from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import (
+    END,
+    NGram,
+    PromptLookup,
+    Recycling,
+    SuffixAndDraft,
+    SuffixAutomaton,
+    SuffixLookup,
+)
+from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
+from peftlab.decoding.statistics import acceptance_statistics, divergence
+from peftlab.decoding.timing import MeasuredTimes
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
 from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import Departure, LossyRule, accept_k, differing_share, emitted_law, typical, verify_lossy
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import RandomSource, Sampling, certain, probabilities
 from peftlab.decoding.table import LOSSY, lossy
 from peftlab.drafting.truncation import truncate

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from peftlab.decoding.analysis.theory import acceptance_rate
 from peftlab.decoding.sampled_trees import draw_drafts, kseq_rho, verify_kseq
 from peftlab.decoding.sampling import RandomSource, probabilities
+from peftlab.decoding.theory import acceptance_rate
 from peftlab.decoding.verify import verify_chain, verify_drafts, verify_tree
 from peftlab.errors import PeftlabError
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from peftlab.decoding.analysis.pearl import pearl_speedup, pearl_tokens_per_phase
-from peftlab.decoding.analysis.theory import speedup
+from peftlab.decoding.theory import pearl_speedup, pearl_tokens_per_phase, speedup
 from peftlab.errors import PeftlabError
 
 

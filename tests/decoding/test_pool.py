@@ -10,19 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.decoding.analysis.benchmark import Question, Settings
-from peftlab.decoding.analysis.pool import measure_pool
-from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.benchmark import Question, Settings, measure_pool
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixAndDraft, SuffixLookup
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads

@@ -19,11 +19,10 @@ from transformers import (
     MptForCausalLM,
 )
 
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import FlatEngine
-from peftlab.decoding.engines.proof import Trial, difference
-from peftlab.decoding.engines.structure import structure_of
-from peftlab.decoding.engines.transformers import TransformersEngine
+from peftlab.decoding.engines import Trial, build_engine, difference
+from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.structure import structure_of
+from peftlab.decoding.transformers_engine import TransformersEngine
 from peftlab.errors import PeftlabError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

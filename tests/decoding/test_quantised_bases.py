@@ -9,7 +9,7 @@ import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base, storage
 from peftlab.models.quantised import dequantised, quantised_linears

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.engines import ReducedVocabulary, build_engine, read_tokens, write_tokens
 from peftlab.errors import PeftlabError
 
 

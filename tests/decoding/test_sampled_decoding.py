@@ -10,20 +10,17 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics
-from peftlab.decoding.analysis.step_times import MeasuredTimes
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixAndDraft, SuffixLookup
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens
+from peftlab.decoding.statistics import acceptance_statistics
+from peftlab.decoding.timing import MeasuredTimes
 from peftlab.decoding.verify import TOKENS, TRAVERSAL
 from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
 from peftlab.drafting.truncation import truncate

@@ -17,13 +17,13 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from peftlab.decoding.cache import KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.own_layers.parts import Exit
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import with_copies
+from peftlab.decoding.own_layers import Exit
+from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.load import load_pair, make_drafter

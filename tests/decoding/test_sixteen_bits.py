@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import peftlab
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import PromptLookup, Recycling
 from peftlab.models.pretrained import load_base
 
 TOKENS = 83

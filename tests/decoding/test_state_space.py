@@ -8,16 +8,15 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics
+from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import Recycling, with_copies
+from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions

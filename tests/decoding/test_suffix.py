@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.suffix import SuffixAndDraft, SuffixLookup, fuse
-from peftlab.decoding.drafters.suffix_automaton import END, ROOT, SuffixAutomaton
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Proposal, Row, TargetState
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import END, ROOT, SuffixAndDraft, SuffixAutomaton, SuffixLookup, fuse
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.verify import verify_traversal, verify_tree
 from peftlab.drafting.load import Pair, make_drafter

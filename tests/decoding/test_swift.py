@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.own_layers.parts import Skipping
-from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch, upper_bound
-from peftlab.decoding.drafters.own_layers.swift import Swift
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block, KVCache
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.own_layers import Skipping, SkipSearch, Swift, upper_bound
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.early_exit.self_speculation import flat

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.analysis import theory
+from peftlab.decoding import theory
 from peftlab.errors import PeftlabError
 
 ALPHA = st.floats(0, 1)

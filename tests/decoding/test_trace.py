@@ -8,13 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from peftlab.decoding.analysis.benchmark import Question, Settings
+from peftlab.decoding.benchmark import Question, Settings, drafted_text, pieces
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.model_free import Recycling
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.trace import drafted_text, pieces
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.policies import Fixed
 from peftlab.drafting.truncation import truncate
 from tests.byte_tokens import byte_tokenizer
 

@@ -9,13 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.draft_length import AcceptanceHead, Confidence, Fixed, Heuristic
-from peftlab.decoding.drafters.base import Proposal, Row, TargetState, Verified
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.drafters.ngram import NGram
-from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
-from peftlab.decoding.engines.base import Output
-from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.cache import Block
+from peftlab.decoding.drafter import Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import Output
+from peftlab.decoding.model_free import END, NGram, PromptLookup, Recycling, SuffixAutomaton
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.trees import (
     RankRates,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from peftlab.decoding import lossy, sampled_trees, verify
-from peftlab.decoding.analysis.theory import acceptance_rate, block_efficiency_by_position
 from peftlab.decoding.sampling import RandomSource, probabilities, sample
+from peftlab.decoding.theory import acceptance_rate, block_efficiency_by_position
 from peftlab.decoding.verify import (
     acceptance_probability,
     residual,

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.decoding.analysis.stopwatch import Clock, TimedDrafter
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.ahead_drafter import AheadDrafter
-from peftlab.decoding.drafters.base import Around, Drafter
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.drafters.model_drafter import room
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Around, Drafter
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import LossyRule
+from peftlab.decoding.model_drafter import room
+from peftlab.decoding.model_free import with_copies
+from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.policies import Fixed
+from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy
+from peftlab.decoding.timing import Clock, TimedDrafter
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.errors import PeftlabError

@@ -10,9 +10,9 @@ from draft_models import requests, tiny
 from safetensors.torch import save_file
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import AcceptanceHead
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.policies import AcceptanceHead
 from peftlab.drafting.acceptance import each_token, measure
 from peftlab.drafting.acceptance_head import (
     AcceptancePredictor,

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
-from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError

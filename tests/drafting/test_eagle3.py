@@ -11,8 +11,8 @@ import torch.distributed as dist
 from draft_models import VOCAB, requests, tiny
 from torch.nn.parallel import DistributedDataParallel
 
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.cache import KVCache
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle

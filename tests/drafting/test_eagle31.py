@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from peftlab.decoding.cache import KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.cache import KVCache
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.hidden_states import head_weight, input_embedding
 from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, read_shape, tensors_of

@@ -27,14 +27,12 @@ from transformers import (
 )
 
 from peftlab.checkpoints.adapter import save_adapter
+from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
-from peftlab.decoding.drafters.gated.one_pass import OnePass
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.cache import Block
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.gated_lora.gated_draft import check_targets, continue_from, refuse_states
 from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, block_rows, measure_masks

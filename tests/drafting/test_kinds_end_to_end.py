@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
+from peftlab.decoding.policies import Fixed
 from peftlab.drafting.export import export_draft
 from peftlab.drafting.load import find_draft, load_pair, make_drafter
 from peftlab.errors import PeftlabError

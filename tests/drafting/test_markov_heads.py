@@ -11,7 +11,7 @@ import torch
 from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
+from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.trees import RankRates, best_tree
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.calibration import measure_ranks

@@ -12,7 +12,7 @@ from draft_models import VOCAB, requests, tiny
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from peftlab.decoding.engines.cache import KVCache
+from peftlab.decoding.cache import KVCache
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, predictions, unroll
 from peftlab.drafting.kinds.mtp.mtp_draft import new_network

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.decoding.analysis.theory import acceptance_floor_from_kl, acceptance_range_from_jsd, acceptance_rate
+from peftlab.decoding.theory import acceptance_floor_from_kl, acceptance_range_from_jsd, acceptance_rate
 from peftlab.drafting.objectives import (
     OBJECTIVES,
     TopK,

@@ -12,10 +12,10 @@ from draft_models import VOCAB, requests, tiny
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.hidden_states import last_hidden
 from peftlab.drafting.kinds.model.pair_loss import PairLoss

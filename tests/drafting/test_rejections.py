@@ -10,9 +10,9 @@ import torch
 from draft_models import medusa, requests, tiny
 
 from peftlab.decoding.decode import Step, StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.policies import Fixed
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss
 from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss
 from peftlab.drafting.kinds.model.pair_loss import PairLoss

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from peftlab.checkpoints.adapter import load_adapter, save_adapter
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Fixed
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.policies import Fixed
+from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.hidden_states import head_weight, last_hidden
 from peftlab.drafting.kinds.medusa.head_draft import check_trunk
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa

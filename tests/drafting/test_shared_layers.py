@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import Confidence, Fixed
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.own_layers.adapted_exit import AdaptedExitDrafter
-from peftlab.decoding.drafters.suffix import with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.model_free import with_copies
+from peftlab.decoding.own_layers import AdaptedExitDrafter
+from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.kinds.model.shared_layers import shared_layers
 from peftlab.drafting.load import Pair, load_pair, make_drafter

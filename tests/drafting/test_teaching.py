@@ -10,7 +10,7 @@ from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from peftlab.decoding.analysis.theory import acceptance_rate
+from peftlab.decoding.theory import acceptance_rate
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import check_head
 from peftlab.drafting.hidden_states import forward_hidden, head_weight

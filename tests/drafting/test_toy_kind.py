@@ -41,7 +41,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter, tree_tokens
+from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.hidden_states import frozen_hidden, last_hidden

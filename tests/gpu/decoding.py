@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from peftlab.decoding.analysis.step_times import step_seconds
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.model_free import PromptLookup, Recycling
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.timing import step_seconds
 from peftlab.models.pretrained import load_base
 from tests.gpu.shapes import Work
 from tests.gpu.timing import taken

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from run_directory import write_run
 
-from peftlab.decoding.analysis.conditions import Conditions
-from peftlab.decoding.analysis.results import BenchmarkResult, CategoryResult, DrafterResult, TimeShares
-from peftlab.decoding.analysis.statistics import AcceptanceStatistics
-from peftlab.decoding.trace import DraftedText, Piece
+from peftlab.decoding.benchmark import DraftedText, Piece
+from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, TimeShares
+from peftlab.decoding.timing import Conditions
 from peftlab.hardware import Cpu
 from peftlab.reporting.draft_pages import bench_page
 from peftlab.reporting.draft_views import acceptance_plots

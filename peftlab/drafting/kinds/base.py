@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.folded import load_model
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.feature_drafter import FeatureNetwork
-from peftlab.decoding.drafters.head_drafter import Heads
-from peftlab.decoding.drafters.parallel_drafter import Masks
-from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.parallel_drafters import Masks
 from peftlab.decoding.sampled_trees import GrowTree
+from peftlab.decoding.state_drafters import FeatureNetwork, Heads
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.files import Json
 from peftlab.methods.config import MethodConfig
@@ -129,7 +128,7 @@ class Served:
 
     Attributes:
         model: whose output it is. drafter: makes its drafter.
-        features: layers whose entering states the drafter reads (``decoding.engines.build.build_engine``).
+        features: layers whose entering states the drafter reads (``decoding.engines.build_engine``).
     """
 
     model: PreTrainedModel
@@ -161,7 +160,7 @@ class Opening:
 
     Args:
         target: reference. tokenizer: the target's. dtype: of the target. draft_dtype: of the draft.
-        device: where both run. pack: see ``decoding.engines.build.build_engine``.
+        device: where both run. pack: see ``decoding.engines.build_engine``.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from peftlab.decoding.drafters.suffix_automaton import END, SuffixAutomaton
+from peftlab.decoding.model_free import END, SuffixAutomaton
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
 from peftlab.tasks.data import listed, quoted, read_table, read_text, table_suffix

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from peftlab.decoding.decode import Generation, Step
-from peftlab.decoding.drafters.base import Row, Verified
+from peftlab.decoding.drafter import Row, Verified
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text.continuations import make_dataset
 from peftlab.errors import PeftlabError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy
 
-from peftlab.decoding.analysis.statistics import Interval, acceptance_statistics, percentiles
 from peftlab.decoding.decode import Generation, Step
+from peftlab.decoding.statistics import Interval, acceptance_statistics, percentiles
 from peftlab.drafting.text.rejections import LiveRequest
 from peftlab.files import member, read_object
 

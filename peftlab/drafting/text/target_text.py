@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peftlab.decoding.draft_length import Fixed
 from peftlab.decoding.lossy import LossyRule
+from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import GrowTree
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier, window

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peftlab.decoding.analysis.step_times import MeasuredTimes, measure_times
-from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.engines.base import Engine
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.policies import MakePolicy, Parts, fixed
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
+from peftlab.decoding.timing import MeasuredTimes, measure_times
 from peftlab.drafting.acceptance_head import load_acceptance_head
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve

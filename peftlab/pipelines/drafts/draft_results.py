@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from peftlab.checkpoints.merge.verify import Latency, MergeCheck
-from peftlab.decoding.analysis.conditions import Conditions
-from peftlab.decoding.analysis.measured_gain import MeasuredGain
-from peftlab.decoding.analysis.results import TimeShares
-from peftlab.decoding.analysis.statistics import Interval
-from peftlab.decoding.trace import DraftedText
+from peftlab.decoding.benchmark import DraftedText
+from peftlab.decoding.statistics import Interval, MeasuredGain, TimeShares
+from peftlab.decoding.timing import Conditions
 from peftlab.drafting.text.endpoint_text import ServedText
 from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json

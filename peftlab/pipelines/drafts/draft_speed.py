@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from peftlab.decoding.analysis.benchmark import Question, Settings, compare
-from peftlab.decoding.drafters.base import Drafter
-from peftlab.decoding.drafters.suffix import SuffixLookup, with_copies
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.benchmark import Question, Settings, compare, drafted_text
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import SuffixLookup, with_copies
 from peftlab.decoding.table import HEAD, Window, policy, window
-from peftlab.decoding.trace import drafted_text
 from peftlab.drafting.kinds.base import Served
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
 from peftlab.pipelines.drafts.draft_lengths import draft_lengths

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from peftlab.decoding.analysis.statistics import acceptance_statistics
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.draft_length import MakePolicy, Parts, fixed
 from peftlab.decoding.lossy import Departure, LossyResult
+from peftlab.decoding.policies import MakePolicy, Parts, fixed
+from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
 from peftlab.drafting.load import ONE_PASS, PEARL, SUFFIX, SUFFIX_AND_DRAFT, Pair, make_drafter, needs_draft

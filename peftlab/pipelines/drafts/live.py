@@ -18,9 +18,8 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel
 
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.reduced_vocabulary import read_tokens
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine, read_tokens
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
 from peftlab.drafting.checks import check_method, end_ids

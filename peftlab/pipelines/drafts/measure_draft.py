@@ -7,15 +7,22 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from peftlab.decoding.analysis import planning
-from peftlab.decoding.analysis.benchmark import Question, Settings, bench, fits
-from peftlab.decoding.analysis.pool import check_pool, measure_pool
-from peftlab.decoding.analysis.results import BenchmarkResult
-from peftlab.decoding.analysis.stopwatch import Stopwatch
-from peftlab.decoding.cache_memory import CacheMemory, cache_memory
-from peftlab.decoding.drafters.base import Drafter
+from peftlab.decoding import planning
+from peftlab.decoding.benchmark import (
+    DraftedText,
+    Question,
+    Settings,
+    bench,
+    check_pool,
+    drafted_text,
+    fits,
+    measure_pool,
+)
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engine import CacheMemory, cache_memory
+from peftlab.decoding.statistics import BenchmarkResult
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
-from peftlab.decoding.trace import DraftedText, drafted_text
+from peftlab.decoding.timing import Stopwatch
 from peftlab.drafting.load import (
     ONE_PASS,
     PEARL,

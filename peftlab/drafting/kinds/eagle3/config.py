@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from peftlab.decoding.analysis.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
 from peftlab.decoding.table import TIMES
 from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.methods.table import METHODS

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.flat import fold_heads, rotate, unfold_heads
-from peftlab.decoding.engines.packed.products import pack_linears
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.flat import fold_heads, rotate, unfold_heads
+from peftlab.decoding.packed import pack_linears
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleLayer, norm_features
 
 
 class EagleStep(nn.Module):
-    """What ``Eagle3`` computes row by row, with a cache; see ``decoding.drafters.feature_drafter.FeatureNetwork``.
+    """What ``Eagle3`` computes row by row, with a cache; see ``decoding.state_drafters.FeatureNetwork``.
 
     Queries, keys and values are one product, and so are gate and up.
 

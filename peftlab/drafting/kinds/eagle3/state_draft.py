@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
+from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight, input_embedding

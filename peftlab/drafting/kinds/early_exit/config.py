@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.decoding.advice import DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 

@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft

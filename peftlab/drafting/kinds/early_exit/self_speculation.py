@@ -7,15 +7,11 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.drafters.own_layers.chosen_exit import ChosenExit
-from peftlab.decoding.drafters.own_layers.exit_choice import ExitChoice
-from peftlab.decoding.drafters.own_layers.parts import Exit, Skipping
-from peftlab.decoding.drafters.own_layers.skip_search import SkipSearch
-from peftlab.decoding.drafters.own_layers.swift import Swift
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.flat import FlatEngine
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.own_layers import ChosenExit, Exit, ExitChoice, Skipping, SkipSearch, Swift
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import Opened, OwnLayers

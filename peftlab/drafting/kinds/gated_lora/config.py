@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.decoding.advice import DraftCost, TargetWeights
 from peftlab.decoding.table import DRAWN, HEAD, TIMES
 from peftlab.drafting.config import DraftConfig, OtherKeys
 

@@ -12,12 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.adapter import load_adapter, read_adapter, save_adapter
 from peftlab.checkpoints.fitting import fill
-from peftlab.decoding.drafters.gated.masked_pass import MaskedPass
-from peftlab.decoding.drafters.gated.one_pass import OnePass
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.recurrent.mixers import mix_of
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
+from peftlab.decoding.recurrent import mix_of
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import head_weight

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.parallel_drafter import Masks
+from peftlab.decoding.parallel_drafters import Masks
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.chunked_loss import chunked_loss
 from peftlab.drafting.hidden_states import head_weight

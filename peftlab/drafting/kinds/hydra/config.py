@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.kinds.medusa.config import HeadsConfig
 
 

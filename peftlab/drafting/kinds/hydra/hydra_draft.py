@@ -9,8 +9,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.engines.packed.products import pack_linears
+from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.hidden_states import input_embedding
 from peftlab.drafting.kinds.base import DraftJob, Opened, Opening, Saved, Served

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 
 

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.head_drafter import HeadsDrafter
-from peftlab.decoding.engines.packed.products import pack_linears
+from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.checks import end_ids
 from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served

@@ -76,7 +76,7 @@ class HeadStack(nn.Module):
         return torch.cat((features, addend[0]), -1), torch.cat((weight, addend[1]), -1)
 
     def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path], ids: Tensor | None = None) -> Tensor:
-        """Return the tokens of a tree, see ``decoding.drafters.head_drafter.Heads.tokens``: [b, H], [b] -> [b, N].
+        """Return the tokens of a tree, see ``decoding.state_drafters.Heads.tokens``: [b, H], [b] -> [b, N].
 
         Args:
             ids: the token of each row of W2, [V]; None: its own number.

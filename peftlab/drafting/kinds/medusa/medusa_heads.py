@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peftlab.decoding.drafters.head_drafter import tree_tokens
+from peftlab.decoding.state_drafters import tree_tokens
 from peftlab.decoding.trees import Path
 from peftlab.drafting.kinds.medusa.head_stack import HeadStack, as_parameters
 

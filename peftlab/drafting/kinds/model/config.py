@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.drafting.config import DraftConfig, OtherKeys
 from peftlab.models.config import PlainDtype
 from peftlab.section import Section

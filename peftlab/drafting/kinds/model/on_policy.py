@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.hidden_states import unwrapped
 from peftlab.methods.modes import eval_mode

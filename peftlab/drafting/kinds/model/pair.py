@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.folded import load_model
-from peftlab.decoding.drafters.model_drafter import ModelDrafter
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.build import build_engine
-from peftlab.decoding.engines.reduced_vocabulary import ReducedVocabulary, read_tokens, write_tokens
-from peftlab.decoding.engines.structure import structure_of
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import ReducedVocabulary, build_engine, read_tokens, write_tokens
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.structure import structure_of
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import (
     check_dtypes,

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from peftlab.decoding.drafters.own_layers.adapted_exit import AdaptedExitDrafter
-from peftlab.decoding.drafters.own_layers.parts import AdaptedExit, Exit
-from peftlab.decoding.engines.base import Engine
-from peftlab.decoding.engines.flat import FlatEngine
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.own_layers import AdaptedExit, AdaptedExitDrafter, Exit
 from peftlab.drafting.kinds.base import Opened, OwnLayers
 from peftlab.drafting.truncation import layer_stack
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from peftlab.decoding.analysis.advice import DraftCost, TargetWeights
+from peftlab.decoding.advice import DraftCost, TargetWeights
 from peftlab.drafting.kinds.eagle3.config import StateConfig, layer_cost
 
 

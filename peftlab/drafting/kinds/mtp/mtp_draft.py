@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.feature_drafter import FeatureDrafter
-from peftlab.decoding.engines.structure import structure_of
+from peftlab.decoding.state_drafters import FeatureDrafter
+from peftlab.decoding.structure import structure_of
 from peftlab.drafting.hidden_states import head_weight, input_embedding
 from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.kinds.eagle3 import state_draft

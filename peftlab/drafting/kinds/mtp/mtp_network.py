@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peftlab.decoding.engines.cache import Block, KVCache
-from peftlab.decoding.engines.packed.products import pack_linears
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.kinds.eagle3.eagle_network import (
     Attend,
@@ -68,7 +68,7 @@ class Mtp(StateNetwork):
 
 
 class MtpStep(nn.Module):
-    """What ``Mtp`` computes row by row, with a cache; see ``decoding.drafters.feature_drafter.FeatureNetwork``.
+    """What ``Mtp`` computes row by row, with a cache; see ``decoding.state_drafters.FeatureNetwork``.
 
     Args:
         network: trained; its weights must not change any more. pack: pack them for the CPU.

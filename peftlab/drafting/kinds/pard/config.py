@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from peftlab.decoding.analysis.advice import REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.advice import REDUCED, DraftCost, TargetWeights
 from peftlab.decoding.table import DRAWN, HEAD, TIMES
 from peftlab.drafting.config import OtherKeys
 from peftlab.drafting.kinds.model.config import ModelDraft

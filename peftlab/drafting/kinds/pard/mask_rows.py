@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from peftlab.decoding.engines.cache import additive
+from peftlab.decoding.cache import additive
 from peftlab.drafting.hidden_states import forward_hidden, head_weight, unwrapped
 from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode

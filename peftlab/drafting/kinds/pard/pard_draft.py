@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.drafters.parallel_drafter import Masks, ParallelDrafter
+from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from peftlab.decoding.drafters.parallel_drafter import Masks
+from peftlab.decoding.parallel_drafters import Masks
 from peftlab.drafting.kinds.stored_drafts import says
 from peftlab.drafting.plain_export import check_plain, copy_plain
 from peftlab.errors import PeftlabError

@@ -1,0 +1,611 @@
+"""Plain and speculative decoding timed side by side on the same stack, counted in token ids."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
+from peftlab.decoding.drafter import Drafter, Row, Verified
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.lossy import Departure, LossyResult, LossyRule, differing_share
+from peftlab.decoding.policies import Fixed, MakePolicy
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.statistics import (
+    BenchmarkResult,
+    CategoryResult,
+    DrafterResult,
+    MeasuredGain,
+    Overlap,
+    OverlapRates,
+    PoolResult,
+    PromptDivergence,
+    PromptResult,
+    TimeShares,
+    Timings,
+    acceptance_statistics,
+    divergence,
+    rate_intervals,
+    verdict,
+)
+from peftlab.decoding.text_stream import BROKEN
+from peftlab.decoding.timing import Clock, Conditions, Stopwatch, Watch, step_seconds, timed_drafter
+from peftlab.decoding.verify import TRAVERSAL, Verifier
+from peftlab.errors import PeftlabError
+from peftlab.hardware import describe_cpu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt ready to decode.
+
+    Attributes:
+        id, category: for the report.
+        ids: its tokens.
+    """
+
+    id: str
+    category: str
+    ids: list[int]
+
+
+Decode = Callable[[Sequence[Question]], list[Generation]]
+"""Decodes a batch of prompts, one output each."""
+
+
+@dataclass
+class Settings:
+    """How to measure.
+
+    Attributes:
+        max_new_tokens: of every output.
+        eos: ids that end an output.
+        policy: draft length of drafters without one of their own. policies: drafter -> its own.
+        sampling: default greedy.
+        batch_size: prompts decoded together. lossy: in place of exact verification, for every drafter.
+        verifier: of sampled drafts.
+        repeats: timed passes over all prompts, contenders in turn; one batch of each warms up.
+
+    Raises:
+        PeftlabError: a number of tokens, prompts or repeats below 1.
+    """
+
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    policy: MakePolicy = field(default_factory=lambda: partial(Fixed, 4))
+    policies: Mapping[str, MakePolicy] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    batch_size: int = 1
+    lossy: LossyRule | None = None
+    verifier: Verifier = TRAVERSAL
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "repeats", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise PeftlabError(f"{name}: {getattr(self, name)} is less than 1")
+
+    @property
+    def lossless_by(self) -> str:
+        """How it is known that outputs are the target's own, see ``DrafterResult``."""
+        if self.lossy is not None:
+            return "lossy"
+        return "comparison" if self.sampling.greedy else "construction"
+
+    def policy_of(self, drafter: str) -> MakePolicy:
+        """Return what makes the policies of a drafter's sequences."""
+        return self.policies.get(drafter, self.policy)
+
+
+@dataclass
+class _Record:
+    """One contender: seconds of each batch in each repeat, those in the target, and the outputs of the last repeat."""
+
+    seconds: list[list[float]]
+    outputs: list[Generation]
+    target_seconds: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """Plain decoding and drafters, timed in turn on the same prompts.
+
+    Attributes:
+        target, settings: what was measured, and how.
+        batches: the prompts as they were decoded together.
+        drafting: each drafter's time.
+        conditions: what the machine was like meanwhile.
+    """
+
+    target: Engine
+    settings: Settings
+    batches: list[Sequence[Question]]
+    records: dict[str, _Record]
+    drafting: dict[str, Clock]
+    conditions: Conditions
+
+    def result(self, name: str) -> DrafterResult:
+        """Return one drafter's figures, without ``alpha`` and ``lossy``, which take a pass of their own."""
+        record = self.records[name]
+        mine, plain = self.timed(name), self.timed(PLAIN)
+        intervals = rate_intervals(mine, plain)
+        speedup = mine.rate() / plain.rate()
+        differing = self._divergences(name)
+        return DrafterResult(
+            tokens_per_second=mine.rate(),
+            tokens_per_second_interval=intervals.rate,
+            baseline_tokens_per_second=plain.rate(),
+            baseline_tokens_per_second_interval=intervals.baseline,
+            speedup=speedup,
+            speedup_interval=intervals.speedup,
+            verdict=verdict(speedup, intervals.speedup, self.conditions.doubts()),
+            statistics=acceptance_statistics(record.outputs),
+            lossless=self.settings.lossy is None and not differing,
+            lossless_by=self.settings.lossless_by,
+            divergences=differing,
+            time=self._shares(name),
+        )
+
+    def gain(self, name: str, drafter: Drafter) -> MeasuredGain | None:
+        """Return what one drafter gains by its parts; None for several prompts at a time, or for lengths that vary.
+
+        Args:
+            drafter: one like it.
+        """
+        record, found = self.records[name], acceptance_statistics(self.records[name].outputs)
+        policy = self.settings.policy_of(name)()
+        if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
+            return None
+        if drafter.at_once:  # the parts do not add up: they are done at once
+            return None
+        return measured_gain(
+            self.target,
+            drafter,
+            found.acceptance_by_position,
+            gamma=policy.gamma,
+            tau=found.tau,
+            drafting=self.drafting[name].seconds / len(record.seconds[0]) / found.steps,
+        )
+
+    def _shares(self, name: str) -> TimeShares | None:
+        if name not in self.drafting:  # another library's decoding
+            return None
+        record = self.records[name]
+        whole = sum(map(sum, record.seconds))
+        target, draft = record.target_seconds / whole, self.drafting[name].seconds / whole
+        return TimeShares(target, draft, max(0.0, 1 - target - draft))  # less than 0 where the two work at once
+
+    def _divergences(self, name: str) -> list[PromptDivergence]:
+        """Where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
+        if not self.settings.sampling.greedy:
+            return []
+        questions = [q for batch in self.batches for q in batch]
+        outputs = zip(questions, self.records[PLAIN].outputs, self.records[name].outputs, strict=True)
+        found = [(q.id, divergence(self.target, q.ids, plain.tokens, mine.tokens)) for q, plain, mine in outputs]
+        return [PromptDivergence(id=id_, **asdict(at)) for id_, at in found if at is not None]
+
+    def timed(self, name: str, batches: Sequence[int] | None = None) -> Timings:
+        """Return one contender's tokens and times, of all batches or of those numbered."""
+        record, tokens, place = self.records[name], [], 0
+        for batch in self.batches:
+            tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
+            place += len(batch)
+        chosen = range(len(tokens)) if batches is None else batches
+        return Timings([tokens[i] for i in chosen], [record.seconds[i] for i in chosen])
+
+
+def bench(
+    target: Engine,
+    drafters: dict[str, Callable[[], Drafter]],
+    questions: Sequence[Question],
+    settings: Settings,
+    *,
+    models: Sequence[Stopwatch] = (),
+) -> BenchmarkResult:
+    """Measure drafters against plain decoding.
+
+    Args:
+        target, drafters, questions, settings: as for ``compare``; the first drafter is the one the result is about,
+            the others are reported beside it. Pass a ``Stopwatch`` as target to learn the time outside the models.
+        models: every stopwatch that runs inside, for ``overhead``.
+
+    Raises:
+        PeftlabError: no drafter, or no prompt that fits.
+    """
+    run = compare(target, drafters, questions, settings, models=models)
+    everything = sum(map(sum, (row for record in run.records.values() for row in record.seconds)))
+    within = sum(model.seconds for model in models)
+    first = next(iter(drafters))
+    found = {
+        name: replace(run.result(name), alpha=_overlap(run, name, make), lossy=_departure(run, name, make))
+        for name, make in drafters.items()
+    }
+    fitting = [q for batch in run.batches for q in batch]
+    return BenchmarkResult(
+        drafter=first,
+        drafters=found,
+        overhead=max(0.0, 1 - within / everything) if models else None,
+        gain=run.gain(first, drafters[first]()),
+        batch_size=settings.batch_size,
+        temperature=settings.sampling.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        repeats=settings.repeats,
+        kernel=target.kind,
+        threads=torch.get_num_threads(),
+        device=str(target.device),
+        cpu=describe_cpu(),
+        conditions=run.conditions,
+        categories=_categories(run, first),
+        prompts=[_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
+        skipped=[q.id for q in questions if not fits(target, q)],
+    )
+
+
+def compare(
+    target: Engine,
+    drafters: dict[str, Callable[[], Drafter]],
+    questions: Sequence[Question],
+    settings: Settings,
+    *,
+    models: Sequence[Stopwatch] = (),
+    others: Mapping[str, Callable[[], Decode]] = MappingProxyType({}),
+) -> Comparison:
+    """Time plain decoding and every drafter on every prompt, after one batch of each to warm up.
+
+    Who goes first changes from batch to batch. Every pass makes its drafters anew, so that none remembers the
+    outputs of the pass before.
+
+    Args:
+        target: the model. drafters: name -> maker.
+        questions: those that do not fit the context are left out.
+        models: stopwatches, set to 0 when the timing begins.
+        others: name -> maker of another way to decode the same prompts, such as another library's.
+
+    Raises:
+        PeftlabError: no drafter, or no prompt that fits.
+    """
+    if not drafters:
+        raise PeftlabError("drafters: none given, nothing to compare with plain decoding")
+    fitting = [q for q in questions if fits(target, q)]
+    if not fitting:
+        raise PeftlabError("prompts: none fits the model's context" if questions else "prompts: none given")
+    size = settings.batch_size
+    batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
+    watched, drafting = Stopwatch(target), {name: Clock(target.device) for name in drafters}
+    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, PLAIN, None)}
+    for name, make in drafters.items():
+        contenders[name] = partial(_decoder, watched, settings, name, partial(timed_drafter, make, drafting[name]))
+    contenders |= others
+    for make_decoder in contenders.values():
+        make_decoder()(batches[0])
+    for clock in (*models, *drafting.values()):
+        clock.seconds = 0.0
+    with Watch(target.device) as watch:
+        records = _timed(batches, contenders, settings.repeats, watched)
+    return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
+
+
+def fits(target: Engine, question: Question) -> bool:
+    """Return whether a prompt leaves room for an output in the target's context."""
+    return target.limit is None or len(question.ids) < target.limit
+
+
+def _decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
+    return partial(decode_batch, target, settings, name, make and make())
+
+
+def decode_batch(
+    target: Engine,
+    settings: Settings,
+    name: str,
+    drafter: Drafter | None,
+    batch: Sequence[Question],
+    observe: Observe | None = None,
+    pool: int | None = None,
+) -> list[Generation]:
+    """Decode prompts as ``settings`` say, with the policy of the drafter's ``name``; the rest is ``decode``'s."""
+    return decode(
+        target,
+        [q.ids for q in batch],
+        StoppingCriteria(settings.max_new_tokens, settings.eos),
+        drafter,
+        policy=settings.policy_of(name),
+        sampling=settings.sampling,
+        observe=observe,
+        pool=pool,
+        lossy=settings.lossy,
+        verifier=settings.verifier,
+    )
+
+
+def _timed(
+    batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int, target: Clock
+) -> dict[str, _Record]:
+    """Decode every batch with every contender in turn, as often as asked; ``target`` is the clock of its steps."""
+    records = {name: _Record([[] for _ in batches], []) for name in contenders}
+    names = list(contenders)
+    for repeat in range(repeats):
+        decoders = {name: make() for name, make in contenders.items()}
+        for record in records.values():
+            record.outputs = []
+        for i, batch in enumerate(batches):
+            turn = (i + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                before, began = target.seconds, time.perf_counter()
+                outputs = decoders[name](batch)
+                records[name].seconds[i].append(time.perf_counter() - began)
+                records[name].target_seconds += target.seconds - before
+                records[name].outputs += outputs
+    return records
+
+
+def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
+    overlap, drafter = Overlap(run.settings.sampling), make()
+    if drafter.has_logits:
+        _observed(run, name, drafter, overlap)
+    return overlap.result()
+
+
+def _departure(run: Comparison, name: str, make: Callable[[], Drafter]) -> LossyResult | None:
+    settings = run.settings
+    if settings.lossy is None:
+        return None
+    departure, outputs = Departure(settings.lossy, settings.sampling), run.records[name].outputs
+    _observed(run, name, make(), departure)
+    exact, mine = ([generation.tokens for generation in of] for of in (run.records[PLAIN].outputs, outputs))
+    return departure.result(differing_share(exact, mine) if settings.sampling.greedy else None)
+
+
+def _observed(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
+    """Decode once more, in a pass of its own, because reading every distribution takes time."""
+    for batch in run.batches:
+        decode_batch(run.target, run.settings, name, drafter, batch, observe)
+
+
+def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:
+    """Acceptance by category, and speed where no batch contains two categories."""
+    outputs: dict[str, list[Generation]] = defaultdict(list)
+    questions = [q for batch in run.batches for q in batch]
+    for q, generation in zip(questions, run.records[name].outputs, strict=True):
+        outputs[q.category].append(generation)
+    result = {}
+    for category, generations in outputs.items():
+        mine = [i for i, batch in enumerate(run.batches) if any(q.category == category for q in batch)]
+        pure = all(q.category == category for i in mine for q in run.batches[i])
+        rate, baseline = run.timed(name, mine).rate(), run.timed(PLAIN, mine).rate()
+        statistics = acceptance_statistics(generations)
+        result[category] = CategoryResult(
+            prompts=len(generations),
+            tau=statistics.tau,
+            acceptance=statistics.acceptance,
+            tokens_per_second=rate if pure else None,
+            speedup=rate / baseline if pure else None,
+        )
+    return result
+
+
+def _prompt(question: Question, records: dict[str, _Record], first: str, i: int) -> PromptResult:
+    mine, plain = records[first].outputs[i], records[PLAIN].outputs[i]
+    return PromptResult(question.id, question.category, len(question.ids), mine.tokens, plain.tokens, mine.reason)
+
+
+_LONGEST = 12  # drafted tokens whose verification is timed, at least
+_CACHED = 128  # tokens before them
+
+
+def measured_gain(
+    target: Engine,
+    drafter: Drafter,
+    acceptance: Sequence[float | None],
+    *,
+    gamma: int,
+    tau: float,
+    drafting: float,
+    repeats: int = 3,
+) -> MeasuredGain | None:
+    """Measure the target's steps and return what the draft gains.
+
+    None where the context is too short for it, and where the acceptance of no draft is known (``Drafter.possible``).
+
+    Args:
+        acceptance: by position, None where none was tried. gamma: drafted tokens per step. tau: tokens per step.
+        drafting: seconds of drafting per step.
+    """
+    longest = max(gamma, _LONGEST)
+    context = _CACHED if target.limit is None else min(_CACHED, target.limit - longest - 1)
+    if context < 1:
+        return None
+    seconds = step_seconds({"target": (target, longest + 1)}, context=context, repeats=repeats)
+    times = [statistics.median(seconds["target", n]) for n in range(1, longest + 2)]
+    verification, share = [time / times[0] for time in times], drafting / times[0]
+    rates = [rate or 0.0 for rate in acceptance]
+    drafts = drafter.possible([*rates, *[0.0] * (gamma - len(rates))], verification)
+    if not drafts:
+        return None
+    own = max((d for d in drafts if d.own and d.gamma <= gamma), key=lambda d: d.gamma)
+    gains = [d.tokens / (verification[d.gamma] + share * d.effort / own.effort) for d in drafts]
+    most = max(gains)
+    best, best_gain = (drafts[gains.index(most)], most) if most > 1 else (None, 1.0)
+    return MeasuredGain(
+        gamma=gamma,
+        tau=tau,
+        verification=verification,
+        drafting=share,
+        gain=tau / (verification[gamma] + share),
+        best_gamma=best.gamma if best else 0,
+        best_gain=best_gain,
+        best_width=best.width if best else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to decode all prompts: with the drafter or plainly, in a pool or batch after batch."""
+
+    target: Engine
+    settings: Settings
+    questions: Sequence[Question]
+    name: str
+    make: Callable[[], Drafter] | None
+    pooled: bool
+
+    def outputs(self) -> list[list[int]]:
+        """Decode all prompts and return their tokens."""
+        drafter, size = self.make and self.make(), self.settings.batch_size
+        step = len(self.questions) if self.pooled else size
+        found = []
+        for begin in range(0, len(self.questions), step):
+            batch = self.questions[begin : begin + step]
+            found += decode_batch(self.target, self.settings, self.name, drafter, batch, pool=size)
+        return [generation.tokens for generation in found]
+
+
+def check_pool(batch_size: int) -> None:
+    """Raise ``PeftlabError`` for a pool of one sequence, in which nothing waits for anything."""
+    if batch_size < 2:
+        raise PeftlabError(f"pool: a batch size of {batch_size}; give 2 or more sequences to decode together")
+
+
+def measure_pool(
+    target: Engine, name: str, make: Callable[[], Drafter], questions: Sequence[Question], settings: Settings
+) -> PoolResult:
+    """Time a pool and static batches of the same size in turn on the same prompts, plainly and with a drafter.
+
+    Args:
+        name, make: the drafter. questions: those that do not fit the context are left out.
+
+    Raises:
+        PeftlabError: a batch size below 2.
+    """
+    check_pool(settings.batch_size)
+    fitting = [question for question in questions if fits(target, question)]
+    ways = {
+        (each, pooled): _Way(target, settings, fitting, each, maker, pooled)
+        for each, maker in ((PLAIN, None), (name, make))
+        for pooled in (False, True)
+    }
+    seconds, tokens = defaultdict[tuple[str, bool], list[float]](list), dict[tuple[str, bool], list[list[int]]]()
+    for _ in range(settings.repeats + 1):
+        for key, way in ways.items():
+            began = time.perf_counter()
+            tokens[key] = way.outputs()
+            seconds[key].append(time.perf_counter() - began)
+    rates = {key: sum(map(len, tokens[key])) / statistics.median(times[1:]) for key, times in seconds.items()}
+    equal = None
+    if settings.sampling.greedy and settings.lossy is None:
+        equal = all(outputs == tokens[PLAIN, False] for outputs in tokens.values())
+    return PoolResult(
+        static={each: rates[each, False] for each in (PLAIN, name)},
+        pooled={each: rates[each, True] for each in (PLAIN, name)},
+        equal=equal,
+    )
+
+
+ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
+_PROMPT, _OUTPUT = 64, 256  # tokens that are shown at most
+_CONTEXT = 8  # tokens before a token that are decoded with it: they decide about spaces and whole characters
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token.
+
+    Attributes:
+        text: empty where the token is only a part of a character; the token that completes it has all of it.
+        kind: ``accepted`` or ``rejected`` for a drafted token, ``target`` for one that the target added. Rejected ones
+            are no part of the output.
+    """
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class DraftedText:
+    """An output with what was drafted for it.
+
+    Attributes:
+        prompt: the end of the prompt. pieces: of the output and of rejected tokens, in order.
+    """
+
+    prompt: str
+    pieces: list[Piece]
+
+
+def drafted_text(
+    target: Engine,
+    settings: Settings,
+    name: str,
+    drafter: Drafter,
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+) -> DraftedText:
+    """Decode one prompt, in a pass of its own, and return the beginning of its output with all drafted tokens.
+
+    Of a tree the rejected tokens are those of the first branch behind the last accepted token.
+
+    Args:
+        settings: how to decode, with the policy of the drafter's ``name``. tokenizer: decodes the tokens.
+    """
+    rejected: list[list[int]] = []
+
+    def observe(rows: list[Row], verified: Verified) -> None:
+        rejected.append(_rejected(verified))
+
+    shorter = replace(settings, max_new_tokens=min(settings.max_new_tokens, _OUTPUT))
+    (output,) = decode_batch(target, shorter, name, drafter, [question], observe)
+    prompt = question.ids
+    known, shown, place = list(prompt), list[Piece](), 0
+    for step, behind in zip(output.steps, rejected, strict=True):
+        emitted = output.tokens[place : place + step.emitted]
+        place += step.emitted
+        accepted, own = emitted[: step.accepted], emitted[step.accepted :]
+        shown += pieces(tokenizer, known, accepted, ACCEPTED)
+        known += accepted
+        if own:  # else the output ended within the accepted ones
+            shown += pieces(tokenizer, known, behind, REJECTED)
+        shown += pieces(tokenizer, known, own, TARGET)
+        known += own
+    end = str(tokenizer.decode(list(prompt[-_PROMPT:]), skip_special_tokens=True)).strip()
+    return DraftedText(f"… {end}" if len(prompt) > _PROMPT else end, shown)
+
+
+def _rejected(verified: Verified) -> list[int]:
+    """The drafted tokens behind the last accepted one."""
+    tokens, parents, path = verified.draft.tokens[0].tolist(), verified.draft.parents_of(0), verified.paths[0]
+    node, found = (path[-1] if path else -1), list[int]()
+    while (child := next((i for i, p in enumerate(parents) if p == node and tokens[i] >= 0), None)) is not None:
+        found.append(tokens[child])
+        node = child
+    return found
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int], kind: str) -> list[Piece]:
+    """Return the texts of tokens that follow ``before``."""
+    context, found = list(before[-_CONTEXT:]), []
+    done = _text(tokenizer, context)
+    for token in tokens:
+        context.append(token)
+        text = _text(tokenizer, context)
+        found.append(Piece(text[len(done) :], kind))
+        done = text
+    return found
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of ids up to the last whole character."""
+    return str(tokenizer.decode(ids)).rstrip(BROKEN)

@@ -1,0 +1,333 @@
+"""The key-value cache of a batch of sequences of different lengths, and which of its slots a token may attend to.
+
+Token i of row b is stored in slot i of row b, whatever the other rows' lengths. So nothing is padded, positions are
+slots, a crop is a smaller length, and a rejected token's slot is simply written again. No mask is ever
+derived from token ids, so a padding token that equals the end-of-sequence token is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peftlab.decoding.table import Window
+from peftlab.decoding.trees import TreeShape
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the decoder of an encoder-decoder model reads of each row's prompt.
+
+    Attributes:
+        states: [B, S, H], the encoder's output. mask: [B, S], 1 where there is a token.
+        layers: keys and values of each layer's cross-attention, [B, heads, S, D] each.
+    """
+
+    states: Tensor
+    mask: Tensor
+    layers: list[tuple[Tensor, Tensor]]
+
+    def select(self, rows: Sequence[int]) -> Context:
+        """Return these rows, in this order."""
+        kept = list(rows)
+        return Context(self.states[kept], self.mask[kept], [(k[kept], v[kept]) for k, v in self.layers])
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that a model's first layers have read before the others.
+
+    Attributes:
+        tokens: [b, n]. block: their places. layers: how many layers have read them. states: [b, n, H], after these.
+        features: [b, n, F], states that entered some of these layers, one after the other; F may be 0.
+    """
+
+    tokens: Tensor
+    block: Block
+    layers: int
+    states: Tensor
+    features: Tensor
+
+    def first(self, m: int) -> Ahead:
+        """Return what is recorded of the first m tokens of each row."""
+        block = replace(self.block, n=m)
+        return Ahead(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
+
+
+class KVCache:
+    """Keys and values of every layer, [B, 2 H_kv, capacity, D], the keys' heads first; allocated at its first write.
+
+    Attributes:
+        batch: rows B.
+        capacity: tokens per row. slots: how many of them are stored.
+        most: tokens that may be read at once; None for any number.
+        states: one tensor per layer.
+        context: what the prompts gave in an encoder-decoder model; None in others.
+    """
+
+    most: int | None = None
+
+    def __init__(self, layers: int, batch: int, capacity: int, context: Context | None = None):
+        self.batch, self.capacity, self.context = batch, capacity, context
+        self.slots = capacity
+        self.states: list[Tensor | None] = [None] * layers
+        self._ahead: Ahead | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory, without what the prompts of an encoder-decoder model gave."""
+        return sum(stored.nbytes for stored in self.states if stored is not None)
+
+    def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
+
+        Returns:
+            Keys and values [b, H_kv, block.end, D] of the block's rows.
+        """
+        stored = self.states[layer]
+        if stored is None:
+            stored = new.new_zeros(self.batch, new.shape[1], self.slots, new.shape[3])
+            self.states[layer] = stored
+        if block.rows is None and block.even:
+            stored[:, :, block.starts[0] : block.end] = new
+            seen = stored[:, :, : block.end]
+        else:
+            rows = torch.tensor(block.rows or range(len(block.starts)), device=new.device)
+            stored[rows[:, None], :, block.slots(new.device)] = new.transpose(1, 2)
+            seen = stored[:, :, : block.end] if block.rows is None else stored[rows, :, : block.end]
+        keys, values = seen.chunk(2, 1)
+        return keys, values
+
+    def read_ahead(self, new: Ahead) -> None:
+        """Record what the first layers of a model have read.
+
+        A block that continues the recorded one is added to it, another one takes its place; trees are not recorded.
+        """
+        old = self._ahead
+        if old is not None and old.layers == new.layers and old.block.after(old.block.n, new.block.n) == new.block:
+            pairs = ((old.tokens, new.tokens), (old.states, new.states), (old.features, new.features))
+            tokens, states, features = (torch.cat(pair, 1) for pair in pairs)
+            new = Ahead(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
+        self._ahead = None if new.block.tree is not None else new
+
+    def take_ahead(self, tokens: Tensor, block: Block) -> Ahead | None:
+        """Return what is recorded of the first m tokens of a block [b, n], and forget it; None for m = 0.
+
+        m is the number of tokens that are as recorded in every row.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or (block.starts, block.rows, block.tree) != (ahead.block.starts, ahead.block.rows, None):
+            return None
+        n = min(block.n, ahead.block.n)
+        m = int((tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0).sum())
+        return ahead.first(m) if m else None
+
+    def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
+        """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
+        whole = tuple(slots) == tuple(range(self.batch))
+        return Block(tuple(starts), n, None if whole else tuple(slots), tree)
+
+    def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
+        """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
+        context = None if self.context is None else self.context.select(rows)
+        copies = KVCache(len(self.states), len(rows), capacity, context)
+        for layer, stored in enumerate(self.states):
+            if stored is not None:
+                state = stored.new_zeros(len(rows), stored.shape[1], capacity, stored.shape[3])
+                kept = min(capacity, self.capacity)
+                state[:, :, :kept] = stored[list(rows), :, :kept]
+                copies.states[layer] = state
+        return copies
+
+    def settle(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+        """Let a row continue after its tokens before ``start`` and the accepted ones of those that follow.
+
+        Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
+        """
+        if list(nodes) == list(range(len(nodes))):
+            return
+        for stored in self.states:
+            if stored is not None:
+                kept = stored[row, :, [start + node for node in nodes]]
+                stored[row, :, start : start + len(nodes)] = kept
+
+    @contextmanager
+    def restored(self, row: int, start: int, n: int) -> Iterator[None]:
+        """Within the block anything may be written to n slots of a row; afterwards they are as before."""
+        kept = [None if stored is None else stored[row, :, start : start + n].clone() for stored in self.states]
+        try:
+            yield
+        finally:
+            for stored, old in zip(self.states, kept, strict=True):
+                if stored is not None and old is not None:
+                    stored[row, :, start : start + n] = old
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.batch = len(rows)
+        self.context = None if self.context is None else self.context.select(rows)
+        self.states[:] = [stored if stored is None else stored[list(rows)] for stored in self.states]
+
+
+@dataclass(frozen=True)
+class Block:
+    """n new tokens for each of b rows: where they go and what they attend to.
+
+    Attributes:
+        starts: first slot of each row's new tokens, which is the row's length so far.
+        n: new tokens per row.
+        rows: rows of the cache; None is all of them.
+        tree: each row's tree of n tokens with its root, in place of a chain's depth 0, 1, ... and lower triangle.
+    """
+
+    starts: tuple[int, ...]
+    n: int
+    rows: tuple[int, ...] | None = None
+    tree: TreeShape | None = None
+
+    def after(self, m: int, n: int | None = None) -> Block | None:
+        """Return the block of this chain's tokens from the m-th on, or of ``n`` tokens from there; None for none."""
+        n = self.n - m if n is None else n
+        return None if n == 0 else replace(self, starts=tuple(start + m for start in self.starts), n=n)
+
+    @property
+    def end(self) -> int:
+        """One past the last slot that any row uses."""
+        return max(self.starts) + self.n
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows have the same length, so that a slice can replace a scatter."""
+        return self.starts.count(self.starts[0]) == len(self.starts)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the position of each new token in its sequence, [b, n] (or [1, n] for even rows of chains)."""
+        starts = torch.tensor(self.starts[:1] if self.even else self.starts, device=device)
+        depths = torch.arange(self.n, device=device) if self.tree is None else self.tree.depths.to(device)
+        return starts[:, None] + depths
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Return the slot of each new token, [b, n]."""
+        return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.n, device=device)
+
+    def visible(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Return which slots each new token sees, [b or 1, 1, n, end] booleans; None where it is all of them.
+
+        A token sees itself, its ancestors among the new tokens, and all earlier slots of its row; with a
+        window w only those whose position is less than w behind its own.
+        """
+        if window is not None and self.end <= window:
+            window = None
+        if self.n == 1 and self.even and window is None:
+            return None
+        positions, slot = self.positions(device)[:, :, None], torch.arange(self.end, device=device)
+        if self.tree is None:
+            seen, stored = slot <= positions, slot
+        else:
+            seen, stored = seen_from(self.starts, self.tree.below.to(device)), self._stored(slot, self.tree)
+        if window is not None:
+            seen = seen & (positions - stored < window)
+        return seen[:, None]
+
+    def _stored(self, slot: Tensor, tree: TreeShape) -> Tensor:
+        """The positions of the tokens in the slots [end], [b, 1, end]."""
+        starts = torch.tensor(self.starts, device=slot.device)[:, None, None]
+        offset = slot - starts  # place among the new tokens, negative for older slots
+        depths = tree.depths.to(slot.device)[:, None].gather(2, offset.clamp(0, self.n - 1))
+        return torch.where(offset < 0, slot, starts + depths)
+
+
+def seen_from(starts: Sequence[int], below: Tensor) -> Tensor:
+    """Return which slots the tokens of trees see: all before a row's start, and from there on its own tree's.
+
+    Args:
+        starts: b slots, those of the trees' first tokens.
+        below: [b, n, m] booleans, which of the m tokens of its tree each of n tokens sees.
+
+    Returns:
+        [b, n, max(starts) + m] booleans.
+    """
+    m = below.shape[-1]
+    if min(starts) == max(starts):
+        return F.pad(below, (starts[0], 0), value=True)
+    slot = torch.arange(max(starts) + m, device=below.device)
+    offset = (slot - torch.tensor(starts, device=below.device)[:, None])[:, None]  # [b, 1, end]
+    inside = below.gather(2, offset.clamp(0, m - 1).expand(-1, below.shape[1], -1))
+    return (offset < 0) | (inside & (offset < m))
+
+
+def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a boolean mask as 0 where seen and the most negative number elsewhere."""
+    if visible is None:
+        return None
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+_AT_ONCE = 128  # tokens of a block; and how many may be taken back
+
+
+class WindowedCache(KVCache):
+    """Slots for the first tokens of each row, and a ring of slots for those that follow them.
+
+    The ring has more slots than the window has tokens: what a block writes must not take the place of what its first
+    token sees, nor drafted tokens that are rejected that of tokens seen without them.
+    """
+
+    most = _AT_ONCE
+
+    def __init__(self, layers: int, batch: int, capacity: int, window: Window):
+        super().__init__(layers, batch, capacity)
+        self.window, self.ring = window, window.last + _AT_ONCE
+        self.slots = min(capacity, slots_of(window))
+
+    def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
+        whole = tuple(slots) == tuple(range(self.batch))
+        return _WindowedBlock(
+            tuple(starts), n, None if whole else tuple(slots), tree, window=self.window, ring=self.ring
+        )
+
+
+def slots_of(window: Window) -> int:
+    """Return how many slots of a row a window takes, in a text that is longer than that."""
+    return window.sinks + window.last + _AT_ONCE
+
+
+@dataclass(frozen=True)
+class _WindowedBlock(Block):
+    """New tokens whose slots are in a ring, once the text is longer than that.
+
+    Attributes:
+        window: what each of them sees. ring: slots after those of the first tokens.
+    """
+
+    window: Window = field(kw_only=True)
+    ring: int = field(kw_only=True)
+
+    @property
+    def end(self) -> int:
+        return min(super().end, self.window.sinks + self.ring)
+
+    @property
+    def even(self) -> bool:
+        return super().even and super().end <= self.window.sinks + self.ring
+
+    def slots(self, device: torch.device) -> Tensor:
+        place, sinks = super().slots(device), self.window.sinks
+        return torch.where(place < sinks, place, sinks + (place - sinks) % self.ring)
+
+    def visible(self, window: int | None, device: torch.device) -> Tensor | None:
+        sinks, last = self.window.sinks, self.window.last
+        if super().end <= sinks + last:
+            return super().visible(window, device)
+        newest = torch.tensor(self.starts, device=device)[:, None] + self.n - 1
+        slot = torch.arange(self.end, device=device)
+        stored = torch.where(slot < sinks, slot, newest - (newest - slot) % self.ring)[:, None]  # [b, 1, end]
+        positions = torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.n, device=device)
+        behind = positions[:, :, None] - stored  # [b, n, end]
+        seen = (behind >= 0) & ((slot < sinks) | ((behind < last) & (stored >= sinks)))
+        return (seen if window is None else seen & (behind < window))[:, None]

@@ -1,1 +1,0 @@
-"""Drafters that are some of the target's own layers."""

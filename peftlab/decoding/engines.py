@@ -1,0 +1,443 @@
+"""Choosing the forward pass that decodes a model: the fastest that a trial on the model shows to be exact."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.engine import Engine, Output, Wrapper
+from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.recurrent import RecurrentEngine, mix_of
+from peftlab.decoding.structure import structure_of
+from peftlab.decoding.transformers_engine import Decoder, TransformersEngine, limit_of
+from peftlab.decoding.trees import parents_of, paths_of, shape_of
+from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object, write_json
+from peftlab.models.quantised import inputs_as_they_are, int8_maps
+from peftlab.outputs import record
+
+
+def build_engine(
+    model: PreTrainedModel,
+    *,
+    vocabulary: int | None = None,
+    pack: bool = True,
+    flat: bool = True,
+    features: Sequence[int] = (),
+) -> Engine:
+    """Return the fastest engine that gives ``model``'s own logits.
+
+    For the families of ``structure.py`` that is a flattened step (``flat.py``), else the forward of ``transformers``
+    with peftlab's masks, else with its own; so it is for the decoder of an encoder-decoder model. State-space models
+    have an engine of their own (``recurrent``). Each is tried on
+    chains, on a batch of rows of different lengths and on a tree (``Trial``); where only chains are right, rows of
+    one length are read at a time and trees path by path. ``Engine.kind`` says which it is.
+
+    Args:
+        model: a causal or an encoder-decoder language model; its weights must not change afterwards.
+        vocabulary: return logits for this many tokens only, where the LM head is padded past the
+            tokenizer's size: target and draft must agree.
+        pack: on the CPU, pack every weight once for FBGEMM's or oneDNN's kernels (a second copy in memory, a third
+            of codes; see ``packed.py``). Sums are then rounded in another order than in
+            ``transformers``.
+        flat: use the flattened step where the architecture is known.
+        features: layers, rising, the states entering which ``Output.features`` is to have; their number stands for the
+            state that the LM head reads. None by default.
+
+    Raises:
+        PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
+    """
+    name = type(model).__name__
+    language_model = Decoder(model) if model.config.is_encoder_decoder else model
+    if (mix := mix_of(model)) is not None:
+        trial: Trial = _trial(StateTrial, model, name)
+        engines: list[Engine] = [RecurrentEngine(model, mix, vocabulary, features=features)]
+    else:
+        library = TransformersEngine(language_model, vocabulary, features=features)
+        trial = _trial(Trial, language_model, name)
+        engines = [library, TransformersEngine(language_model, vocabulary, masks=False, features=features)]
+        if flat and library.encoder is None and (structure := structure_of(model)) is not None:
+            engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
+            if engine is not None:
+                return engine
+    failures: list[str] = []
+    for engine in engines:
+        if exact := _exact(engine, trial, failures):
+            return exact
+    raise PeftlabError(
+        f"{name} cannot be decoded losslessly here ({failures[-1]}): "
+        "decode it with transformers' generate, or take another target"
+    )
+
+
+def _trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
+    try:
+        trial = make(model)
+    except _FAULTS as fault:
+        raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
+    if not trial.causal:
+        raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
+    return trial
+
+
+# What a model raises when it is given a mask, a position or a cache of a form that it does not know.
+_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+
+
+def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
+    """Return the engine, its blocks split where necessary; None if single rows are wrong. ``failures`` says why."""
+
+    def passes(check: Callable[[Engine], bool], engine: Engine) -> bool:
+        try:
+            right = check(engine)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAULTS as fault:
+            failures.append(f"its forward fails on {check.__name__}: {fault}")
+            return False
+        if not right:
+            failures.append(f"its logits of {check.__name__} are not those of its own forward on single rows")
+        return right
+
+    if not passes(trial.chains, engine):
+        return None
+    if not passes(trial.batches, engine):
+        engine = EqualLengths(engine)
+    if not passes(trial.trees, engine):
+        engine = PathByPath(engine)
+    return engine if passes(trial.batches, engine) and passes(trial.trees, engine) else None
+
+
+# Eight first choices before a path of three: the slot of the path's end is far from its position.
+_PARENTS = parents_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
+_NODES = 1 + len(_PARENTS)
+_PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
+_PROMPT = 12
+_WIDEST = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
+_AMPLIFIED = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
+
+
+class Trial:
+    """What the model's own forward gives for single rows, and whether an engine gives the same.
+
+    Two sequences are continued, one of 5 tokens and one past the window. Logits agree where their ``difference`` is
+    at most the square root of the precision of the dtype that the model computes in: 3e-4 in float32, 0.03 in
+    float16, 0.09 in bfloat16. Rounding over thirty layers is several times smaller, and a token too many or too few in
+    a trained model larger.
+
+    Args:
+        model: a causal language model, or an encoder-decoder model's decoder, as it is to decode: on its device, in its
+            dtype.
+
+    Attributes:
+        tolerance: the largest difference at which logits agree.
+        causal: whether the model's own forward gives the same when it reads tokens at once and in two parts.
+
+    Raises:
+        Exception: whatever the model's own forward raises.
+    """
+
+    def __init__(self, model: PreTrainedModel | Decoder):
+        self._model, self._config = model, model.config.get_text_config(decoder=True)
+        limit = limit_of(self._config) or _WIDEST + _NODES
+        self._window = _window(self._config)
+        self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
+        self._short = min(5, self._long - 1)
+        weight = model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        vocabulary = len(weight)
+        tokens = torch.randint(vocabulary, (_PROMPT + _NODES,), generator=torch.Generator().manual_seed(0))
+        self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
+        self._prompt = self._prompt[: self._long]
+        with _evaluating(model), torch.inference_mode():
+            with _dtypes_of_products(model) as dtypes:
+                self._prompt_logits = self._begin()
+            self._paths = {
+                n: [self._after(n, self._tree[path])[0] for path in _PATHS] for n in (self._short, self._long)
+            }
+            self.tolerance = max(map(_precision, dtypes)) ** 0.5
+            parts = self._after(self._long, *self._tree[_PATHS[0]].split(2))
+            self.causal = self._agree(torch.cat(parts), self._paths[self._long][0])
+
+    def chains(self, engine: Engine) -> bool:
+        """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
+        prompt, path = self._prompt[None], self._tree[None, _PATHS[0]]
+        with _evaluating(self._model), torch.inference_mode():
+            empty = engine.new_cache(1, len(self._prompt))
+            first = engine.forward(empty, prompt, Block((0,), prompt.shape[1]))
+            cache = self._cache(engine, [self._long])
+            block = engine.forward(cache, path, Block((self._long,), path.shape[1]))
+            again = engine.forward(cache, path[:, 1:2], Block((self._long + 1,), 1))
+        expected = self._paths[self._long][0]
+        # Rounding changes the first tokens of a text most: four times as much was measured.
+        return (
+            self._agree(first.logits[0], self._prompt_logits, times=4)
+            and self._agree(block.logits[0], expected)
+            and self._agree(again.logits[0], expected[1:2])
+        )
+
+    def batches(self, engine: Engine) -> bool:
+        """Return whether the rows of a batch of different lengths are right."""
+        starts = (self._short, self._long, self._short)
+        tokens = self._tree[_PATHS[0]].expand(len(starts), -1)
+        with _evaluating(self._model), torch.inference_mode():
+            out = engine.forward(self._cache(engine, starts), tokens, Block(starts, tokens.shape[1]))
+        return all(self._agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
+
+    def trees(self, engine: Engine) -> bool:
+        """Return whether trees are right, in a batch of different lengths."""
+        starts = (self._short, self._long)
+        block = Block(starts, _NODES, tree=shape_of([_PARENTS] * len(starts)))
+        with _evaluating(self._model), torch.inference_mode():
+            out = engine.forward(self._cache(engine, starts), self._tree.expand(len(starts), -1), block)
+        return all(
+            self._agree(row[path], want)
+            for row, n in zip(out.logits, starts, strict=True)
+            for path, want in zip(_PATHS, self._paths[n], strict=True)
+        )
+
+    def _begin(self) -> Tensor:
+        """The model's own logits of the prompt, [n, V], whose keys and values are kept."""
+        cache = DynamicCache(config=self._config)
+        logits = self._read(self._prompt, cache)
+        self._states = [
+            (i, layer.keys, layer.values)
+            for i, layer in enumerate(cache.layers)
+            if isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None
+        ]
+        return logits
+
+    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+        """The model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
+        cache = self._library_cache(length)
+        return [self._read(part, cache) for part in parts]
+
+    def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
+        """The model's own forward of one row, [n, V]."""
+        return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
+
+    def _context(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each layer's keys and values of ``length`` tokens, [1, H_kv, length, D]."""
+        for i, keys, values in self._states:
+            slot = torch.arange(length, device=keys.device)
+            edge = (slot - max(0, length - self._window)).abs() <= _NODES
+            amplified = torch.where(edge, _AMPLIFIED, 1).to(values.dtype)[:, None]
+            some = slot % keys.shape[2]
+            yield i, keys[:, :, some], values[:, :, some] * amplified
+
+    def _library_cache(self, length: int) -> DynamicCache:
+        cache = DynamicCache(config=self._config)
+        for i, keys, values in self._context(length):
+            cache.update(keys, values, i)
+        return cache
+
+    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+        cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
+        for row, length in enumerate(lengths):
+            for i, keys, values in self._context(length):
+                cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
+        return cache
+
+    def _agree(self, logits: Tensor, expected: Tensor, times: int = 1) -> bool:
+        return difference(logits, expected[..., : logits.shape[-1]]) <= times * self.tolerance
+
+
+class StateTrial(Trial):
+    """The same of a state-space model: its own forward reads everything anew, from the first token on."""
+
+    def _begin(self) -> Tensor:
+        return self._after(0, self._prompt)[0]
+
+    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+        read, logits = self._prompt[:length], []
+        for part in parts:
+            read = torch.cat((read, part))
+            logits.append(self._model(input_ids=read[None], use_cache=False).logits[0, -len(part) :])
+        return logits
+
+    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+        cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
+        for row, length in enumerate(lengths):
+            engine.forward(cache, self._prompt[None, :length], Block((0,), length, rows=(row,)))
+        return cache
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """Return |a - b| / |b - mean b| of logits a and b, [n, V], root mean square over positions; infinite for nan."""
+    usual = expected.abs() < torch.finfo(torch.float16).max  # some models set the logits of some tokens to -inf
+    logits, expected, usual = logits.cpu(), expected.cpu(), usual.cpu()  # MPS has no fp64
+    a, b = (torch.where(usual, x, 0).double() for x in (logits, expected))
+    spread = torch.where(usual, b - b.sum(-1, keepdim=True) / usual.sum(-1, keepdim=True), 0)
+    found = ((a - b).norm(dim=-1) / spread.norm(dim=-1)).square().mean().sqrt().item()
+    return found if found == found else float("inf")
+
+
+@contextmanager
+def _dtypes_of_products(model: PreTrainedModel | Decoder) -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes in which the model computes in this block: its own, and the LM head's, as autocast has it."""
+    dtypes, head = {model.dtype}, model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        yield dtypes
+        return
+    hook = head.register_forward_hook(lambda _, __, logits: dtypes.add(logits.dtype))
+    try:
+        yield dtypes
+    finally:
+        hook.remove()
+
+
+def _precision(dtype: torch.dtype) -> float:
+    """The relative precision of products in ``dtype``, which float32 may compute in TF32 or bfloat16."""
+    coarse = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
+    return torch.finfo(coarse[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype).eps
+
+
+def _window(config: PretrainedConfig) -> int:
+    """The width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
+    names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
+    widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]
+    return max((width for width in widths if width <= _WIDEST), default=0)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch off dropout within a block, and rounded inputs: a model that is being trained stays in training."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with inputs_as_they_are(int8_maps(model)):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class EqualLengths(Wrapper):
+    """An engine that runs rows of one length at a time."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine, ", rows of one length at a time")
+        self.positioned = False
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        by_start: dict[int, list[int]] = defaultdict(list)
+        for place, start in enumerate(block.starts):
+            by_start[start].append(place)
+        slots = block.rows or range(len(block.starts))
+        wanted = list(range(block.n)) if keep is None else keep
+        logits = hidden = torch.empty(0)
+        features: Tensor | None = None
+        for start, places in by_start.items():
+            # A model that places tokens by their slots has none past its limit.
+            n = block.n if self.limit is None or block.tree else min(block.n, self.limit - start)
+            kept = [i for i, place in enumerate(wanted) if place < n]
+            if not kept:
+                continue
+            rows = block.rows if len(by_start) == 1 else tuple(slots[place] for place in places)
+            tree = None if block.tree is None else block.tree.of_rows(places)
+            part = replace(block, starts=(start,) * len(places), n=n, rows=rows, tree=tree)
+            out = self._engine.forward(cache, tokens[places, :n], part, [wanted[i] for i in kept])
+            if not len(logits):
+                logits, hidden = (x.new_zeros(len(tokens), len(wanted), x.shape[-1]) for x in (out.logits, out.hidden))
+            rectangle = torch.tensor(places)[:, None], torch.tensor(kept)
+            logits[rectangle], hidden[rectangle] = out.logits, out.hidden
+            if out.features is not None:
+                if features is None:
+                    features = out.features.new_zeros(*tokens.shape, out.features.shape[-1])
+                features[places, :n] = out.features
+        return Output(logits, hidden, features)
+
+
+class PathByPath(Wrapper):
+    """An engine that runs trees as chains: one copy of the row for each leaf."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine, ", trees path by path")
+        self.positioned = False
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        if block.tree is None:
+            return self._engine.forward(cache, tokens, block, keep)
+        paths = paths_of(block.tree.below.to(self.device))
+        slots, rows = block.rows or range(len(tokens)), paths.row.tolist()
+        starts = tuple(block.starts[row] for row in rows)
+        copies = cache.copy([slots[row] for row in rows], max(starts) + paths.nodes.shape[1])
+        read = tokens[paths.row[:, None], paths.nodes]
+        out = self._engine.forward(copies, read, Block(starts, paths.nodes.shape[1]))
+        for layer, stored in enumerate(copies.states):
+            if stored is not None:  # [paths, 2 H_kv, capacity, D]
+                slot = torch.tensor(block.starts, device=stored.device)[:, None] + paths.depth
+                cache.write(layer, stored[paths.path, :, slot].transpose(1, 2), block)
+        wanted = slice(None) if keep is None else keep
+        logits, hidden = (x[paths.path, paths.depth] for x in (out.logits, out.hidden))
+        features = None if out.features is None else out.features[paths.path, paths.depth]
+        return Output(logits[:, wanted], hidden[:, wanted], features)
+
+
+FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
+
+
+def write_tokens(directory: str | Path, tokens: Tensor) -> None:
+    """Store in a draft's directory the only tokens that it proposes, [V_d]."""
+    record(Path(directory), FILE)
+    write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
+
+
+def read_tokens(directory: str | Path) -> Tensor | None:
+    """Return the only tokens that the draft in a directory proposes, [V_d]; None for all."""
+    file = Path(directory) / FILE
+    if not file.exists():
+        return None
+    tokens = member(read_object(file), "tokens", list, file)
+    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise PeftlabError(f"{file}: tokens must be a list of token ids")
+    return torch.tensor(tokens)
+
+
+class ReducedVocabulary(Wrapper):
+    """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
+
+    The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.
+
+    Args:
+        model: a draft that is not used otherwise; its LM head is replaced. tokens: [V_d], ids below ``vocabulary``.
+        vocabulary: V, of the logits given. pack: see ``build_engine``.
+
+    Raises:
+        PeftlabError: a token id outside the vocabulary, or what ``build_engine`` raises.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int, *, pack: bool = True):
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise PeftlabError(f"{FILE}: token ids outside 0..{vocabulary - 1}, the vocabulary")
+        whole = model.get_output_embeddings()
+        assert isinstance(whole, nn.Linear)
+        head = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
+        head.weight = nn.Parameter(whole.weight.detach()[tokens], requires_grad=False)
+        if whole.bias is not None:
+            head.bias = nn.Parameter(whole.bias.detach()[tokens], requires_grad=False)
+        model.set_output_embeddings(head)
+        super().__init__(build_engine(model, pack=pack), f", {len(tokens):,} of {vocabulary:,} tokens")
+        self.vocab_size = vocabulary
+        self._tokens = tokens.to(self.device)
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        output = self._engine.forward(cache, tokens, block, keep)
+        some = output.logits
+        logits = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
+        return Output(logits.index_copy_(-1, self._tokens, some), output.hidden)

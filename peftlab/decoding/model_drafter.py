@@ -1,0 +1,139 @@
+"""Drafting with a model: a smaller one, or the target's own first layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.cache import KVCache, WindowedCache
+from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.engine import Engine, Output, empty_cache, prefill, right_padded, spans
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
+from peftlab.errors import PeftlabError
+
+
+def check_vocabulary(engine: Engine, state: TargetState) -> None:
+    """Raise ``PeftlabError`` for a draft whose vocabulary is not as large as the target's."""
+    if engine.vocab_size != state.vocab_size:
+        raise PeftlabError(
+            f"draft: vocabulary of {engine.vocab_size} rows, but the target's has {state.vocab_size}; "
+            "if the tokenizers are the same, build both engines with vocabulary=len(tokenizer)"
+        )
+
+
+def room(engine: Engine, row: Row, budget: int) -> int:
+    """Return how many tokens of ``budget`` a draft can propose before its own context is full."""
+    return budget if engine.limit is None else max(0, min(budget, engine.limit - len(row.tokens) + 1))
+
+
+def read_rows(engine: Engine, cache: KVCache, rows: list[Row]) -> None:
+    """Let a draft read its rows, all tokens but the last; those for which it has no room are left out."""
+    readable = [row for row in rows if room(engine, row, 1)]
+    if readable:
+        prefill(engine, cache, [row.tokens for row in readable], [row.slot for row in readable])
+
+
+@dataclass
+class ModelDrafter(Drafter):
+    """A smaller model, or the target's own first layers.
+
+    Attributes:
+        engine: of the draft.
+        name: for reports.
+        shares_cache: the draft is the target's first layers (``truncate(target, range(k), share=True)``): what
+            the target has cached for them is the draft's cache, and nothing is read twice.
+        least: a draft ends after a token before which no probability was as large; 0: at its policy's length.
+        window: what the draft sees of a text, in a cache of constant size; None for all of it.
+    """
+
+    engine: Engine
+    name: str = "draft"
+    shares_cache: bool = False
+    least: float = 0.0
+    window: Window | None = None
+    gives = frozenset({DRAWN, HEAD, TIMES})
+    has_logits = True
+    _cache: KVCache = field(init=False, repr=False)
+    _sampling: Sampling = field(init=False, repr=False)
+    # Of each row: how many of its tokens are in the cache, and the drafted ones in the slots after them.
+    _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    _ahead: dict[int, list[int]] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def draft_model(self) -> Engine | None:
+        return self.engine
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        check_vocabulary(self.engine, state)
+        if (self.engine.encoder is None) != (state.cache.context is None):
+            raise PeftlabError("draft: of target and draft only one is an encoder-decoder model; both or none must be")
+        self._sampling = state.sampling
+        self._read, self._ahead = {}, {}
+        self._cache = state.cache
+        if not self.shares_cache:
+            self._cache = self._own_cache(rows, state.cache.capacity)
+        self.join(rows, state)
+
+    def _own_cache(self, rows: list[Row], capacity: int) -> KVCache:
+        if self.window is None:
+            return empty_cache(self.engine, capacity, [row.source for row in rows])
+        if not self.engine.positioned:
+            raise PeftlabError("draft_window: the draft does not place its tokens by position, as a window needs")
+        return WindowedCache(self.engine.layers, len(rows), capacity, self.window)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._read |= {row.index: len(row.tokens) - 1 for row in rows}
+        if not self.shares_cache:
+            read_rows(self.engine, self._cache, rows)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        budgets = [room(self.engine, row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        if max(budgets) == 0:
+            return Proposal.empty(len(rows), self.engine.device)
+        lengths, slots = [len(row.tokens) for row in rows], [row.slot for row in rows]
+
+        def following(x: Tensor, output: Output, drawn: int) -> Output:
+            block = self._cache.block(slots, [length + drawn for length in lengths], 1)
+            return self.engine.forward(self._cache, x[:, None], block)
+
+        draft = draft_chain(rows, budgets, self._catch_up(rows), following, self._sampling, least=self.least)
+        # Each row has drafted its budget by now, and the last of these tokens was not read.
+        for row, length, budget, drafted in zip(rows, lengths, budgets, draft.tokens.tolist(), strict=True):
+            self._read[row.index], self._ahead[row.index] = length, drafted[: max(0, budget - 1)]
+        return draft
+
+    def _catch_up(self, rows: list[Row]) -> Output:
+        """Read the tokens that the last steps added; return the output of each row's last token."""
+        starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
+        new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
+        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+        hidden = list(logits)
+        for places, first, n in spans([len(tokens) for tokens in new], self._cache.most):
+            parts = [new[place][first : first + n] for place in places]
+            keep = sorted({len(part) - 1 for part in parts})
+            block = self._cache.block([rows[i].slot for i in places], [starts[i] + first for i in places], n)
+            output = self.engine.forward(self._cache, right_padded(parts, n).to(self.engine.device), block, keep)
+            for i, (place, part) in enumerate(zip(places, parts, strict=True)):
+                last = keep.index(len(part) - 1)
+                logits[place], hidden[place] = output.logits[i, last], output.hidden[i, last]
+        return Output(torch.stack(logits)[:, None], torch.stack(hidden)[:, None])
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        # Slots past the first token that differs from the output contain rejected tokens; a smaller length is the whole
+        # crop. The output may have followed a branch that another drafter proposed.
+        for row in rows:
+            self._read[row.index] = min(self._read[row.index], len(row.tokens) - 1)
+            for token in self._ahead.pop(row.index, ()):
+                read = self._read[row.index]
+                if read + 1 >= len(row.tokens) or row.tokens[read] != token:
+                    break
+                self._read[row.index] = read + 1
+            if not self.shares_cache:
+                self._cache.settle(row.slot, self._read[row.index])
+
+    def select(self, slots: list[int]) -> None:
+        if not self.shares_cache:
+            self._cache.select(slots)

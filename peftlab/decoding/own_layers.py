@@ -1,0 +1,400 @@
+"""Parts of a flattened step as engines of their own, which draft in the cache of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from peftlab.decoding.cache import Ahead, Block, KVCache
+from peftlab.decoding.drafter import PossibleDraft, Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import Output, Wrapper
+from peftlab.decoding.flat import FlatEngine, flat_operations, side_by_side
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.sampling import largest
+
+
+class Exit(Wrapper):
+    """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers.
+
+    Attributes:
+        first: how many of the layers. May change from draft to draft.
+    """
+
+    def __init__(self, engine: FlatEngine, first: int):
+        super().__init__(engine, f", first {first} layers")
+        self._whole, self.first = engine, first
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        with flat_operations():
+            return self._whole.output(self.states(cache, tokens, block), keep)
+
+    def states(self, cache: KVCache, tokens: Tensor, block: Block) -> Tensor:
+        """Read tokens [b, n] and return the states after these layers, [b, n, H]."""
+        whole = self._whole
+        with flat_operations():
+            h, entering = whole.through(cache, whole.embedded(tokens, block), block, range(self.first))
+            cache.read_ahead(Ahead(tokens, block, self.first, h, side_by_side(entering, h)))
+            return h
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
+        with flat_operations():
+            return self._whole.output(states).logits
+
+
+class Skipping(Wrapper):
+    """A flat engine without some of its sublayers, as a draft in its cache.
+
+    Attributes:
+        skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
+    """
+
+    def __init__(self, engine: FlatEngine):
+        super().__init__(engine, ", some sublayers left out")
+        self._whole = engine
+        self.skipped: Collection[int] = ()
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        whole = self._whole
+        with flat_operations():
+            h = whole.embedded(tokens, block)
+            h, _ = whole.through(cache, h, block, range(self.layers), self.skipped)
+            return whole.output(h, keep)
+
+
+class AdaptedExit(Wrapper):
+    """The first layers of a flat engine, and on them the later layers of a draft that has the same first ones.
+
+    The first layers read and write the cache of the whole; the draft's own layers have one beside it.
+
+    Args:
+        exit_: the target's first layers. draft: its layers from ``exit_.first`` on run.
+    """
+
+    def __init__(self, exit_: Exit, draft: FlatEngine):
+        super().__init__(draft, f", the first {exit_.first} layers with the target")
+        self._exit, self._draft = exit_, draft
+        self._layers = range(exit_.first, draft.layers)
+        self.limit, self.layers = exit_.limit, exit_.layers
+        self._caches: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        with flat_operations():
+            h, _ = self._draft.through(self.own(cache), self._exit.states(cache, tokens, block), block, self._layers)
+            return self._draft.output(h, keep)
+
+    def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
+        """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
+        with flat_operations():
+            self._draft.through(self.own(cache), states, block, self._layers)
+
+    def own(self, cache: KVCache) -> KVCache:
+        """Return the cache of the draft's own layers beside ``cache``."""
+        if cache not in self._caches:
+            # Rows that have not drafted for several steps are read together with one that is nearly at its end.
+            self._caches[cache] = KVCache(self._draft.layers, cache.batch, 2 * cache.capacity)
+        return self._caches[cache]
+
+
+@dataclass(kw_only=True)
+class AdaptedExitDrafter(ModelDrafter):
+    """An early exit with layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
+
+    Target and draft read a token's first layers once between them. The draft's own layers take the states of accepted
+    tokens from the verification, and so the target's engine must report the states that enter the layer after the exit.
+
+    Attributes:
+        adapted: the layers; ``engine``, which may be one around it, runs them.
+    """
+
+    adapted: AdaptedExit
+    shares_cache: bool = field(default=True, init=False)
+    # Of each row: how many of its tokens the draft's own layers have read, and the states of those after them.
+    _held: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    _states: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._held, self._states = {}, {}
+        super().start(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        super().join(rows, state)
+        self._held |= {row.index: 0 for row in rows}
+        self._states |= {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        self._read_states(rows)
+        return super().propose(rows, budgets)
+
+    def _read_states(self, rows: list[Row]) -> None:
+        """Let the draft's own layers read what was accepted since they last drafted for these rows."""
+        starts, news = [self._held[row.index] for row in rows], [self._states.pop(row.index, None) for row in rows]
+        known = [new for new in news if new is not None]
+        if not known:
+            return
+        states = pad_sequence([known[0][:0] if new is None else new for new in news], batch_first=True)
+        block = self._cache.block([row.slot for row in rows], starts, states.shape[1])
+        self.adapted.read(self._cache, states, block)
+        for row, new in zip(rows, news, strict=True):
+            self._held[row.index] += 0 if new is None else len(new)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        super().accept(rows, verified)
+        features = verified.output.features
+        assert features is not None
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            new, old = features[i, [0, *(node + 1 for node in path)]], self._states.get(row.index)
+            self._states[row.index] = new if old is None else torch.cat((old, new))
+
+    def select(self, slots: list[int]) -> None:
+        self.adapted.own(self._cache).select(slots)
+
+
+def tokens_per_layer(alpha: float, exit_: float, length: int, layers: float, head: float = 0.0) -> float:
+    """Return TPL(l, d): expected tokens of a round over the layers that it runs, the LM head among them.
+
+    (1 + α + ... + α^d) / (d (l + head) + L + head): d tokens drafted after l layers each, and one pass of all L.
+
+    Args:
+        alpha: acceptance of a drafted token. head: what a step of the LM head costs, in steps of a layer.
+    """
+    return sum(alpha**i for i in range(length + 1)) / (length * (exit_ + head) + layers + head)
+
+
+@dataclass
+class ExitChoice:
+    """The exit and the draft length of the most tokens per layer, by the acceptance that each exit would have had.
+
+    Attributes:
+        exits: layers before each exit that may be chosen, rising. layers: L. head: as for ``tokens_per_layer``.
+        memory: tokens after which a count weighs 1/e.
+    """
+
+    exits: Sequence[int]
+    layers: int
+    head: float
+    memory: int = 64
+    _seen: float = field(default=0.0, init=False)
+    _accepted: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._accepted = [0.0] * len(self.exits)
+
+    @property
+    def alphas(self) -> list[float]:
+        """The acceptance expected of each exit: that of the last tokens and of one accepted token."""
+        return [(accepted + 1) / (self._seen + 1) for accepted in self._accepted]
+
+    def best(self, longest: int) -> tuple[int, int]:
+        """Return exit and length, at most ``longest``; length 0 where no draft pays. Of equals the cheapest."""
+        options = [(exit_, d) for exit_ in self.exits for d in range(longest + 1)]
+        alphas = dict(zip(self.exits, self.alphas, strict=True))
+
+        def gain(option: tuple[int, int]) -> float:
+            exit_, length = option
+            return tokens_per_layer(alphas[exit_], exit_, length, self.layers, self.head)
+
+        return max(options, key=gain)
+
+    def learn(self, accepted: Sequence[float]) -> None:
+        """Take what each exit's acceptance was at one more token, from 0 to 1."""
+        keep = 1 - 1 / self.memory
+        self._seen = keep * self._seen + 1
+        self._accepted = [keep * old + new for old, new in zip(self._accepted, accepted, strict=True)]
+
+
+@dataclass(kw_only=True)
+class ChosenExit(ModelDrafter):
+    """An early exit whose layer and draft length are chosen in every round, the same for all sequences.
+
+    DEL (Zarch et al. 2025, arXiv 2504.05598). After a verification the state after every possible exit is known at each
+    token up to the first rejection, from drafting or from verification. The LM head turns it into what the exit would
+    have drafted there (a shadow token). Greedily its acceptance is whether that is the target's token, otherwise
+    Σ min(p, q). The target's engine must report the states that enter the layers ``choice.exits``.
+
+    Attributes:
+        exit: the target's first layers; ``engine``, which may be one around it, runs it.
+        choice: what the acceptance of each exit was; may be shared by drafters one after the other.
+    """
+
+    exit: Exit
+    choice: ExitChoice
+    name: str = "del"
+    shares_cache: bool = field(default=True, init=False)
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return none: its lengths are its own choice."""
+        return []
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        self.exit.first, length = self.choice.best(max(budgets))
+        if length == 0:
+            return Proposal.empty(len(rows), self.engine.device)
+        return super().propose(rows, [min(budget, length) for budget in budgets])
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        super().accept(rows, verified)
+        features = verified.output.features
+        assert features is not None
+        for i, path in enumerate(verified.paths):
+            read = [0, *(node + 1 for node in path)]
+            states = features[i, read].unflatten(-1, (len(self.choice.exits), -1))  # [m, exits, H]
+            for accepted in self._accepted(self.exit.logits(states), verified.output.logits[i, read]):
+                self.choice.learn(accepted)
+
+    def _accepted(self, shadows: Tensor, logits: Tensor) -> list[list[float]]:
+        """Return the acceptance of each exit's logits [m, exits, V] by the target's [m, V]."""
+        if self._sampling.greedy:
+            return (largest(shadows) == largest(logits)[:, None]).float().tolist()
+        p, q = self._sampling.probabilities(logits), self._sampling.probabilities(shadows)
+        return torch.minimum(p[:, None], q).sum(-1).tolist()
+
+
+_SHARE = 0.45  # of the sublayers that may be left out
+_EVERY = 25  # tries from one modelled set to the next
+_ENOUGH, _MISSES, _TRIES = 0.95, 300, 1000
+_CANDIDATES = 256  # random sets of which the model takes the most promising
+_BOLDNESS = 2.576  # standard deviations above the mean: how much a set counts for not being known
+
+
+@dataclass
+class SkipSearch:
+    """Tries sets of sublayers, and keeps the best.
+
+    All sets have the same size, .45 of the sublayers outside the first and the last layer. The first is spread evenly;
+    the others are random, but every 25th is the most promising of many by a Gaussian process on the scores so far. The
+    search ends at a score of .95, after 300 tries without a better one, or after 1000.
+
+    Attributes:
+        layers: of the model, 3 or more. best: the best set. score: of it; 0 before the first try.
+        tries: so far.
+    """
+
+    layers: int
+    best: frozenset[int] = field(init=False)
+    score: float = field(default=0.0, init=False)
+    tries: int = field(default=0, init=False)
+    _misses: int = field(default=0, init=False)
+    _tried: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _scores: list[float] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._places = 2 * (self.layers - 2)
+        self._size = max(1, round(_SHARE * self._places))
+        self._random = torch.Generator().manual_seed(0)
+        self._first = torch.zeros(self._places)
+        self._first[[math.floor((i + 0.5) * self._places / self._size) for i in range(self._size)]] = 1
+        self.best = self._numbers(self._first)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is tried any more."""
+        return self.score >= _ENOUGH or self._misses >= _MISSES or self.tries >= _TRIES
+
+    def candidate(self) -> frozenset[int]:
+        """Return the next set to try; tell ``record`` its score before the next call."""
+        if not self._tried:
+            chosen = self._first
+        elif len(self._tried) % _EVERY:
+            chosen = self._drawn()
+        else:
+            sets = torch.stack([self._drawn() for _ in range(_CANDIDATES)])
+            promise = upper_bound(torch.stack(self._tried[: self.tries]), torch.tensor(self._scores), sets)
+            chosen = sets[int(promise.argmax())]
+        self._tried.append(chosen)
+        return self._numbers(chosen)
+
+    def record(self, score: float) -> None:
+        """Take the score, from 0 to 1, of the set that ``candidate`` returned last."""
+        self._scores.append(score)
+        self.tries += 1
+        self._misses += 1
+        if score > self.score:
+            self.score, self.best, self._misses = score, self._numbers(self._tried[-1]), 0
+
+    def _drawn(self) -> Tensor:
+        chosen = torch.zeros(self._places)
+        chosen[torch.randperm(self._places, generator=self._random)[: self._size]] = 1
+        return chosen
+
+    def _numbers(self, chosen: Tensor) -> frozenset[int]:
+        """The numbers of the sublayers: those of the first layer are not among the places."""
+        return frozenset(2 + place for place in chosen.nonzero()[:, 0].tolist())
+
+
+def upper_bound(tried: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
+    """Return mean + 2.576 standard deviations of the scores of ``sets`` [m, d], by those of ``tried`` [n, d].
+
+    A Gaussian process with a Matérn kernel (5/2) of unit length in units of the mean distance of random sets, on scores
+    [n] normalised to mean 0 and deviation 1.
+    """
+    tried, sets, scores = tried.double(), sets.double(), scores.double()
+    spread = scores.std(correction=0).clamp_min(1e-6)
+    unit = torch.cdist(sets, sets).mean().clamp_min(1e-6)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        d = math.sqrt(5) * torch.cdist(a, b) / unit
+        return (1 + d + d * d / 3) * (-d).exp()
+
+    known = kernel(tried, tried) + 1e-3 * torch.eye(len(tried), dtype=torch.float64)
+    across = kernel(sets, tried)
+    solved = torch.linalg.solve(known, across.mT).mT  # [m, n]
+    mean = solved @ ((scores - scores.mean()) / spread)
+    deviation = (1 - (solved * across).sum(1)).clamp_min(0).sqrt()
+    return mean + _BOLDNESS * deviation
+
+
+_WINDOW = 32  # tokens on which a set is tried
+
+
+@dataclass(kw_only=True)
+class Swift(ModelDrafter):
+    """The target without the sublayers that its own output shows to matter least; nothing is trained.
+
+    SWIFT (Xia et al. 2024, arXiv 2410.06916). After each step one more set of sublayers is tried on the newest tokens
+    of the first sequence, in one pass: its score is the share of them that it predicts. All sequences use one set.
+
+    Attributes:
+        layers: the target without some sublayers; ``engine``, which may be one around it, runs it.
+        search: what was tried, and the best; may be shared by drafters one after the other.
+    """
+
+    layers: Skipping
+    search: SkipSearch
+    name: str = "swift"
+    shares_cache: bool = field(default=True, init=False)
+    least: float = 0.8
+
+    def __post_init__(self) -> None:
+        self.layers.skipped = self.search.best
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """Return none: how often a token is accepted changes with the sets."""
+        return []
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        super().accept(rows, verified)
+        row = rows[0]
+        if not self.search.over and len(row.tokens) - row.prompt_length >= _WINDOW:
+            self.layers.skipped = self.search.candidate()
+            self.search.record(self._predicted(row))
+            self.layers.skipped = self.search.best
+
+    def _predicted(self, row: Row) -> float:
+        """The share of the newest tokens of a row that are predicted; the cache is as before afterwards."""
+        read, written = row.tokens[-_WINDOW - 1 : -1], row.tokens[-_WINDOW:]
+        start = len(row.tokens) - _WINDOW - 1
+        device = self.engine.device
+        with self._cache.restored(row.slot, start, _WINDOW):
+            block = self._cache.block([row.slot], [start], _WINDOW)
+            logits = self.engine.forward(self._cache, torch.tensor([read], device=device), block).logits[0]
+        return float((largest(logits) == torch.tensor(written, device=device)).float().mean())

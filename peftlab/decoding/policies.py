@@ -1,0 +1,224 @@
+"""How many tokens to draft: a small object, one per sequence, called before, during and after each step.
+
+``decoding.table.POLICIES`` names them.
+
+A policy may stop after a drafted token, but never withdraws one: to withdraw a token because of its own q(x) would
+bias the output, which would no longer follow p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from peftlab.decoding.theory import best_goodput_gamma
+from peftlab.errors import PeftlabError
+
+
+class Policy(Protocol):
+    """Draft length for one sequence.
+
+    Attributes:
+        needs_confidence: whether ``should_continue`` is called after each drafted token (it costs a softmax).
+    """
+
+    needs_confidence: bool
+
+    def budget(self, batch: int) -> int:
+        """Return how many tokens to draft at most in the coming step, of ``batch`` sequences."""
+        ...
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        """Return whether to draft another token after one of probability q(x) = ``confidence``.
+
+        ``hidden`` [H] is the draft's last hidden state, from which x was drawn.
+        """
+        ...
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn how many of the drafted tokens were accepted."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """γ tokens in every step."""
+
+    gamma: int
+    needs_confidence = False
+
+    def __post_init__(self) -> None:
+        _check_gamma(self.gamma)
+
+    def budget(self, batch: int) -> int:
+        return self.gamma
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        return True
+
+    def update(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+@dataclass
+class Confidence(Fixed):
+    """Up to γ tokens; stop after one whose q(x) is below ``threshold``. That token is still verified."""
+
+    threshold: float = 0.4
+    needs_confidence = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("threshold", self.threshold)
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        return confidence >= self.threshold
+
+
+@dataclass
+class Heuristic(Fixed):
+    """Start at γ; 2 more after a step in which all were accepted, 1 fewer (down to 1) after any other."""
+
+    def update(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.gamma = self.gamma + 2 if accepted == drafted else max(1, self.gamma - 1)
+
+
+@dataclass
+class AcceptanceHead(Fixed):
+    """Up to γ tokens; stop once 1 - Π p̂_i > h, with p̂ a head's estimate that a token will be accepted.
+
+    SpecDec++ (Huang et al. 2024, arXiv 2405.19715).
+
+    Attributes:
+        head: the draft's hidden state [H] -> p̂, a number in [0, 1].
+        h: probability of a rejection above which drafting stops.
+    """
+
+    head: Callable[[Tensor], float] = lambda _: 1.0
+    h: float = 0.7
+    needs_confidence = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("h", self.h)
+        self._all_accepted = 1.0
+
+    def budget(self, batch: int) -> int:
+        self._all_accepted = 1.0
+        return self.gamma
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        self._all_accepted *= float(self.head(hidden))
+        return 1 - self._all_accepted <= self.h
+
+
+class StepTimes(Protocol):
+    """Seconds of a step, by the number of sequences."""
+
+    def target(self, batch: int, tokens: int) -> float:
+        """Return those of a target step over ``tokens`` tokens of each of ``batch`` sequences."""
+        ...
+
+    def draft(self, batch: int) -> float:
+        """Return those of a draft step over one token of each of ``batch`` sequences."""
+        ...
+
+
+@dataclass
+class Goodput:
+    """The draft length of the largest expected goodput: tokens per second of all sequences that are decoded together.
+
+    SmartSpec (Liu et al. 2024, arXiv 2406.14066). One object serves all sequences: it counts what is accepted in the
+    last steps and chooses the best length for that acceptance, the step times, and the number of sequences. It begins
+    by expecting that everything is accepted, and expects more again with each step in which nothing was drafted, so
+    that it never stops trying where some draft could pay.
+
+    Attributes:
+        times: of a step. longest: tokens at most. memory: steps of single sequences after which a count weighs 1/e.
+    """
+
+    times: StepTimes
+    longest: int
+    memory: int = 64
+    needs_confidence = False
+    _tested: float = field(default=0.0, init=False)
+    _accepted: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_gamma(self.longest)
+
+    @property
+    def alpha(self) -> float:
+        """The acceptance that it expects: that of the last steps and of one accepted token."""
+        return (self._accepted + 1) / (self._tested + 1)
+
+    def budget(self, batch: int) -> int:
+        return best_goodput_gamma(self.alpha, batch, self.times.target, self.times.draft, self.longest)
+
+    def should_continue(self, confidence: float, hidden: Tensor) -> bool:
+        return True
+
+    def update(self, drafted: int, accepted: int) -> None:
+        keep = 1 - 1 / self.memory
+        self._tested = keep * self._tested + min(drafted, accepted + 1)
+        self._accepted = keep * self._accepted + accepted
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What policies are made from.
+
+    Attributes:
+        gamma: tokens per step, at most or at first. head: the draft's hidden state [H] -> p̂. times: of a step.
+    """
+
+    gamma: int
+    head: Callable[[Tensor], float] | None = None
+    times: StepTimes | None = None
+
+
+MakePolicy = Callable[[], Policy]
+"""Makes the policy of one sequence."""
+
+
+def fixed(parts: Parts, n: float | None) -> MakePolicy:
+    """Return what makes ``Fixed`` of ``n`` tokens, of γ for None."""
+    return partial(Fixed, parts.gamma if n is None else int(n))
+
+
+def confidence(parts: Parts, threshold: float) -> MakePolicy:
+    """Return what makes ``Confidence``."""
+    return partial(Confidence, parts.gamma, threshold)
+
+
+def heuristic(parts: Parts, _: None) -> MakePolicy:
+    """Return what makes ``Heuristic``."""
+    return partial(Heuristic, parts.gamma)
+
+
+def head(parts: Parts, h: float) -> MakePolicy:
+    """Return what makes ``AcceptanceHead``."""
+    assert parts.head is not None
+    return partial(AcceptanceHead, parts.gamma, parts.head, h)
+
+
+def goodput(parts: Parts, _: None) -> MakePolicy:
+    """Return what returns one ``Goodput`` for all sequences."""
+    assert parts.times is not None
+    shared = Goodput(parts.times, parts.gamma)
+    return lambda: shared
+
+
+def _check_gamma(gamma: int) -> None:
+    if gamma < 1:
+        raise PeftlabError(f"gamma: {gamma} drafts nothing; give 1 or more, or leave the draft out")
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise PeftlabError(f"{name}: {value} is outside [0, 1]")

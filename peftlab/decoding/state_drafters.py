@@ -1,0 +1,452 @@
+"""Drafting with heads on the target's last hidden state, as a chain or as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from peftlab.decoding.advice import FEATURE_TREE
+from peftlab.decoding.cache import Block, KVCache, WindowedCache, seen_from
+from peftlab.decoding.drafter import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.engine import Output, right_padded, spans
+from peftlab.decoding.sampling import Sampling
+from peftlab.decoding.table import DRAWN, Window
+from peftlab.decoding.trees import (
+    Path,
+    RankRates,
+    best_tree,
+    expected_tokens,
+    parents_of,
+    rank_probability,
+)
+from peftlab.errors import PeftlabError
+
+
+class Heads(Protocol):
+    """What a drafter needs of Medusa heads.
+
+    Attributes:
+        vocab_size: V.
+        depth: K.
+        ranks: how often each head's choices are right, as measured; None: not measured.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def ranks(self) -> RankRates | None: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the weights; their dtype and device are those of the computation."""
+        ...
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
+        """Return the tokens of a tree's nodes: (.., r) is the choice of rank r after its parent's token.
+
+        Args:
+            hidden: [b, H], the states from which the last tokens were chosen. last: [b], these tokens.
+            tree: N paths, a parent before its children, at most K deep.
+
+        Returns:
+            [b, N].
+        """
+        ...
+
+
+def tree_tokens(
+    logits: Tensor,
+    last: Tensor,
+    tree: Sequence[Path],
+    bias: Callable[[Tensor], Tensor] | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens of a tree's nodes, level by level; arguments as for ``Heads.tokens``.
+
+    Args:
+        logits: [K, b, V] of the heads.
+        bias: tokens [b, n] -> [b, n, V], added to the logits of what follows them: children of different parents then
+            have different choices. None: a head's choices are the same after every parent.
+        ids: [V], the token of each logit; None: its own number.
+    """
+
+    def following(level: int, before: Tensor) -> Tensor:
+        scores = logits[level][:, None]  # [b, 1, V]: one for all parents
+        return scores if bias is None else scores + bias(before[..., -1])
+
+    return grown_tokens(following, last, tree, ids)
+
+
+def grown_tokens(
+    following: Callable[[int, Tensor], Tensor], last: Tensor, tree: Sequence[Path], ids: Tensor | None = None
+) -> Tensor:
+    """Return the tokens of a tree's nodes, where what follows depends on the tokens above.
+
+    Args:
+        following: (level from 0, the last token and the drafted ones up to each of n parents [b, n, level + 1]) ->
+            logits of their children, [b, n or 1, V].
+        last, tree: as for ``Heads.tokens``. ids: [V], the token of each logit; None: its own number.
+    """
+    tokens: dict[Path, Tensor] = {(): last}
+    for level in range(max(map(len, tree))):
+        here = [path for path in tree if len(path) == level + 1]
+        parents = list(dict.fromkeys(path[:-1] for path in here))
+        lines = [torch.stack([tokens[parent[:k]] for k in range(level + 1)], -1) for parent in parents]
+        scores = following(level, torch.stack(lines, 1))
+        best = scores.topk(1 + max(path[-1] for path in here), -1).indices
+        best = (best if ids is None else ids[best]).expand(-1, len(parents), -1)
+        for path in here:
+            tokens[path] = best[:, parents.index(path[:-1]), path[-1]]
+    return torch.stack([tokens[path] for path in tree], 1)
+
+
+@dataclass
+class HeadsDrafter(Drafter):
+    """Candidates from heads on the target's last hidden state; the draft has no cache and runs no model.
+
+    γ counts drafted tokens: a chain takes the first choice of γ heads, a tree the γ nodes most likely to be reached.
+    Candidates are the heads' top tokens, so verification treats them as deterministic.
+
+    Attributes:
+        heads: head i predicts i + 2 positions ahead.
+        width: choices of a head that a tree may use; 1 is a chain. None: all that were measured for the heads, a chain
+            where nothing was.
+        name: for reports.
+    """
+
+    heads: Heads
+    width: int | None = None
+    name: str = "heads"
+    _hidden: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._hidden, self._vocab = {}, state.vocab_size
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        states = zip(rows, state.hidden, strict=True)
+        self._hidden |= {row.index: hidden for row, hidden in states if hidden is not None}
+
+    @torch.inference_mode()
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        weight = next(self.heads.parameters())
+        device = weight.device
+        # A prompt of one token has no hidden state yet: nothing is drafted for it in the first step.
+        budgets = [b if row.index in self._hidden else 0 for row, b in zip(rows, budgets, strict=True)]
+        if not any(budgets):
+            return Proposal.empty(len(rows), device)
+        blank = torch.zeros_like(next(iter(self._hidden.values())))
+        hidden = torch.stack([self._hidden.get(row.index, blank) for row in rows])
+        if self.heads.vocab_size != self._vocab:
+            raise PeftlabError(f"heads: vocabulary of {self.heads.vocab_size}, but the target's has {self._vocab}")
+        tree = self.tree(max(budgets))
+        last = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        tokens = self.heads.tokens(hidden.to(weight.dtype), last, tree)
+        allowed = torch.arange(len(tree), device=device) < torch.tensor(budgets, device=device)[:, None]
+        chain = all(set(path) == {0} for path in tree)
+        parents = None if chain else [parents_of(tree)] * len(rows)
+        return Proposal(torch.where(allowed, tokens, -1), parents=parents)
+
+    def tree(self, size: int) -> tuple[Path, ...]:
+        """Return the best tree of at most ``size`` nodes."""
+        ranks = self.heads.ranks
+        width = self.width or (1 if ranks is None else ranks.width)
+        return best_tree(size, self.heads.depth, width, ranks or rank_probability)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        # The state from which a row's newest token was chosen: that of the last accepted node, or of the root.
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """See ``Drafter.possible``: a tree by the measured ranks, else a chain, each drafted at the same effort."""
+        if self.heads.ranks is None:
+            return [replace(draft, effort=1.0) for draft in super().possible(acceptance, verification)]
+        return [
+            PossibleDraft(n, tokens, 1.0)
+            for n, tokens in enumerate(expected_tokens(self.tree(len(verification) - 1), self.heads.ranks), start=1)
+        ]
+
+
+class FeatureNetwork(Protocol):
+    """What a drafter needs of a network that reads the target's states.
+
+    Row t of a sequence reads token t + 1 and a state of position t, the target's or its own output of row t - 1, and
+    its output gives the logits of token t + 2.
+
+    Attributes:
+        features: layers of the target whose entering states it reads.
+        vocab_size: V, of the target.
+        tokens: ids of the tokens that it can draft, rising, [V_d]; None for all.
+        ranks: how often each choice is right at each depth, as measured; None: not measured.
+    """
+
+    features: tuple[int, ...]
+    vocab_size: int
+    ranks: RankRates | None
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the states that are read for the target's, [..., F] -> [..., H]."""
+        ...
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        """Return the output of n rows for each of b sequences, [b, n, H], and store their keys and values.
+
+        Args:
+            tokens: [b, n]. states: [b, n, H]. block: where the rows are stored. positions: [b or 1, n].
+            visible: which slots each row sees, [b or 1, 1, n, block.end]; None for all.
+        """
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens`` for the outputs of ``advance``, [..., H] -> [..., V_d]."""
+        ...
+
+
+@dataclass
+class FeatureDrafter(Drafter):
+    """One layer that continues the target's states, with a cache of its own.
+
+    γ counts drafted tokens. Width 1 is a chain, drawn from the draft's distribution. Otherwise, as in EAGLE-2
+    (arXiv 2406.16858), the ``width`` most probable nodes of the newest level get ``width`` children each, and the γ
+    most probable of all nodes are verified, by the product of the probabilities along their path. Such a tree has
+    another shape in every step and for every row.
+
+    After each verification the states of accepted tokens are the target's: the cache never keeps a row that was
+    computed from a guess.
+
+    Attributes:
+        network: what drafts. width: children of a node, and nodes expanded per level. depth: levels, at most.
+        name: for reports.
+        window: what the layer sees of a text, in a cache of constant size, for chains only; None: all of it.
+    """
+
+    network: FeatureNetwork
+    width: int = 1
+    depth: int = 6
+    name: str = "features"
+    window: Window | None = None
+    _cache: KVCache = field(init=False, repr=False)
+    _sampling: Sampling = field(init=False, repr=False)
+    _read: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    _new: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset({DRAWN} if self.width == 1 else ())
+
+    @property
+    def has_logits(self) -> bool:
+        return self.width == 1
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        if self.network.vocab_size != state.vocab_size:
+            raise PeftlabError(
+                f"draft: trained for {self.network.vocab_size} tokens, but the target has {state.vocab_size}"
+            )
+        self._sampling = state.sampling
+        # Rows that have not read for several steps are read together with one that is nearly at its end.
+        size = len(rows), 2 * state.cache.capacity + self.width * self.depth
+        self._cache = KVCache(1, *size) if self.window is None else WindowedCache(1, *size, self.window)
+        self._read, self._new = {}, {}
+        self.join(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self._read |= {row.index: 0 for row in rows}
+        self._new |= {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
+        if any(len(row.tokens) > 1 and row.index not in self._new for row in rows):
+            layers = ", ".join(map(str, self.network.features))
+            raise PeftlabError(
+                f"draft: reads the states entering layers {layers}; build_engine(..., features=...) is due"
+            )
+
+    @torch.inference_mode()
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        # A prompt of one token has no states yet: nothing is drafted for it in the first step.
+        budgets = [b if row.index in self._new else 0 for row, b in zip(rows, budgets, strict=True)]
+        if not any(budgets):
+            return Proposal.empty(len(rows), self.network.device)
+        first = self._catch_up(rows)
+        if self.width > 1:
+            return self._trees(rows, budgets, first)
+        starts, slots = [len(row.tokens) - 1 for row in rows], [row.slot for row in rows]
+
+        def following(x: Tensor, output: Output, drawn: int) -> Output:
+            block = self._cache.block(slots, [start + drawn for start in starts], 1)
+            return self._output(self._advance(x[:, None], output.hidden, block))
+
+        tokens, size = self.network.tokens, self.network.vocab_size
+        known = None if tokens is None else (tokens, size)
+        return draft_chain(rows, budgets, self._output(first), following, self._sampling, known)
+
+    def _catch_up(self, rows: list[Row]) -> Tensor:
+        """Read the target's new states of each row; return the output of the last one, [b, 1, H]."""
+        some = next(new for row in rows if (new := self._new.get(row.index)) is not None)
+        news = [self._new.pop(row.index, some[:0]) for row in rows]
+        starts, counts = [self._read[row.index] for row in rows], [len(new) for new in news]
+        last: dict[int, Tensor] = {}
+        for places, first, n in spans(counts, self._cache.most):
+            parts = [news[i][first : first + n] for i in places]
+            begins = [starts[i] + first for i in places]
+            tokens = [rows[i].tokens[at + 1 : at + 1 + len(x)] for i, at, x in zip(places, begins, parts, strict=True)]
+            features, ids = pad_sequence(parts, batch_first=True), right_padded(tokens, n).to(some.device)
+            block = self._cache.block([rows[i].slot for i in places], begins, n)
+            states = self._advance(ids, self.network.fuse(features), block)
+            last |= {i: row[len(x) - 1] for i, row, x in zip(places, states, parts, strict=True)}
+        for row, count in zip(rows, counts, strict=True):
+            self._read[row.index] += count
+        nothing = torch.zeros_like(next(iter(last.values())))  # a row without a state drafts nothing
+        return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
+
+    def _advance(self, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
+        """Compute the rows of a block of chains."""
+        device = self.network.device
+        return self.network.advance(
+            self._cache, tokens, states, block, block.positions(device), block.visible(None, device)
+        )
+
+    def _output(self, states: Tensor) -> Output:
+        return Output(self.network.logits(states), states)
+
+    def _trees(self, rows: list[Row], budgets: list[int], first: Tensor) -> Proposal:
+        """Return the ``budgets[i]`` most probable nodes of the tree below the last token of each row i.
+
+        Args:
+            first: the output that the tokens after the last one are drafted from, [b, 1, H].
+        """
+        starts, slots = [len(row.tokens) - 1 for row in rows], [row.slot for row in rows]
+        trees, states, device = GrowingTrees(len(rows), first.device), first, first.device
+        trees.add(*self._likeliest(states))
+        for level in range(min(self.depth, max(budgets)) - 1):
+            if not trees.deeper_matters(budgets):
+                break
+            tokens, above, seen = trees.expand(self.width)
+            (_, k, m), wide = seen.shape, states.shape[-1]
+            positions = torch.tensor(starts, device=device)[:, None].expand(-1, k) + level
+            block = self._cache.block(slots, [start + m - k for start in starts], k)
+            visible = seen_from(starts, seen)[:, None]
+            states = states.gather(1, above[..., None].expand(-1, -1, wide))
+            states = self.network.advance(self._cache, tokens, states, block, positions, visible)
+            trees.add(*self._likeliest(states))
+        drafted, parents = trees.best(budgets)
+        return Proposal(drafted, parents=parents)
+
+    def _likeliest(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ``width`` most probable tokens after each state [b, k, H] and log-probabilities, [b, k, width]."""
+        logits, known = self.network.logits(states), self.network.tokens
+        values, places = logits.topk(min(self.width, logits.shape[-1]), -1)
+        log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+        return places if known is None else known[places], log_probs
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        features = verified.output.features
+        assert features is not None
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            new = features[i, [0, *(node + 1 for node in path)]]
+            old = self._new.get(row.index)
+            self._new[row.index] = new if old is None else torch.cat((old, new))
+
+    def select(self, slots: list[int]) -> None:
+        self._cache.select(slots)
+
+    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+        """See ``Drafter.possible``: by the measured ranks the chains, and the trees of its own or the usual width.
+
+        Each level of a tree after the first reads several nodes, which takes as many times longer as a target step over
+        as many tokens.
+        """
+        ranks = self.network.ranks
+        if ranks is None:
+            return super().possible(acceptance, verification)
+        longest, found = len(verification) - 1, list[PossibleDraft]()
+        for width in sorted({1, self.width if self.width > 1 else FEATURE_TREE}):
+            tree = best_tree(longest, self.depth if width > 1 else longest, min(width, ranks.width), ranks)
+            levels, several = accumulate(map(len, tree), max), verification[min(width, longest) - 1]
+            for n, (tokens, level) in enumerate(zip(expected_tokens(tree, ranks), levels, strict=True), start=1):
+                found.append(PossibleDraft(n, tokens, 1 + (level - 1) * several, width, width == self.width))
+        return found
+
+
+class GrowingTrees:
+    """A tree for each of b rows. In each level the most probable of its nodes are read, and their children are added.
+
+    A node is as probable as its path: the product of the draft's probabilities along it. Nodes are numbered as they are
+    added, -1 is the root; all rows have the same number of nodes in each level.
+
+    Args:
+        b: rows. device: of what is added.
+    """
+
+    def __init__(self, b: int, device: torch.device):
+        self._tokens = torch.empty(b, 0, dtype=torch.long, device=device)  # [b, N], as the next two
+        self._parents, self._values = self._tokens, torch.empty(b, 0, device=device)
+        self._begin, self._children = 0, 1  # the first node of the newest level, and how many each parent has there
+        self._read = torch.full((b, 1), -1, device=device)  # the nodes read last, [b, k], and their values
+        self._read_values = torch.zeros(b, 1, device=device)
+        self._above = torch.ones(b, 1, 0, dtype=torch.bool, device=device)  # see ``expand``
+
+    def add(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Add the newest level: children [b, k, w] of the k nodes that were read last, of the root at first."""
+        self._begin, self._children = self._tokens.shape[1], tokens.shape[2]
+        self._tokens = torch.cat((self._tokens, tokens.flatten(1)), 1)
+        self._parents = torch.cat((self._parents, self._read.repeat_interleave(self._children, 1)), 1)
+        self._values = torch.cat((self._values, (self._read_values[:, :, None] + log_probs).flatten(1)), 1)
+
+    def expand(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the ``width`` most probable nodes of the newest level, which are now read.
+
+        Returns:
+            Their tokens [b, k]; the place [b, k] of each one's parent among the nodes read before; and [b, k, m]
+            booleans, which of the m nodes read so far, in their order, each of them descends from or is.
+        """
+        newest = self._values[:, self._begin :]
+        self._read_values, best = newest.topk(min(width, newest.shape[1]), 1)
+        self._read, place = self._begin + best, best // self._children
+        above = self._above.gather(1, place[:, :, None].expand(-1, -1, self._above.shape[2]))
+        own = torch.eye(best.shape[1], dtype=torch.bool, device=best.device).expand(len(best), -1, -1)
+        self._above = torch.cat((above, own), 2)
+        return self._tokens.gather(1, self._read), place, self._above
+
+    def deeper_matters(self, sizes: Sequence[int]) -> bool:
+        """Whether a child of one of the newest nodes can be among the ``sizes[i]`` most probable ones of a row i."""
+        count = self._values.shape[1]
+        if max(sizes) > count:
+            return True
+        last = torch.tensor(sizes, device=self._values.device)[:, None].clamp_min(1) - 1
+        least = self._values.sort(dim=1, descending=True).values.gather(1, last)[:, 0]
+        return bool((self._values[:, self._begin :].amax(1) > least).any())
+
+    def best(self, sizes: Sequence[int]) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """Return the ``sizes[i]`` most probable nodes of each row i, parents first and of equals the older.
+
+        Returns:
+            Their tokens [b, N], -1 where a row has fewer, and their parents.
+        """
+        count = self._values.shape[1]
+        ranks = torch.arange(min(max(sizes), count), device=self._values.device)
+        # The values fall along a path, or are equal to rounding: in this order no node comes before its parent.
+        order = self._values.sort(dim=1, descending=True, stable=True).indices[:, : len(ranks)]
+        asked = ranks < torch.tensor(sizes, device=order.device)[:, None]
+        kept = order.where(asked, count).sort(dim=1).values
+        place = torch.full((len(kept), count + 2), -1, device=order.device)  # of the root, the nodes, and no node
+        place.scatter_(1, kept + 1, ranks.expand(len(kept), -1))
+        some = kept.clamp_max(count - 1)
+        parents = place.gather(1, self._parents.gather(1, some) + 1).where(kept < count, -1)
+        return self._tokens.gather(1, some).where(kept < count, -1), [tuple(line) for line in parents.tolist()]

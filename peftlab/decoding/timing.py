@@ -1,0 +1,329 @@
+"""The state of the machine during a measurement, and why a measurement on a busy machine is called uncertain."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.drafter import Around, Drafter, Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import Engine, Output, Wrapper, empty_cache
+from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.state_drafters import FeatureNetwork, Heads
+from peftlab.decoding.trees import Path
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, to_json
+from peftlab.hardware import wait_for
+from peftlab.untyped import Function
+
+_LOAD = 1.25  # of the cores: this process's own threads reach 1
+_RUNNING = 0.9
+_SPREAD = 0.15
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the machine was like during a measurement.
+
+    Attributes:
+        load: 1-minute load average, this process included; None where the system has none.
+        cores: that this process may use.
+        running: share of the time in which the timing thread ran on a core; None where it waits for a device.
+        spread: interquartile range of repeats of the same work, relative to their median; None without repeats.
+    """
+
+    load: float | None
+    cores: int
+    running: float | None
+    spread: float | None
+
+    def doubts(self) -> list[str]:
+        """Return the reasons why figures measured under these conditions may be wrong; none on an idle machine."""
+        doubts = []
+        if self.load is not None and self.load > _LOAD * self.cores:
+            doubts.append(f"load average {self.load:.1f} on {self.cores} cores")
+        if self.running is not None and self.running < _RUNNING:
+            doubts.append(f"waiting for a core {100 * (1 - self.running):.0f} % of the time")
+        if self.spread is not None and self.spread > _SPREAD:
+            doubts.append(f"repeats of the same work differ by {100 * self.spread:.0f} %")
+        return doubts
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the attributes and the doubts."""
+        return to_json(vars(self)) | {"doubts": to_json(self.doubts())}
+
+
+class Watch:
+    """A context manager that observes the machine while its block is timed."""
+
+    def __init__(self, device: torch.device):
+        self._waits_for_device = device.type != "cpu"
+
+    def __enter__(self) -> Watch:
+        self._load = _load_average()
+        self._began, self._ran = time.perf_counter(), time.thread_time()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._wall, self._ran = time.perf_counter() - self._began, time.thread_time() - self._ran
+        self._load = max((load for load in (self._load, _load_average()) if load is not None), default=None)
+
+    def conditions(self, repeats: Sequence[Sequence[float]]) -> Conditions:
+        """Return what was seen.
+
+        Args:
+            repeats: for each piece of work the seconds of its repeats.
+        """
+        running = None if self._waits_for_device else min(1.0, self._ran / self._wall)
+        return Conditions(self._load, _cores(), running, spread(repeats))
+
+
+def spread(repeats: Sequence[Sequence[float]]) -> float | None:
+    """Return the median over all work of (third quartile - first quartile) / median of its repeats."""
+    each = [_relative_range(sorted(times)) for times in repeats if len(times) > 1]
+    return statistics.median(each) if each else None
+
+
+def uncertain(doubts: Sequence[str], statement: str) -> str:
+    """Return ``statement`` as it is, or with the reasons why it may be wrong before it."""
+    return f"uncertain, the machine was busy ({'; '.join(doubts)}): by these times {statement}" if doubts else statement
+
+
+def _relative_range(times: list[float]) -> float:
+    first, middle, third = statistics.quantiles(times, n=4, method="inclusive")
+    return (third - first) / middle
+
+
+def _load_average() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+ResultT = TypeVar("ResultT")
+
+
+class Clock:
+    """The time of the calls made through it.
+
+    Attributes:
+        seconds: so far. device: waited for before and after each call.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.device = 0.0, device
+
+    def timed(self, work: Function[ResultT], *arguments: object) -> ResultT:
+        """Call ``work`` and add its time."""
+        wait_for(self.device)
+        began = time.perf_counter()
+        output = work(*arguments)
+        wait_for(self.device)
+        self.seconds += time.perf_counter() - began
+        return output
+
+
+class Stopwatch(Wrapper, Clock):
+    """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
+
+    def __init__(self, engine: Engine):
+        Clock.__init__(self, engine.device)
+        Wrapper.__init__(self, engine)
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        return self.timed(self._engine.forward, cache, tokens, block, keep)
+
+    def including(self, heads: Heads) -> Heads:
+        """Return ``heads`` with their time counted as this engine's."""
+        return _TimedHeads(heads, self)
+
+    def including_network(self, network: FeatureNetwork) -> FeatureNetwork:
+        """Return ``network`` with its time counted as this engine's."""
+        return _TimedNetwork(network, self)
+
+
+class _TimedEngine(Wrapper):
+    """An engine whose forward passes a clock adds up; to a drafter it is the engine."""
+
+    def __init__(self, engine: Engine, clock: Clock):
+        super().__init__(engine)
+        self._clock = clock
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        return self._clock.timed(self._engine.forward, cache, tokens, block, keep)
+
+
+@dataclass
+class TimedDrafter(Around):
+    """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
+
+    drafter: Drafter
+    clock: Clock
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self.clock.timed(self.drafter.start, rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        self.clock.timed(self.drafter.join, rows, state)
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        return self.clock.timed(self.drafter.propose, rows, budgets)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        self.clock.timed(self.drafter.accept, rows, verified)
+
+    def select(self, slots: list[int]) -> None:
+        self.clock.timed(self.drafter.select, slots)
+
+
+def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
+    """Return a new drafter whose time ``clock`` adds up."""
+    drafter = make()
+    if isinstance(drafter, AheadDrafter):  # its own calls return at once: its model works beside the target
+        return replace(drafter, engine=_TimedEngine(drafter.engine, clock))
+    return TimedDrafter(drafter, clock)
+
+
+class _TimedHeads:
+    """Heads whose time a stopwatch adds up; to a drafter they are the heads."""
+
+    def __init__(self, heads: Heads, stopwatch: Stopwatch):
+        self._heads, self._stopwatch = heads, stopwatch
+        self.vocab_size, self.depth, self.ranks = heads.vocab_size, heads.depth, heads.ranks
+        self.parameters = heads.parameters
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
+        return self._stopwatch.timed(self._heads.tokens, hidden, last, tree)
+
+
+class _TimedNetwork:
+    """A network on the target's states whose time a stopwatch adds up; to a drafter it is the network."""
+
+    def __init__(self, network: FeatureNetwork, stopwatch: Stopwatch):
+        self._network, self._stopwatch = network, stopwatch
+        self.features, self.vocab_size = network.features, network.vocab_size
+        self.tokens, self.device, self.ranks = network.tokens, network.device, network.ranks
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self._stopwatch.timed(self._network.fuse, features)
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        return self._stopwatch.timed(self._network.advance, cache, tokens, states, block, positions, visible)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._stopwatch.timed(self._network.logits, states)
+
+
+def step_seconds(
+    engines: Mapping[str, tuple[Engine, int]], *, batch: int = 1, context: int = 128, repeats: int = 9
+) -> dict[tuple[str, int], list[float]]:
+    """Measure one forward pass over 1..k tokens of each sequence after ``context`` cached ones.
+
+    Args:
+        engines: name -> engine and its largest k.
+        batch: sequences in a pass. context: tokens of each in the cache, and of the prompts of an
+            encoder-decoder model.
+        repeats: passes of each kind, in turn. One more of each warms up.
+
+    Returns:
+        (name, k) -> seconds of each repeat.
+
+    Raises:
+        PeftlabError: ``repeats < 1``, or a context that does not fit.
+    """
+    check_repeats(repeats)
+    generator = torch.Generator().manual_seed(0)
+    runs: dict[tuple[str, int], Callable[[], Output]] = {}
+    for name, (engine, most) in engines.items():
+        if engine.limit is not None and context + most > engine.limit:
+            raise PeftlabError(f"context: {context} and {most} more tokens exceed {name}'s {engine.limit}")
+        ids = torch.randint(engine.vocab_size, (batch, context + most), generator=generator).to(engine.device)
+        cache = empty_cache(engine, context + most, ids[:, :context].tolist())
+        engine.forward(cache, ids[:, :context], Block((0,) * batch, context), [context - 1])
+        for k in range(1, most + 1):
+            runs[name, k] = partial(engine.forward, cache, ids[:, context : context + k], Block((context,) * batch, k))
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            began = time.perf_counter()
+            float(run().logits[0, -1, 0])  # reading a number waits for the device
+            seconds[key].append(time.perf_counter() - began)
+    return {key: values[1:] for key, values in seconds.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Raise ``PeftlabError`` if nothing would be measured."""
+    if repeats < 1:
+        raise PeftlabError(f"repeats: {repeats} measures nothing; give 1 or more, and 2 or more for an interval")
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Seconds of a step at some batch sizes; between two of them they are taken to lie on a line.
+
+    Attributes:
+        targets: batch size -> seconds of a target step over 1, 2, ... tokens of each sequence; the sizes rise.
+        drafts: batch size -> seconds of a draft step over one token of each; empty for a drafter without a model.
+    """
+
+    targets: Mapping[int, Sequence[float]]
+    drafts: Mapping[int, float]
+
+    def target(self, batch: int, tokens: int) -> float:
+        """Return the seconds of a target step."""
+        return _between({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
+
+    def draft(self, batch: int) -> float:
+        """Return the seconds of a draft step."""
+        return _between(self.drafts, batch) if self.drafts else 0.0
+
+
+def measure_times(
+    target: Engine, draft: Engine | None, largest: int, longest: int, *, context: int = 128, repeats: int = 3
+) -> MeasuredTimes:
+    """Measure the steps that a draft length is chosen by, the median of a few repeats each.
+
+    Args:
+        draft: engine of the draft; None for a drafter without a model.
+        largest: batch size; 1, 2, 4, ... up to it are measured. longest: drafted tokens at most.
+        context: tokens of each sequence in the cache, fewer where the models have less room.
+
+    Raises:
+        PeftlabError: a model has no room for as many tokens.
+    """
+    sizes = [*(1 << i for i in range((largest - 1).bit_length())), largest]
+    engines = {"target": (target, longest + 1)} | ({"draft": (draft, 1)} if draft is not None else {})
+    rooms = [engine.limit - most for engine, most in engines.values() if engine.limit is not None]
+    context = max(1, min(context, *rooms)) if rooms else context
+    targets, drafts = dict[int, list[float]](), dict[int, float]()
+    for size in sizes:
+        found = step_seconds(engines, batch=size, context=context, repeats=repeats)
+        targets[size] = [statistics.median(found["target", k]) for k in range(1, longest + 2)]
+        if draft is not None:
+            drafts[size] = statistics.median(found["draft", 1])
+    return MeasuredTimes(targets, drafts)
+
+
+def _between(values: Mapping[int, float], size: int) -> float:
+    """Return the value at ``size`` on the line through its neighbours; past the ends, that of the nearest size."""
+    below = max((each for each in values if each <= size), default=min(values))
+    above = min((each for each in values if each >= size), default=max(values))
+    if above <= below:
+        return values[above]
+    share = (size - below) / (above - below)
+    return (1 - share) * values[below] + share * values[above]
