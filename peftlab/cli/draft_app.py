@@ -263,7 +263,10 @@ def export(
     from peftlab.drafting.export import export_draft
 
     done = export_draft(source, out, consumer, target, gamma=gamma, overwrite=overwrite)
-    show(f"{out}: loaded back, largest difference of a logit {done.max_logit_difference:.3g}\n{done.command}")
+    show(f"{out}: loaded back, largest difference of a logit {done.max_logit_difference:.3g}")
+    for note in done.notes:
+        show(note)
+    show(done.command)
     return done
 
 

@@ -2,9 +2,9 @@
 
 ============  ==========================================================
 transformers  a plain directory, for ``generate(assistant_model=...)``
-vllm          a plain directory, for the speculative method ``draft_model``; eagle3 for ``eagle3``; pard, which the same
-              method drafts with in one pass
-sglang        eagle3, for the algorithm ``EAGLE3``
+vllm          a plain directory, for the speculative method ``draft_model``, with other tokens than the target's by
+              ``use_heterogeneous_vocab``; eagle3 for ``eagle3``; pard, which ``draft_model`` drafts with in one pass
+sglang        a plain directory, for the algorithm ``STANDALONE``; eagle3 for ``EAGLE3``; gated_lora for ``UNO``
 ============  ==========================================================
 
 Which engine loads what is in ``docs/drafts/training_drafts.md``.
@@ -21,8 +21,9 @@ from pathlib import Path
 
 from peftlab.drafting.kinds.base import Exporting
 from peftlab.drafting.load import find_draft
-from peftlab.drafting.plain_export import check_plain, copy_plain
+from peftlab.drafting.plain_export import FEW_COMMON, check_plain, common_tokens, copy_plain
 from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json
 from peftlab.models.finetuned import plain_directory
 from peftlab.outputs import staged_directory
 from peftlab.references import locate, similar_path
@@ -36,12 +37,14 @@ class ExportedDraft:
     Attributes:
         out: its directory. consumer: what loads it. command: how to serve it.
         max_logit_difference: the largest between what was trained and what was written.
+        notes: what to know about how the consumer drafts with it.
     """
 
     out: Path
     consumer: str
     command: str
     max_logit_difference: float
+    notes: tuple[str, ...] = ()
 
 
 def export_draft(
@@ -57,8 +60,8 @@ def export_draft(
         PeftlabError: the consumer cannot load such a draft or target (nothing is written), or what was written
             differs.
     """
-    if consumer not in KNOWN:
-        raise PeftlabError(f"--for {consumer}: one of {', '.join(KNOWN)}{did_you_mean(consumer, KNOWN)}")
+    if consumer not in CONSUMERS:
+        raise PeftlabError(f"--for {consumer}: one of {', '.join(CONSUMERS)}{did_you_mean(consumer, CONSUMERS)}")
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
@@ -71,15 +74,28 @@ def export_draft(
         with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
             difference = found.write(target, staging, gamma)
         return ExportedDraft(out, consumer, found.command(served, os.path.abspath(out), gamma), difference)
-    if consumer not in CONSUMERS:
-        others = " or ".join(CONSUMERS)
-        raise PeftlabError(f"--for {consumer}: only eagle3 and gated_lora drafts; a draft model is for {others}")
-    plain = found
+    plain, common = found, None
     command = CONSUMERS[consumer](target, out, gamma)
-    check_plain(plain, target, consumer)
+    if consumer == "vllm":
+        common = common_tokens(plain, target)
+    if common is None:
+        check_plain(plain, target, consumer)
+    else:
+        command = _serve(target, out, gamma, heterogeneous=True)
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         difference = copy_plain(plain, staging)
-    return ExportedDraft(out, consumer, command, difference)
+    return ExportedDraft(out, consumer, command, difference, () if common is None else _of_other_tokens(common))
+
+
+def _of_other_tokens(common: int) -> tuple[str, ...]:
+    """Return what to know of a draft with other tokens than its target's."""
+    notes = [
+        f"the vocabularies differ: vLLM (0.33) matches tokens by their text and drafts the {common:,} common ones, "
+        "greedily; the output is the target's own all the same"
+    ]
+    if common < FEW_COMMON:
+        notes.append(f"fewer than {FEW_COMMON} tokens are common: little can be accepted")
+    return tuple(notes)
 
 
 def _assisted(target: str, out: Path, gamma: int) -> str:
@@ -117,15 +133,30 @@ def served_reference(target: str, consumer: str) -> str:
     return target if isinstance(place, str) else os.path.abspath(place)
 
 
-def _serve(target: str, out: Path, gamma: int) -> str:
-    """Return the command that serves target and draft; it works in any directory."""
+def _serve(target: str, out: Path, gamma: int, *, heterogeneous: bool = False) -> str:
+    """Return vLLM's command that serves target and draft; it works in any directory.
+
+    Args:
+        heterogeneous: the draft has other tokens, and its own tokenizer in its directory.
+    """
     served = served_reference(target, "vllm")
-    speculative = {"method": "draft_model", "model": os.path.abspath(out), "num_speculative_tokens": gamma}
+    speculative: dict[str, Json] = {"method": "draft_model", "model": os.path.abspath(out)}
+    speculative |= {"num_speculative_tokens": gamma} | ({"use_heterogeneous_vocab": True} if heterogeneous else {})
     return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-CONSUMERS: dict[str, Callable[[str, Path, int], str]] = {"transformers": _assisted, "vllm": _serve}
-"""Name -> function of target, draft directory and gamma to how a draft model is served."""
+def _standalone(target: str, out: Path, gamma: int) -> str:
+    """Return SGLang's command that serves target and draft; it works in any directory."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(served_reference(target, 'sglang'))} "
+        f"--speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(os.path.abspath(out))} "
+        f"--speculative-num-steps {gamma} --speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}"
+    )
 
-KNOWN = (*CONSUMERS, "sglang")
-"""The consumers of which some kind of draft is for."""
+
+CONSUMERS: dict[str, Callable[[str, Path, int], str]] = {
+    "transformers": _assisted,
+    "vllm": _serve,
+    "sglang": _standalone,
+}
+"""Name -> function of target, draft directory and gamma to how a draft model is served."""

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from draft_models import medusa, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
 from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
@@ -63,6 +64,17 @@ def test_plain_directories(draft: Path, stories: Path, tmp_path: Path, consumer:
         assert (program, verb, served, option) == ("vllm", "serve", str(stories), "--speculative-config")
         expected = {"method": "draft_model", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
         assert json.loads(method) == expected
+    if consumer == "sglang":
+        _, _, program, *options = shlex.split(exported.command)
+        assert program == "sglang.launch_server"
+        assert dict(zip(options[::2], options[1::2], strict=True)) == {
+            "--model-path": str(stories),
+            "--speculative-algorithm": "STANDALONE",
+            "--speculative-draft-model-path": str(tmp_path / "out"),
+            "--speculative-num-steps": "3",
+            "--speculative-eagle-topk": "1",
+            "--speculative-num-draft-tokens": "4",
+        }
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -124,9 +136,47 @@ def test_what_a_consumer_cannot_load_is_said(draft: Path, stories: Path, tmp_pat
     other = tiny(0, vocab=514)
     other.save_pretrained(tmp_path / "padded")
     AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "padded")
-    with pytest.raises(PeftlabError, match=r"vocab_size is 514, the target's 512.*resize_token_embeddings\(512\)"):
-        export_draft(tmp_path / "padded", out, "vllm", str(stories))
+    for consumer in ("transformers", "sglang"):
+        with pytest.raises(PeftlabError, match=r"vocab_size is 514, the target's 512.*resize_token_embeddings\(512\)"):
+            export_draft(tmp_path / "padded", out, consumer, str(stories))
     assert not out.exists()
+
+
+def speculative(command: str) -> dict[str, object]:
+    return json.loads(shlex.split(command)[-1])
+
+
+def test_vllm_drafts_with_other_tokens(draft: Path, stories: Path, tmp_path: Path) -> None:
+    """Tokens are matched by their text, a space by any of its signs; the draft's tokenizer is in its directory."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tiny(0, vocab=514).save_pretrained(tmp_path / "padded")
+    tokenizer.save_pretrained(tmp_path / "padded")
+    done = export_draft(tmp_path / "padded", tmp_path / "out", "vllm", str(stories))
+    assert speculative(done.command)["use_heterogeneous_vocab"] is True
+    assert "drafts the 512 common ones, greedily" in done.notes[0] and (tmp_path / "out" / "tokenizer.json").exists()
+    words = ["<unk>", "\u0120the", "\u0120a", "zzz", "yyy"]
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")),
+        unk_token="<unk>", eos_token="<unk>",
+    )  # fmt: skip
+    tiny(0, vocab=5).save_pretrained(tmp_path / "words")
+    other.save_pretrained(tmp_path / "words")
+    assert {"\u2581the", "\u2581a"} <= tokenizer.get_vocab().keys()
+    done = export_draft(tmp_path / "words", tmp_path / "words out", "vllm", str(stories))
+    assert "drafts the 3 common ones" in done.notes[0] and "fewer than 100" in done.notes[1]
+    for consumer in ("transformers", "sglang"):
+        with pytest.raises(PeftlabError, match="its tokenizer is not the target's"):
+            export_draft(tmp_path / "words", tmp_path / "x", consumer, str(stories))
+    strange = Tokenizer(models.WordLevel({"zzz": 0, "yyy": 1}, "zzz"))
+    PreTrainedTokenizerFast(tokenizer_object=strange, unk_token="zzz", eos_token="yyy").save_pretrained(
+        tmp_path / "words"
+    )
+    with pytest.raises(PeftlabError, match="has no token in common"):
+        export_draft(tmp_path / "words", tmp_path / "x", "vllm", str(stories))
+    assert not (tmp_path / "x").exists()
+    assert "use_heterogeneous_vocab" not in speculative(
+        export_draft(draft, tmp_path / "same", "vllm", str(stories)).command
+    )
 
 
 def test_heads_round_trip_key_for_key(tmp_path: Path) -> None:
