@@ -21,12 +21,12 @@ from peftlab.methods.modes import eval_mode
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import GenerateConfig
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score
-from peftlab.tasks.problem import Prepared
+from peftlab.tasks.problem import TaskProblem
 from peftlab.training.faults import memory_advice
 
 
 def asked_answers(
-    task: Prepared, settings: GenerateConfig | None, accelerator: Accelerator
+    task: TaskProblem, settings: GenerateConfig | None, accelerator: Accelerator
 ) -> Callable[[nn.Module], dict[str, float]] | None:
     """Return what scores a model by its answers, as ``settings`` say; None where there are none.
 
@@ -42,7 +42,7 @@ def asked_answers(
 
 
 def _score(
-    task: Prepared, contexts: Contexts, settings: GenerateConfig, accelerator: Accelerator, model: nn.Module
+    task: TaskProblem, contexts: Contexts, settings: GenerateConfig, accelerator: Accelerator, model: nn.Module
 ) -> dict[str, float]:
     """Answer the prompts and return the metrics, in every process; the processes share the batches.
 

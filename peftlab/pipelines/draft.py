@@ -53,9 +53,9 @@ from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.console import trainable_line
+from peftlab.tasks.problem import Scores, TrainingProblem
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.loop import train
-from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress
 from peftlab.training.trackers import check_trackers
 
@@ -159,7 +159,7 @@ def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
 
 
 def _train(
-    spec: TrainingSpec, recipe: DraftRecipe, accelerator: Accelerator, directory: Claim, resume: bool
+    spec: TrainingProblem, recipe: DraftRecipe, accelerator: Accelerator, directory: Claim, resume: bool
 ) -> Progress:
     if recipe.train.trackers:
         accelerator.init_trackers("peftlab")
@@ -199,7 +199,7 @@ def _start(
 
 def training_spec(
     recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
-) -> TrainingSpec:
+) -> TrainingProblem:
     """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
     objective = make_objective(recipe.objective)
     kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
@@ -214,7 +214,7 @@ def training_spec(
         bare = getattr(model, "module", model)
         return [score_split(draft, bare, sets.train.select([i]), 1)["acceptance"] for i in indices]
 
-    return TrainingSpec(
+    return TrainingProblem(
         model=draft.model,
         train=sets.train,
         collate=Collate(),
@@ -312,7 +312,7 @@ def _read_back(job: DraftJob[DraftConfig], draft: Draft, tokens: torch.Tensor | 
 
 
 def _measure(
-    recipe: DraftRecipe, draft: Draft, spec: TrainingSpec, sets: Sets, saved: Saved, results: DraftResults
+    recipe: DraftRecipe, draft: Draft, spec: TrainingProblem, sets: Sets, saved: Saved, results: DraftResults
 ) -> None:
     """Add to ``results`` what is measured on the finished draft, merged where it is."""
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))

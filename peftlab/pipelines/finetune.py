@@ -47,14 +47,13 @@ from peftlab.tasks.data import listed
 from peftlab.tasks.labelled_rows import MISSING
 from peftlab.tasks.language_examples import TOO_LONG
 from peftlab.tasks.metrics import ClassScores, HardExample
-from peftlab.tasks.problem import ModelSource, Prepared
+from peftlab.tasks.problem import ModelSource, Scores, TaskOptions, TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.tasks.tokens import model_inputs
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
-from peftlab.training.spec import Scores, TrainingSpec
 from peftlab.training.state import Progress, SelectionResult
 from peftlab.training.trackers import check_trackers
 
@@ -163,7 +162,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         )
     set_seed(settings.seed)
     task = load_task(recipe)
-    spec = score_examples(make_spec(recipe, task), task, recipe, load_task, accelerator)
+    score_examples(task, recipe, load_task, accelerator)
     for line in _remarks(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
@@ -174,11 +173,13 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainable, total = count_parameters(model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
-    spec = share_rows(spec, task.sharing, settings, accelerator)
+    share_rows(task, settings, accelerator)
     if accelerator.mixed_precision in ("bf16", "fp16") and settings.weights is None:
         widen(model)
-    _refer(spec, task, accelerator, settings.precision)
-    baseline = task.baseline if task.baseline is not None else _first(_scored(spec, accelerator, settings.precision))
+    if task.refer is not None or task.baseline is None:
+        as_trained = AsTrained(model, accelerator, settings.precision)
+        task.compare_with(as_trained)
+    baseline = task.baseline if task.baseline is not None else next(iter(task.evaluate(as_trained).values()))
     answers = asked_answers(task, recipe.generate, accelerator)
     answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
     if accelerator.is_main_process:
@@ -191,34 +192,34 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if settings.trackers:
         accelerator.init_trackers("peftlab")
     try:
-        progress = train(spec, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
+        progress = train(task, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
     finally:
         for tracker in accelerator.trackers:  # end_training() would destroy the process group as well
             tracker.finish()
 
     results = _results(recipe, task, progress, baseline, (trainable, total), accelerator)
     if task.analyse is not None and not accelerator.is_fsdp2:
-        with eval_mode(spec.model):
-            results = replace(results, **vars(task.analyse(spec.model)))
+        with eval_mode(task.model):
+            results = replace(results, **vars(task.analyse(task.model)))
     if answers is not None:
-        results = replace(results, generate=answers(spec.model), generate_before=answers_before)
+        results = replace(results, generate=answers(task.model), generate_before=answers_before)
     results = replace(
-        results, trained_tokens=_trained_tokens(spec), total_seconds=round(time.perf_counter() - began, 1)
+        results, trained_tokens=_trained_tokens(task), total_seconds=round(time.perf_counter() - began, 1)
     )
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
-            results = replace(results, sample={"before": before, "after": task.sample(spec.model)})
-        results = _write_out(recipe, task, spec.model, run_dir, results)
+            results = replace(results, sample={"before": before, "after": task.sample(task.model)})
+        results = _write_out(recipe, task, task.model, run_dir, results)
     accelerator.wait_for_everyone()
     return results
 
 
-def _trained_tokens(spec: TrainingSpec) -> int | None:
+def _trained_tokens(task: TaskProblem) -> int | None:
     """Return the tokens of an epoch that the loss counts; None for a task that counts examples."""
-    return sum(spec.train["trained_tokens"]) if "trained_tokens" in spec.train.column_names else None
+    return sum(task.train["trained_tokens"]) if "trained_tokens" in task.train.column_names else None
 
 
-def _remarks(task: Prepared, settings: TrainConfig) -> list[str]:
+def _remarks(task: TaskProblem, settings: TrainConfig) -> list[str]:
     """Return what is said of data and model before training."""
     fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
     if settings.emulate is not None:
@@ -226,23 +227,33 @@ def _remarks(task: Prepared, settings: TrainConfig) -> list[str]:
     return [*data_lines(task.classes, task.left_out, task.repeated), *fresh]
 
 
-def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None) -> Prepared:
-    """Load data and model that ``recipe`` names, as its task's row says.
+def load_task(recipe: FinetuneRecipe, classes: Sequence[str] | None = None, *, train: bool = True) -> TaskProblem:
+    """Load data and model that ``recipe`` names, as its task's row says; nothing is injected yet.
 
     Args:
+        recipe: what to load.
         classes: a trained model's class names in label order; None: those of task and data.
+        train: whether there is to be something to train on.
+
+    Raises:
+        PeftlabError: anything wrong with data or model, or nothing to train on.
     """
-    task = find_task(recipe.task)
-    prepared: Prepared = resolve(task.prepare)(
-        task,
-        recipe.data,
-        model_source(recipe),
-        max_length=recipe.train.max_length,
-        batch_size=recipe.train.eval_batch_size,
+    task, settings = find_task(recipe.task), recipe.train
+    options = TaskOptions(
+        max_length=settings.max_length,
+        batch_size=settings.eval_batch_size,
+        train=train,
         classes=classes,
-        **({} if recipe.objective is None else {"objective": recipe.objective}),
+        objective=recipe.objective,
+        label_smoothing=settings.label_smoothing,
+        class_weights=settings.class_weights,
     )
-    return prepared
+    problem: TaskProblem = resolve(task.prepare)(task, recipe.data, model_source(recipe), options)
+    if train and not len(problem.train):
+        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
+        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
+    problem.lr_ratio = lr_ratio(recipe.method)
+    return problem
 
 
 def model_source(recipe: FinetuneRecipe) -> ModelSource:
@@ -251,45 +262,7 @@ def model_source(recipe: FinetuneRecipe) -> ModelSource:
     return ModelSource(recipe.model, recipe.revision, recipe.trust_remote_code, recipe.base, precision, load_model)
 
 
-def make_spec(recipe: FinetuneRecipe, task: Prepared) -> TrainingSpec:
-    """Return the task as a training problem; ``PeftlabError`` if there is nothing to train on."""
-    if task.train is None:
-        whole = "; data.validation=all is for peftlab eval" if recipe.data.validation == "all" else ""
-        raise PeftlabError(f"task {recipe.task}: there is no training split{whole}")
-    train, smoothing, weights = task.train(), recipe.train.label_smoothing, recipe.train.class_weights
-    loss = task.smoothed(smoothing) if smoothing and task.smoothed is not None else task.loss
-    loss = task.weighted(weights) if weights is not None and task.weighted is not None else loss
-    return TrainingSpec(
-        model=task.model,
-        train=train,
-        collate=task.collate,
-        loss=loss,
-        denominator=task.denominator(train),
-        score=task.score,
-        deciding=task.deciding,
-        higher_is_better=task.higher_is_better,
-        lr_ratio=lr_ratio(recipe.method),
-    )
-
-
-def _refer(spec: TrainingSpec, task: Prepared, accelerator: Accelerator, precision: str) -> None:
-    """Add to all rows what the model as it is makes of them, where the loss compares with it."""
-    if task.refer is not None:
-        model = AsTrained(spec.model, accelerator, precision)
-        spec.train = task.refer(model, spec.train)
-        task.compare_with(model)
-
-
-def _scored(spec: TrainingSpec, accelerator: Accelerator, precision: str) -> Scores:
-    """Return the scores of the model as it is, on the device and in the precision that train it."""
-    return spec.evaluate(AsTrained(spec.model, accelerator, precision))
-
-
-def _first(scores: Scores) -> dict[str, float]:
-    return next(iter(scores.values()))
-
-
-def _method_for(recipe: FinetuneRecipe, task: Prepared) -> MethodConfig:
+def _method_for(recipe: FinetuneRecipe, task: TaskProblem) -> MethodConfig:
     """Return the recipe's method, which also trains every body module that the checkpoint does not contain."""
     method = injected_method(recipe.method, recipe.train)
     head = task_head(task.model)
@@ -302,7 +275,7 @@ def _method_for(recipe: FinetuneRecipe, task: Prepared) -> MethodConfig:
 
 def _results(
     recipe: FinetuneRecipe,
-    task: Prepared,
+    task: TaskProblem,
     progress: Progress,
     baseline: Mapping[str, float],
     parameters: tuple[int, int],
@@ -346,7 +319,7 @@ def _results(
 
 def _write_out(
     recipe: FinetuneRecipe,
-    task: Prepared,
+    task: TaskProblem,
     model: nn.Module,
     run_dir: Path,
     results: FinetuneResults,
@@ -390,7 +363,7 @@ def _write_out(
     return results
 
 
-def sample_inputs(task: Prepared, n: int) -> list[dict[str, torch.Tensor]]:
+def sample_inputs(task: TaskProblem, n: int) -> list[dict[str, torch.Tensor]]:
     """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels."""
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]

@@ -12,10 +12,10 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.models.pretrained import load_base, load_config
 from peftlab.outputs import scratch_directory
-from peftlab.tasks.problem import Prepared
+from peftlab.tasks.problem import TaskProblem
 
 
-def merge_losses(task: Prepared, live: nn.Module, run_dir: Path, base: str, into: Into) -> dict[str, float]:
+def merge_losses(task: TaskProblem, live: nn.Module, run_dir: Path, base: str, into: Into) -> dict[str, float]:
     """Return the mean loss on the first evaluation split of the live model and of both merges.
 
     Args:
@@ -26,10 +26,11 @@ def merge_losses(task: Prepared, live: nn.Module, run_dir: Path, base: str, into
     device = next(live.parameters()).device
     with scratch_directory(run_dir / "merged", "other") as scratch:
         merge_checkpoint(run_dir / "adapter", base, scratch / other, MergeOptions(into=other))
+        data = next(iter(task.held_out.values()))
         found = {
-            "live": _loss(task, live),
-            into: _loss(task, _merged(run_dir / "merged", task.auto_class, device)),
-            other: _loss(task, _merged(scratch / other, task.auto_class, device)),
+            "live": task.mean_loss(live, data),
+            into: task.mean_loss(_merged(run_dir / "merged", task.auto_class, device), data),
+            other: task.mean_loss(_merged(scratch / other, task.auto_class, device), data),
         }
     return {name: found[name] for name in ("live", "dequantised", "original")}
 
@@ -39,17 +40,3 @@ def _merged(directory: Path, auto_class: str, device: torch.device) -> nn.Module
     stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
     model, _ = load_base(str(directory), auto_class, dtype=stored)
     return nn.Module.to(model, device)
-
-
-@torch.inference_mode()
-def _loss(task: Prepared, model: nn.Module) -> float:
-    data = next(iter(task.held_out.values()))
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total = 0.0
-    for i in range(0, len(data), 16):
-        batch = task.collate([data[j] for j in range(i, min(i + 16, len(data)))])
-        total += float(task.loss(model, {key: value.to(device) for key, value in batch.items()}))
-    model.train(was_training)
-    return total / task.denominator(data)(list(range(len(data))))

@@ -13,74 +13,66 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftlab.errors import PeftlabError
 from peftlab.methods.targets import embeddings_of
 from peftlab.registry import resolve
-from peftlab.tasks.answers import Answers, Array, Weights
+from peftlab.tasks.answers import Answers, Array
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.metrics import Analysis
-from peftlab.tasks.problem import Loss, ModelSource, Prepared, over_processes
+from peftlab.tasks.problem import Loss, ModelSource, TaskOptions, TaskProblem, mean_loss, over_processes
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, largest_id, padding_token, tokenise
 
 
-# ===== Labelled tasks: a model with a task head, trained on texts with labels.
-def prepare(
-    task: Task,
-    data: DataConfig,
-    source: ModelSource,
-    *,
-    max_length: int,
-    batch_size: int,
-    classes: Sequence[str] | None = None,
-) -> Prepared:
+def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
     """Return a task with labels and its model: the data first, as it is cheap to read and most often wrong.
 
     Args:
-        max_length: tokens an example is truncated to. batch_size: examples per evaluation batch and process.
-        classes: a trained model's class names in label order; None: those of task and data.
+        task: the table's row.
+        data: the recipe's data section.
+        source: where the model comes from.
+        options: what else the recipe says.
 
     Raises:
         PeftlabError: anything wrong with data or model, or no labelled split to evaluate on.
     """
-    loaded = load_task_data(task.name, data, classes)
+    loaded = load_task_data(task.name, data, options.classes)
     task, splits = loaded.task, loaded.splits
     answers: Answers = resolve(task.answers)(task)
-    tokenizer, model, fresh = load_classifier(answers, source, max_length)
+    tokenizer, model, fresh = load_classifier(answers, source, options.max_length)
     evaluated = [split for split in task.evaluation if split in splits]
     if not evaluated:
         there = ", ".join(splits) or "none"
         raise PeftlabError(f"task {task.name}: no labelled split to evaluate on; there is {there}")
-    tokens = partial(tokens_for, source.reference, answers, model, tokenizer, max_length)
+    first = evaluated[0]
+    tokens = partial(tokens_for, source.reference, answers, model, tokenizer, options.max_length)
     held_out = {split: tokens(splits[split]) for split in evaluated}
+    train = tokens(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     labels = list(splits["train"]["label"]) if "train" in splits else None
-    evaluation = Evaluation(answers, held_out, answers.collate(tokenizer), batch_size)
-
-    def taken_apart(model: nn.Module) -> Analysis:
-        return answers.analyse(evaluation.outputs(model, held_out[evaluated[0]]), splits[evaluated[0]])
-
-    def confidence(model: nn.Module, rows: Dataset) -> list[float]:
-        return answers.confidence(evaluation.outputs(model, rows))
-
-    return Prepared(
+    evaluation = Evaluation(answers, held_out, answers.collate(tokenizer), options.batch_size)
+    loss: Loss = answers.loss
+    if options.class_weights is not None and labels is not None:
+        loss = partial(answers.loss, weights=answers.weights(options.class_weights, labels))
+    return TaskProblem(
         task=task,
         tokenizer=tokenizer,
         model=model,
         fresh=fresh,
-        train=None if labels is None else partial(tokens, splits["train"]),
+        train=train,
         held_out=held_out,
         collate=evaluation.collate,
-        loss=answers.loss,
-        weighted=None if labels is None else partial(_weighted, answers, labels),
-        denominator=answers.denominator,
+        loss=loss,
+        mean_loss=partial(mean_loss, answers.loss, evaluation.collate, answers.denominator),
+        denominator=answers.denominator(train) if len(train) else len,
         score=evaluation.score,
         deciding=task.metrics[0],
-        baseline=None if labels is None else answers.baseline(labels, list(splits[evaluated[0]]["label"])),
+        baseline=None if labels is None else answers.baseline(labels, list(splits[first]["label"])),
         classes=class_counts(answers, splits),
         left_out=loaded.left_out,
         repeated=repeated_rows(task, splits),
         fingerprint=loaded.fingerprint,
-        analyse=taken_apart,
-        confidence=None if task.regression else confidence,
+        analyse=lambda model: answers.analyse(evaluation.outputs(model, held_out[first]), splits[first]),
+        confidence=None
+        if task.regression
+        else lambda model, indices: answers.confidence(evaluation.outputs(model, train.select(indices))),
         auto_class=answers.auto_class,
         pipeline=answers.pipeline,
     )
@@ -107,10 +99,6 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
     trained = set(inputs.get("train", ()))
     counts = {split: sum(row in trained for row in inputs.get(split, ())) for split in task.evaluation}
     return {split: count for split, count in counts.items() if count}
-
-
-def _weighted(answers: Answers, labels: Sequence[object], given: Weights) -> Loss:
-    return partial(answers.loss, weights=answers.weights(given, labels))
 
 
 def load_classifier(
@@ -146,7 +134,6 @@ def tokens_for(
     return tokens
 
 
-# ===== Scores of labelled tasks, in one process or many.
 @dataclass(frozen=True)
 class Evaluation:
     """Labelled splits and how a model is scored on them.

@@ -58,7 +58,7 @@ from peftlab.tasks.language_examples import (
     encode_rows,
     fingerprint,
 )
-from peftlab.tasks.problem import Loss, ModelSource, Prepared, RowSharing, over_processes
+from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, over_processes
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 from peftlab.untyped import Attributes, Unwrapped
@@ -119,53 +119,46 @@ def read_splits(
     return splits, {why: count for why, count in left_out.items() if count}
 
 
-def prepare(
-    task: Task,
-    data: DataConfig,
-    source: ModelSource,
-    *,
-    max_length: int,
-    batch_size: int,
-    classes: Sequence[str] | None = None,
-) -> Prepared:
-    """Return a language task with its model; arguments as for ``labelled.prepare``, without ``classes``."""
+def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
+    """Return a language task with its model; arguments as for ``labelled.prepare``."""
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limited(splits, data, left_out)
-    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, max_length)
-    held_out: dict[str, Dataset] = {}
-    for name, rows in held.items():
-        held_out[name], long = encode_rows(rows, tokenizer, how)
-        left_out = {why: left_out.get(why, 0) + long.get(why, 0) for why in left_out | long}
-    model, fresh = source.model("AutoModelForCausalLM", max_length)
+    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
+
+    def encoded(rows: Sequence[Source]) -> Dataset:
+        found, long = encode_rows(rows, tokenizer, how)
+        for why, count in long.items():
+            left_out[why] = left_out.get(why, 0) + count
+        return found
+
+    held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
+    model, fresh = source.model("AutoModelForCausalLM", options.max_length)
+    train = encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({})
     pad = padding_or_end(tokenizer) or 0
-    together = partial(collate, pad=pad)
+    padded = partial(collate, pad=pad)
     asked = held.get("test", held.get("validation", []))  # no checkpoint is chosen by its answers
-    prepared = Prepared(
+    return TaskProblem(
         task=task,
         tokenizer=tokenizer,
         model=model,
         fresh=fresh,
-        train=None,
+        train=train,
         held_out=held_out,
-        collate=together,
-        loss=nll,
-        denominator=_trained_tokens,
-        score=LanguageEvaluation(held_out, together, batch_size).score,
+        collate=padded,
+        loss=partial(nll, label_smoothing=options.label_smoothing) if options.label_smoothing else nll,
+        mean_loss=partial(mean_loss, nll, padded, _trained_tokens),
+        denominator=_trained_tokens(train) if len(train) else len,
+        score=LanguageEvaluation(held_out, padded, options.batch_size).score,
         deciding="loss",
         higher_is_better=False,
-        baseline=None,
         left_out=left_out,
         fingerprint=fingerprint(task.name, sorted(splits.items())),
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
-        smoothed=_smoothed,
         sharing=RowSharing(partial(pack, pad=pad), packing_fault),
         sample=partial(sample, tokenizer, next(iter(held.values()))[0]),
         contexts=partial(make_contexts, asked, tokenizer, how, data.split_seed) if task.prompted else None,
     )
-    if "train" in splits:
-        prepared.train = partial(_train, splits["train"], prepared, how)
-    return prepared
 
 
 def held_rows(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
@@ -201,17 +194,6 @@ def examples(
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
     """Return how a task's rows become tokens."""
     return Encoding(max_length, data.too_long or "drop", data.train_on or "assistant", split=task.name == "text/plain")
-
-
-def _train(rows: Sequence[Source], prepared: Prepared, how: Encoding) -> Dataset:
-    data, long = encode_rows(rows, prepared.tokenizer, how)
-    for why, count in long.items():
-        prepared.left_out[why] = prepared.left_out.get(why, 0) + count
-    return data
-
-
-def _smoothed(share: float) -> Loss:
-    return partial(nll, label_smoothing=share)
 
 
 def _trained_tokens(data: Dataset) -> Callable[[list[int]], float]:

@@ -24,7 +24,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.modes import eval_mode
 from peftlab.registry import resolve
 from peftlab.tasks.batches import eval_batches
-from peftlab.tasks.config import DataConfig, PreferenceObjective
+from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import (
     Completion,
     Conversation,
@@ -36,7 +36,7 @@ from peftlab.tasks.conversations import (
 from peftlab.tasks.data import Table, is_missing, quoted
 from peftlab.tasks.language import held_rows, limited, read_splits, sample, token_nll
 from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
-from peftlab.tasks.problem import ModelSource, Prepared, over_processes
+from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, over_processes
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 
@@ -55,24 +55,12 @@ def load_preferences(
     return task, splits, left_out
 
 
-def prepare(
-    task: Task,
-    data: DataConfig,
-    source: ModelSource,
-    *,
-    max_length: int,
-    batch_size: int,
-    objective: PreferenceObjective,
-    classes: Sequence[str] | None = None,
-) -> Prepared:
-    """Return the task with its model; arguments as for ``labelled.prepare``, without ``classes``.
-
-    Args:
-        objective: the recipe's.
-    """
+def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
+    """Return the task with its model; arguments as for ``labelled.prepare``, with an ``options.objective``."""
+    assert options.objective is not None
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limited(splits, data, left_out)
-    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, max_length)
+    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
 
     def encoded(rows: Sequence[Preference]) -> Dataset:
         found, long = encode_preferences(rows, tokenizer, how)
@@ -81,25 +69,27 @@ def prepare(
         return found
 
     held_out: dict[str, Dataset] = {name: encoded(rows) for name, rows in held.items()}
-    model, fresh = source.model("AutoModelForCausalLM", max_length)
+    model, fresh = source.model("AutoModelForCausalLM", options.max_length)
     pad = padding_or_end(tokenizer) or 0
-    evaluation = PreferenceEvaluation(held_out, pad, batch_size, objective.beta)
+    together = partial(collate_pairs, pad=pad)
+    loss = partial(preference_loss, beta=options.objective.beta)
+    evaluation = PreferenceEvaluation(held_out, pad, options.batch_size, options.objective.beta)
     answers = [(name, [s for row in rows for s in (row.chosen, row.rejected)]) for name, rows in sorted(splits.items())]
-    return Prepared(
+    return TaskProblem(
         task=task,
         tokenizer=tokenizer,
         model=model,
         fresh=fresh,
-        train=partial(encoded, splits["train"]) if "train" in splits else None,
+        train=encoded(splits["train"]) if options.train and "train" in splits else Dataset.from_dict({}),
         held_out=held_out,
-        collate=partial(collate_pairs, pad=pad),
-        loss=partial(preference_loss, beta=objective.beta),
-        denominator=lambda _: len,
+        collate=together,
+        loss=loss,
+        mean_loss=partial(mean_loss, loss, together, lambda _: len),
+        denominator=len,
         score=evaluation.score,
         refer=evaluation.refer,
         deciding="loss",
         higher_is_better=False,
-        baseline=None,
         left_out=left_out,
         fingerprint=fingerprint(task.name, answers),
         auto_class="AutoModelForCausalLM",

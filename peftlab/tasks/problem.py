@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
 from peftlab.models.pretrained import load_base, load_tokenizer, storage
+from peftlab.tasks.config import PreferenceObjective
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Attributes, Function
 
-# ===== A task with a model: what is trained, how it is scored, and what is said about the data.
 Scores = dict[str, dict[str, float]]  # split to metric to value
 
 
@@ -67,6 +68,29 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
+class TaskOptions:
+    """What a task's ``prepare`` takes from the recipe beside the data section and the model.
+
+    Attributes:
+        max_length: tokens of the longest example.
+        batch_size: examples per evaluation batch and process.
+        train: whether to tokenise the training split; evaluation alone does not need it.
+        classes: a trained model's class names in label order; None: those of task and data.
+        objective: the recipe's section, for a task that has objectives.
+        label_smoothing: share of each token's training loss that is the mean over the vocabulary.
+        class_weights: ``balanced``, or class name to what the training loss of its examples is multiplied by.
+    """
+
+    max_length: int
+    batch_size: int
+    train: bool = True
+    classes: Sequence[str] | None = None
+    objective: PreferenceObjective | None = None
+    label_smoothing: float = 0.0
+    class_weights: str | Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
 class RowSharing:
     """How a task's examples share rows (``train.packing``).
 
@@ -79,74 +103,138 @@ class RowSharing:
     fault: Callable[[PreTrainedModel, Sequence[Row]], str | None]
 
 
-@dataclass
-class Prepared:
-    """What the ``prepare`` function of a task's row returns; nothing is injected yet.
+@dataclass(kw_only=True)
+class TrainingProblem:
+    """What the training loop reads: a model, its examples, and the functions that compute its loss and its scores.
+
+    A finetune task and the training of a draft are two of them; the loop knows neither.
 
     Attributes:
+        model: the injected model; training puts the model with the best adapter in its place.
+        train: tokenised examples with a column ``length`` (tokens).
+        collate: rows to one padded batch of tensors, ``input_ids`` of shape [rows, longest] among them.
+        loss: (model, a batch) to the sum of the batch's losses, a scalar.
+        denominator: indices of a global batch to what the sum of its losses is divided by: examples, or tokens.
+        score: model to metrics by split, the deciding split first. It is called in eval mode, in every process.
+        deciding: the metric on the first split by which the best checkpoint is chosen.
+        higher_is_better: whether more of it is better.
+        lr_ratio: multiples of the learning rate by the last part of a parameter's name.
+        sharing: how examples share rows; None where each needs its own.
+        row_tokens: tokens of the rows that examples share; 0: each has its own.
+        confidence: model and indices of ``train`` to how probable the model's answer to each is; the least confident
+            are chosen (``train.sample``). Called in eval mode, in every process. None: answers have no probabilities.
+        at_step: called before each step with its number, from 0, and the number of all; returns what the loss does in
+            it where that changes its cost, else "". None: the loss is the same in all.
+        new: whether no step was ever trained, so that the first steps must show that each parameter learns.
+    """
+
+    model: nn.Module
+    train: Dataset
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
+    loss: Loss
+    denominator: Callable[[list[int]], float]
+    score: Callable[[nn.Module], Scores]
+    deciding: str
+    higher_is_better: bool = True
+    lr_ratio: Mapping[str, float] = field(default_factory=dict)
+    sharing: RowSharing | None = None
+    row_tokens: int = 0
+    confidence: Callable[[nn.Module, list[int]], Sequence[float]] | None = None
+    at_step: Callable[[int, int], str] | None = None
+    new: bool = True
+
+    def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return training examples as one batch: padded, or in rows that they share."""
+        if self.row_tokens and self.sharing is not None:
+            return self.sharing.collate(rows, self.row_tokens)
+        return self.collate(rows)
+
+    def evaluate(self, model: nn.Module) -> Scores:
+        """Return the scores of ``model`` (the model itself, or as accelerate wraps it), computed in eval mode.
+
+        Afterwards every module is in the mode it was in.
+        """
+        with eval_mode(model):
+            return self.score(model)
+
+
+@dataclass(kw_only=True)
+class TaskProblem(TrainingProblem):
+    """The training problem that a task's ``prepare`` returns, with what is known of its data; nothing is injected yet.
+
+    Attributes:
+        train: the tokenised training split; empty where there is none, or where ``TaskOptions`` did not want it.
         task: the row, with ``labels`` and ``text`` filled in from the data.
         fresh: parameters that the checkpoint does not contain, newly initialised.
-        train: tokenises the training split; None where there is none.
         held_out: tokenised splits to evaluate on, the deciding one first.
-        collate: rows to one batch of tensors.
-        loss: what is trained. smoothed: it with ``train.label_smoothing``; None where it has no labels to smooth.
-        weighted: it with ``train.class_weights``; None where there is no training split, or no classes.
-        denominator: (training set) to the function of a global batch's indices that the sum is divided by.
-        score: model to metrics by split; every process calls it.
-        deciding: the metric that decides which checkpoint is best. higher_is_better: in which direction.
+        mean_loss: model and a held-out split to its mean loss, without smoothing and class weights, in one process.
         baseline: metrics of always giving the same answer; None: the model before training is the baseline.
+        fingerprint: SHA-256 of the rows, equal on every machine.
         classes: class name to its number of examples by split; empty where there are none.
         left_out: reason to the number of rows that are in no split.
         repeated: evaluation split to the number of its rows whose text a training row has too, where there are any.
-        fingerprint: SHA-256 of the rows, equal on every machine.
         auto_class, pipeline: of transformers, for the model card.
-        sharing: how examples share rows; None where each needs its own.
         refer: (model, tokenised rows) to the rows with what the model that training starts from makes of them, which
             the loss and the scores compare with; every process calls it. None: they compare with no model.
         sample: model to a short output for a held-out input, to be read by people; None where there is none.
         analyse: model to what it gets right and wrong in the deciding split; every process calls it. None where
             answers are not single labels.
-        confidence: model and tokenised rows to how probable the model's answer to each is; every process calls it. None
-            where answers have no probabilities.
         contexts: (at most so many, or None for all) to the held-out prompts that can be answered; None where a row
             has no prompt.
     """
 
+    model: PreTrainedModel
     task: Task
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
     fresh: list[str]
-    train: Callable[[], Dataset] | None
     held_out: dict[str, Dataset]
-    collate: Callable[[Sequence[Row]], dict[str, Tensor]]
-    loss: Loss
-    denominator: Callable[[Dataset], Callable[[list[int]], float]]
-    score: Callable[[nn.Module], Scores]
-    deciding: str
-    baseline: Mapping[str, float] | None
+    mean_loss: Callable[[nn.Module, Dataset], float]
     fingerprint: str
-    higher_is_better: bool = True
+    baseline: Mapping[str, float] | None = None
     classes: dict[str, dict[str, int]] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     repeated: dict[str, int] = field(default_factory=dict)
     auto_class: str = "AutoModelForSequenceClassification"
     pipeline: str = "text-classification"
-    sharing: RowSharing | None = None
-    smoothed: Callable[[float], Loss] | None = None
-    weighted: Callable[[str | Mapping[str, float]], Loss] | None = None
     refer: Callable[[nn.Module, Dataset], Dataset] | None = None
     sample: Callable[[nn.Module], str] | None = None
     analyse: Callable[[nn.Module], Analysis] | None = None
     contexts: Callable[[int | None], Contexts] | None = None
-    confidence: Callable[[nn.Module, Dataset], Sequence[float]] | None = None
 
     def compare_with(self, model: nn.Module) -> None:
-        """Score held-out rows against ``model`` as it is now, where the scores compare with a model."""
-        if self.refer is not None:  # in place: ``score`` reads the same dict
+        """Let loss and scores compare with ``model`` as it is now, where they compare with a model."""
+        if self.refer is not None:
+            if len(self.train):
+                self.train = self.refer(model, self.train)
+            # In place: ``score`` reads the same dict.
             self.held_out |= {split: self.refer(model, rows) for split, rows in self.held_out.items()}
 
 
-# ===== Batches of an evaluation, shared out among the processes of a run.
+@torch.inference_mode()
+def mean_loss(
+    loss: Loss,
+    collate: Callable[[Sequence[Row]], dict[str, Tensor]],
+    denominator: Callable[[Dataset], Callable[[list[int]], float]],
+    model: nn.Module,
+    data: Dataset,
+) -> float:
+    """Return the mean loss of ``model`` on a split, in eval mode and in this process alone.
+
+    Args:
+        loss, collate: as of ``TrainingProblem``.
+        denominator: function of a split to the function of its indices that the sum of their losses is divided by.
+        model: on its device.
+        data: the tokenised split.
+    """
+    device = next(model.parameters()).device
+    total = 0.0
+    with eval_mode(model):
+        for i in range(0, len(data), 16):
+            batch = collate([data[j] for j in range(i, min(i + 16, len(data)))])
+            total += float(loss(model, {key: value.to(device) for key, value in batch.items()}))
+    return total / denominator(data)(list(range(len(data))))
+
+
 T = TypeVar("T")
 
 

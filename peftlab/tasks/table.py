@@ -32,8 +32,8 @@ class Task:
         token_loss: whether its loss is a sum over tokens, as ``train.packing`` and ``train.label_smoothing`` need.
         prompted: whether a row is a prompt and its answer, so that answers can be generated.
         trainable: whether there is a training split (the AX diagnostic has none and no labels either).
-        prepare: function of the task, the data section and the model's source to a ``Prepared``, by keyword
-            ``max_length``, ``batch_size`` and ``classes``; default: labelled texts and a task head.
+        prepare: function of the task, the data section, the model's source and ``TaskOptions`` to a ``TaskProblem``
+            (``peftlab.tasks.problem``); default: labelled texts and a task head.
         answers: class of what the answers of a labelled task are, by that ``prepare``: their head, loss, scores and
             predictions (``peftlab.tasks.answers:Answers``).
         columns: function from the data section and the names of a file's columns to the ``Columns`` that it must have;
@@ -41,7 +41,7 @@ class Task:
         load: function from the task, the recipe's data section and a trained model's class names (or None) to the
             task with ``labels`` and ``text`` filled in, its splits, and the number of rows left out by reason.
         objectives: names of the objectives that a recipe chooses from, the usual one first; empty: the task has its own
-            loss. Else ``prepare`` also takes the recipe's ``objective``.
+            loss. Else the ``TaskOptions`` have the recipe's ``objective``.
         examples: function of the task, the data section, a row, the tokenizer and ``max_length`` to the row's examples,
             each a list of sequences with their titles, to be shown to people; for tasks that are not labelled.
         check: function from the task and the recipe's data section to what is wrong with the section, each as the

@@ -27,6 +27,7 @@ from peftlab.methods.modes import eval_mode
 from peftlab.methods.targets import layer_index
 from peftlab.models.costs import Meter
 from peftlab.tasks.batches import padded_tokens, split_rows
+from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
 from peftlab.training.efficient import (
@@ -41,7 +42,6 @@ from peftlab.training.efficient import (
 from peftlab.training.faults import FirstStepsCheck, Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
-from peftlab.training.spec import TrainingSpec
 from peftlab.training.state import (
     Progress,
     checkpoint_path,
@@ -55,7 +55,7 @@ from peftlab.training.trackers import JsonlTracker, flat
 
 # ===== The training loop.
 def train(
-    spec: TrainingSpec,
+    problem: TrainingProblem,
     settings: TrainConfig,
     accelerator: Accelerator,
     run_dir: Path,
@@ -63,13 +63,13 @@ def train(
     resume: bool = False,
     saved: Callable[[], None] = lambda: None,
 ) -> Progress:
-    """Train ``spec.model`` and replace it by the model with the best evaluation's adapter, in eval mode.
+    """Train ``problem.model`` and replace it by the model with the best evaluation's adapter, in eval mode.
 
     Each step takes one global batch, split over processes and accumulation steps; its loss is the sum over the
-    batch divided by ``spec.denominator``, however the batch is split. The order of examples depends on the seed and
+    batch divided by ``problem.denominator``, however the batch is split. The order of examples depends on the seed and
     the epoch alone. Checkpoints are written at evaluations, every ``settings.save_every`` steps and after a signal.
 
-    ``spec.model`` remains the same object, except under FSDP2: there it becomes a plain copy whose frozen parameters
+    ``problem.model`` remains the same object, except under FSDP2: there it becomes a plain copy whose frozen parameters
     are on the meta device.
 
     Args:
@@ -84,12 +84,12 @@ def train(
             no space on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    row_tokens = min(spec.row_tokens, settings.max_length)
-    order = make_order(spec.train["length"], settings, row_tokens)
-    selection = make_selection(spec.train["length"], settings, row_tokens, order.total)
+    row_tokens = min(problem.row_tokens, settings.max_length)
+    order = make_order(problem.train["length"], settings, row_tokens)
+    selection = make_selection(problem.train["length"], settings, row_tokens, order.total)
     checkpoints = run_dir / "checkpoints"
-    final = adapter_template(spec.model) if accelerator.is_fsdp2 else spec.model
-    trainer = _prepare(spec, settings, accelerator, checkpoints, resume)
+    final = adapter_template(problem.model) if accelerator.is_fsdp2 else problem.model
+    trainer = _prepare(problem, settings, accelerator, checkpoints, resume)
     progress = trainer.progress
     log = Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order)
     with log, StopSignals(accelerator) as signals:
@@ -112,7 +112,7 @@ def train(
                 raise Interrupted(signal, progress.step, run_dir)
             clock = time.perf_counter()
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
-    spec.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
+    problem.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
     return progress
 
 
@@ -126,14 +126,14 @@ class _Trainer:
     """What changes from step to step.
 
     Attributes:
-        model: ``spec.model`` as accelerate wraps it.
+        model: ``problem.model`` as accelerate wraps it.
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
         meter: what each kind of step costs.
         emulation: of other hardware's number formats; None where there is none.
     """
 
-    spec: TrainingSpec
+    problem: TrainingProblem
     settings: TrainConfig
     accelerator: Accelerator
     model: nn.Module
@@ -158,15 +158,15 @@ class _Trainer:
             batches = order.batches(progress.step)
             if selection is not None:
                 batches = selection.batches(progress.step, progress.chosen)
-            yield from load_batches(self.spec, batches, self.parts, self.accelerator)
+            yield from load_batches(self.problem, batches, self.parts, self.accelerator)
 
     def _confidence(self, indices: list[int]) -> Sequence[float]:
         """Return the confidence of the model as it is for each example, and count what this costs."""
-        assert self.spec.confidence is not None
+        assert self.problem.confidence is not None
         half = max(1, self.settings.eval_batch_size // 2)
         advice = memory_advice("while scoring examples", [f"train.eval_batch_size={half}"])
         with advice, eval_mode(self.model), self.computing(), self.meter.scoring() as counter:
-            found = self.spec.confidence(self.model, indices)
+            found = self.problem.confidence(self.model, indices)
         self.progress.scored_examples += len(indices)
         self.progress.scoring_flops += counter.flops
         return found
@@ -178,8 +178,8 @@ class _Trainer:
             the mean loss and the gradient's norm.
         """
         accelerator, progress = self.accelerator, self.progress
-        work = "" if self.spec.at_step is None else self.spec.at_step(progress.step, total)
-        denominator = self.spec.denominator(batch.indices)
+        work = "" if self.problem.at_step is None else self.problem.at_step(progress.step, total)
+        denominator = self.problem.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
         norm = torch.zeros(())
         resting = self.sampling.resting(progress.step) if self.sampling is not None else {}
@@ -198,7 +198,7 @@ class _Trainer:
             ):
                 with frozen(resting), self.computing():
                     with self.meter.forward(kind):
-                        loss = self.spec.loss(self.model, inputs) * weight
+                        loss = self.problem.loss(self.model, inputs) * weight
                     # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
                     # is the global batch's. Under ZeRO, backward also clips and steps, and _update does neither again.
                     with self.meter.backward(kind):
@@ -215,7 +215,7 @@ class _Trainer:
     def _update(self, norm: Tensor, lr: float, resting: Collection[str]) -> Tensor:
         """Clip and step, once the last accumulation step's gradients are there; return the gradient's norm."""
         if self.accelerator.sync_gradients:
-            parameters = trainable_parameters(self.spec.model).values()
+            parameters = trainable_parameters(self.problem.model).values()
             norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)
         self.optimiser.step()
         if self.emulation is not None:
@@ -240,11 +240,11 @@ class _Trainer:
         log.evaluating()  # a loss that is not finite stops here, before it is scored
         half = max(1, self.settings.eval_batch_size // 2)
         with memory_advice("while evaluating", [f"train.eval_batch_size={half}"]), self.computing():
-            scores = self.spec.evaluate(self.model)
-        score = next(iter(scores.values()))[self.spec.deciding]
+            scores = self.problem.evaluate(self.model)
+        score = next(iter(scores.values()))[self.problem.deciding]
         progress = self.progress
         progress.last_metrics = scores
-        sign = 1 if self.spec.higher_is_better else -1
+        sign = 1 if self.problem.higher_is_better else -1
         if progress.best_score is None or sign * score > sign * progress.best_score:
             progress.best_step, progress.best_score, progress.best_metrics = progress.step, score, scores
             progress.stale = 0
@@ -255,16 +255,16 @@ class _Trainer:
     def save(self, directory: Path, saved: Callable[[], None]) -> None:
         """Write a checkpoint; the main process then calls ``saved``."""
         keep = self.settings.keep_checkpoints
-        save_checkpoint(directory, self.accelerator, self.spec.model, self.optimiser, self.progress, keep)
+        save_checkpoint(directory, self.accelerator, self.problem.model, self.optimiser, self.progress, keep)
         if self.accelerator.is_main_process:
             saved()
 
 
 def _prepare(
-    spec: TrainingSpec, settings: TrainConfig, accelerator: Accelerator, checkpoints: Path, resume: bool
+    problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator, checkpoints: Path, resume: bool
 ) -> _Trainer:
     """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint."""
-    sampling = make_layer_sampling(spec.model, settings)
+    sampling = make_layer_sampling(problem.model, settings)
     kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
     if sampling is not None and accelerator.distributed_type != DistributedType.NO:
         raise PeftlabError(
@@ -276,21 +276,21 @@ def _prepare(
         raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
     if settings.emulate is not None and divided:
         raise PeftlabError(f"train.emulate: {kind} divides parameters or averages; train in plain processes (DDP)")
-    emulation = None if settings.emulate is None else Emulation(spec.model, settings.emulate)
-    optimiser = make_optimiser(trainable_parameters(spec.model), settings, spec.lr_ratio)
-    model, optimiser = accelerator.prepare(spec.model, optimiser)
-    progress = load_checkpoint(checkpoints, accelerator, spec.model, optimiser) if resume else Progress()
-    compiled = settings.compile and try_compile(spec, accelerator)
+    emulation = None if settings.emulate is None else Emulation(problem.model, settings.emulate)
+    optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio)
+    model, optimiser = accelerator.prepare(problem.model, optimiser)
+    progress = load_checkpoint(checkpoints, accelerator, problem.model, optimiser) if resume else Progress()
+    compiled = settings.compile and try_compile(problem, accelerator)
     check = None
-    if progress.step == 0 and spec.new:
+    if progress.step == 0 and problem.new:
         zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         rounded = settings.weights is not None or settings.emulate is not None
-        check = FirstStepsCheck(spec.model, gradients_kept=not zero, moves=not rounded)
+        check = FirstStepsCheck(problem.model, gradients_kept=not zero, moves=not rounded)
     counted = accelerator.distributed_type == DistributedType.NO and not compiled
     wide = settings.weights is not None
     model.train()
-    meter = Meter(spec.model, progress.step_costs, active=counted, fp32_averages=wide)
-    return _Trainer(spec, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
+    meter = Meter(problem.model, progress.step_costs, active=counted, fp32_averages=wide)
+    return _Trainer(problem, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
 
 
 def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
@@ -324,28 +324,28 @@ class GlobalBatch:
 
 
 def load_batches(
-    spec: TrainingSpec, batches: Iterable[list[int]], parts: int, accelerator: Accelerator
+    problem: TrainingProblem, batches: Iterable[list[int]], parts: int, accelerator: Accelerator
 ) -> Iterator[GlobalBatch]:
     """Yield each batch, split into ``parts`` over accumulation steps and processes, as tensors.
 
     On a device with its own memory a thread makes each batch during the step before, in pinned memory.
     """
     pinned = accelerator.device.type == "cuda"
-    lengths = list(spec.train["length"])
+    lengths = list(problem.train["length"])
 
     def collated(indices: list[int]) -> dict[str, Tensor]:
-        inputs = spec.collate(spec.train.__getitems__(indices))
+        inputs = problem.batch(problem.train.__getitems__(indices))
         return {key: value.pin_memory() for key, value in inputs.items()} if pinned else inputs
 
     def load(indices: list[int]) -> GlobalBatch:
-        split = split_rows(indices, parts, lengths, spec.row_tokens)
+        split = split_rows(indices, parts, lengths, problem.row_tokens)
         mine = split[accelerator.process_index :: accelerator.num_processes]
         # Every process makes the same number of backward passes: an empty part repeats an example with weight 0.
         return GlobalBatch(
             indices,
             [(int(bool(part)), collated(part or indices[:1])) for part in mine],
             sum(lengths[i] for i in indices),
-            sum(padded_tokens([lengths[i] for i in part], spec.row_tokens) for part in split),
+            sum(padded_tokens([lengths[i] for i in part], problem.row_tokens) for part in split),
         )
 
     loaded = map(load, batches)
@@ -363,8 +363,8 @@ def prefetch(items: Iterator[T]) -> Iterator[T]:
 
 
 # ===== torch.compile as an option: where it fails, the run continues without it.
-def try_compile(spec: TrainingSpec, accelerator: Accelerator) -> bool:
-    """Compile ``spec.model`` in place for batches of any shape; if that fails, print why and leave it as it was.
+def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
+    """Compile ``problem.model`` in place for batches of any shape; if that fails, print why and leave it as it was.
 
     One forward and backward pass over the longest example shows whether it works; gradients are cleared and the
     random number generators restored afterwards.
@@ -372,24 +372,24 @@ def try_compile(spec: TrainingSpec, accelerator: Accelerator) -> bool:
     Returns:
         Whether the model is compiled.
     """
-    lengths = list(spec.train["length"])
-    row = spec.train[lengths.index(max(lengths))]
-    inputs = {key: value.to(accelerator.device) for key, value in spec.collate([row, row]).items()}
+    lengths = list(problem.train["length"])
+    row = problem.train[lengths.index(max(lengths))]
+    inputs = {key: value.to(accelerator.device) for key, value in problem.batch([row, row]).items()}
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    spec.model.train()
-    spec.model.compile(dynamic=True)
+    problem.model.train()
+    problem.model.compile(dynamic=True)
     try:
         with torch.random.fork_rng(devices):
-            spec.loss(spec.model, inputs).backward()
+            problem.loss(problem.model, inputs).backward()
         return True
     except Exception as error:  # the compiler raises many types
-        spec.model._compiled_call_impl = None
+        problem.model._compiled_call_impl = None
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = " ".join(lines[:2]) or type(error).__name__
         accelerator.print(f"train.compile: continuing without it, as torch.compile failed: {reason}")
         return False
     finally:
-        spec.model.zero_grad(set_to_none=True)
+        problem.model.zero_grad(set_to_none=True)
 
 
 # ===== What a run reports while it runs: the metrics file, the trackers, the progress bar.

@@ -71,16 +71,16 @@ def recipe(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> A
     )  # fmt: skip
 
 
-def loaded(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> tuple[Any, Any, Any]:
-    """Return the recipe, the task with its model, and the training problem, seeded."""
+def loaded(base: Path, data: Path, train_on: str, packing: bool, out: Path) -> tuple[Any, Any]:
+    """Return the recipe, and the task with its model, seeded."""
     from accelerate.utils import set_seed
 
-    from peftlab.pipelines.finetune import load_task, make_spec
+    from peftlab.pipelines.finetune import load_task
 
     checked = recipe(base, data, train_on, packing, out)
     set_seed(0)
     task = load_task(checked)
-    return checked, task, make_spec(checked, task)
+    return checked, task
 
 
 def ours(base: Path, data: Path, train_on: str, out: Path, *, packing: bool) -> Figures:
@@ -91,13 +91,13 @@ def ours(base: Path, data: Path, train_on: str, out: Path, *, packing: bool) -> 
     from peftlab.pipelines.row_sharing import share_rows
     from peftlab.training.loop import train
 
-    checked, task, spec = loaded(base, data, train_on, packing, out)
+    checked, task = loaded(base, data, train_on, packing, out)
     inject(task.model, checked.method)
     accelerator = Accelerator(cpu=True)
-    spec = share_rows(spec, task.sharing, checked.train, accelerator)
-    progress = train(spec, checked.train, accelerator, out)
+    share_rows(task, checked.train, accelerator)
+    progress = train(task, checked.train, accelerator, out)
     return {
-        "tokens": progress.tokens, "trained": sum(spec.train["trained_tokens"]), "seconds": progress.seconds,
+        "tokens": progress.tokens, "trained": sum(task.train["trained_tokens"]), "seconds": progress.seconds,
         "steps": progress.step, "loss": progress.last_metrics["validation"]["loss"], "peak": peak(),
     }  # fmt: skip
 
@@ -112,15 +112,15 @@ def theirs(
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    _, task, spec = loaded(base, data, train_on, False, out)
+    _, task = loaded(base, data, train_on, False, out)
     columns = {
-        "input_ids": list(spec.train["input_ids"]),
+        "input_ids": list(task.train["input_ids"]),
         "labels": [
             [token if kept else -100 for token, kept in zip(ids, marks, strict=True)]
-            for ids, marks in zip(spec.train["input_ids"], spec.train["trained"], strict=True)
+            for ids, marks in zip(task.train["input_ids"], task.train["trained"], strict=True)
         ],
     }
-    mean = statistics.mean(spec.train["length"])
+    mean = statistics.mean(task.train["length"])
     trainer = SFTTrainer(
         model=task.model,
         processing_class=task.tokenizer,
@@ -149,7 +149,7 @@ def theirs(
     with torch.no_grad():
         loss = task.score(trainer.model.base_model.model)["validation"]["loss"]
     return {
-        "tokens": sum(spec.train["length"]), "trained": sum(spec.train["trained_tokens"]),
+        "tokens": sum(task.train["length"]), "trained": sum(task.train["trained_tokens"]),
         "seconds": marks[1] - marks[0], "steps": trainer.state.global_step, "loss": loss, "peak": highest,
     }  # fmt: skip
 

@@ -43,7 +43,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
     from accelerate.utils import set_seed
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.finetune import load_task, make_spec
+    from peftlab.pipelines.finetune import load_task
     from peftlab.training.loop import train
 
     with tempfile.TemporaryDirectory() as out:
@@ -51,8 +51,7 @@ def ours(task: str) -> tuple[float, dict[str, float]]:
         set_seed(0)
         held = load_task(loaded)
         inject(held.model, loaded.method)
-        spec = make_spec(loaded, held)
-        progress = train(spec, loaded.train, Accelerator(cpu=True), Path(out))
+        progress = train(held, loaded.train, Accelerator(cpu=True), Path(out))
     return progress.examples / progress.seconds, next(iter(progress.last_metrics.values()))
 
 
@@ -62,19 +61,18 @@ def theirs(task: str, padded: bool) -> tuple[float, dict[str, float]]:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from peftlab.pipelines.finetune import load_task, make_spec
+    from peftlab.pipelines.finetune import load_task
     from peftlab.training.optimiser import lr_factor
 
     with tempfile.TemporaryDirectory() as out:
         loaded = recipe(task, out)
         set_seed(0)
         held = load_task(loaded)
-        spec = make_spec(loaded, held)
         model: Any = peft.get_peft_model(
             held.model, peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"])
         )
-        columns = [name for name in ("input_ids", "token_type_ids", "label") if name in spec.train.column_names]
-        rows = [{name: spec.train[i][name] for name in columns} for i in range(len(spec.train))]
+        columns = [name for name in ("input_ids", "token_type_ids", "label") if name in held.train.column_names]
+        rows = [{name: held.train[i][name] for name in columns} for i in range(len(held.train))]
         pad = {"padding": "max_length", "max_length": 128} if padded else {"padding": True}
 
         def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -97,7 +95,7 @@ def theirs(task: str, padded: bool) -> tuple[float, dict[str, float]]:
             optimiser.zero_grad()
         seconds = time.perf_counter() - started
         Accelerator(cpu=True)  # the process state that scoring asks for the device
-        scores = spec.evaluate(model)
+        scores = held.evaluate(model)
     return len(rows) / seconds, next(iter(scores.values()))
 
 

@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 
 from peftlab.files import write_json
 from peftlab.methods.injection import inject
-from peftlab.pipelines.finetune import load_task, make_spec
+from peftlab.pipelines.finetune import load_task
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.training.loop import train
@@ -40,7 +40,7 @@ def train_peft(cell: Cell) -> float:
     )
     peft.get_peft_model(held.model, config)  # its layers are put into held.model, which stays the model
     with tempfile.TemporaryDirectory() as out:
-        progress = train(make_spec(recipe, held), recipe.train, Accelerator(cpu=True), Path(out))
+        progress = train(held, recipe.train, Accelerator(cpu=True), Path(out))
     assert progress.best_score is not None
     return progress.best_score
 

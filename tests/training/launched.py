@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe
-from peftlab.training.spec import Scores, TrainingSpec
+from peftlab.tasks.problem import Scores, TrainingProblem
 
 _start = AcceleratorState.__init__
-_evaluate = TrainingSpec.evaluate
+_evaluate = TrainingProblem.evaluate
 
 
 def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
@@ -31,7 +31,7 @@ def _sharding(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
         self.fsdp_plugin = options["fsdp_plugin"]
 
 
-def _checking(self: TrainingSpec, model: torch.nn.Module) -> Scores:
+def _checking(self: TrainingProblem, model: torch.nn.Module) -> Scores:
     frozen = {parameter.requires_grad for parameter in model.parameters() if isinstance(parameter, DTensor)}
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert frozen and not whole, f"not sharded: {whole}"
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = _sharding
-        TrainingSpec.evaluate = _checking  # type: ignore[method-assign]
+        TrainingProblem.evaluate = _checking  # type: ignore[method-assign]
     for argument in sys.argv[1:]:
         file = argument.removeprefix("resume:")
         run_recipe(load_recipe(file, []), resume=file != argument)

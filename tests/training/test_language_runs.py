@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,8 @@ from peftlab.pipelines.row_sharing import share_rows
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.tasks.language import pack, packing_fault
-from peftlab.tasks.problem import RowSharing
+from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.distributed import make_accelerator
-from peftlab.training.spec import TrainingSpec
 from peftlab.training.trackers import flat
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"
@@ -79,9 +76,7 @@ def test_a_merge_compares_on_the_first_held_out_rows(recipe: Path) -> None:
 def test_the_results_say_how_many_tokens_of_an_epoch_are_trained(recipe: Path, finished: Path) -> None:
     loaded = load_recipe(recipe)
     assert isinstance(loaded, FinetuneRecipe)
-    train = load_task(loaded).train
-    assert train is not None
-    trained = [sum(flags) for flags in train()["trained"]]
+    trained = [sum(flags) for flags in load_task(loaded).train["trained"]]
     assert len(trained) == 24 and min(trained) > 0
     assert json.loads((finished / "results.json").read_text())["trained_tokens"] == sum(trained)
 
@@ -144,16 +139,13 @@ class TestPacking:
         values = load_recipe(str(recipe), [*self.PACKED, f"train.gradient_accumulation_steps={parts}"]).model_dump()
         accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path, "auto")
 
-        def share(spec: TrainingSpec) -> None:
-            sharing = RowSharing(partial(pack, pad=0), packing_fault)
-            found = share_rows(spec, sharing, FinetuneRecipe.model_validate(values).train, accelerator)
-            spec.collate, spec.row_tokens = found.collate, found.row_tokens
+        def share(spec: TrainingProblem) -> None:
+            share_rows(spec, FinetuneRecipe.model_validate(values).train, accelerator)
             assert spec.row_tokens == 64
 
-        def pad(spec: TrainingSpec) -> None:
-            collate = spec.collate
+        def pad(spec: TrainingProblem) -> None:
             share(spec)
-            spec.collate = collate
+            spec.sharing = None
 
         losses = []
         for name, change in (("packed", share), ("padded", pad)):

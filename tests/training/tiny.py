@@ -144,18 +144,18 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a recipe's ``train`` section and training spec, seeded and injected as a run does it."""
+    """Return a recipe's ``train`` section and training problem, seeded and injected as a run does it."""
     from accelerate.utils import set_seed
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.finetune import load_task, make_spec
+    from peftlab.pipelines.finetune import load_task
     from peftlab.recipe.schema import FinetuneRecipe, injected_method
 
     checked = FinetuneRecipe.model_validate(values)
     set_seed(checked.train.seed)
     task = load_task(checked)
     inject(task.model, injected_method(checked.method, checked.train))
-    return checked.train, make_spec(checked, task)
+    return checked.train, task
 
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from peftlab.drafting.text.repetition import Repetition
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
 from peftlab.models.costs import Cost
-from peftlab.training.spec import Scores
+from peftlab.tasks.problem import Scores
 from peftlab.training.state import SelectionResult
 
 

@@ -19,7 +19,7 @@ from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.remote.mirror import local_copy
-from peftlab.tasks.problem import Prepared
+from peftlab.tasks.problem import TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on
 
@@ -131,13 +131,13 @@ def _merged_beside(reference: str | Path, trained: Trained) -> Path:
     return home / "merged"
 
 
-def _load(trained: Trained) -> Prepared:
+def _load(trained: Trained) -> TaskProblem:
     """Load model and data, whose labels are read as the model's classes.
 
     An adapter of another library names none: then the labels must be class numbers.
     """
     recipe, classes = trained.loaded, trained.class_names()
-    task = load_task(recipe, classes)
+    task = load_task(recipe, classes, train=False)
     if trained.adapter is None:
         refuse_untrained(recipe.model, task.fresh)
         return task
@@ -152,7 +152,7 @@ def _load(trained: Trained) -> Prepared:
     return task
 
 
-def _starting_model(recipe: FinetuneRecipe, task: Prepared) -> nn.Module:
+def _starting_model(recipe: FinetuneRecipe, task: TaskProblem) -> nn.Module:
     """Load the model that training started from."""
     model, _ = model_source(recipe).model(task.auto_class, recipe.train.max_length)
     if recipe.init_from is not None:
