@@ -65,7 +65,7 @@ def test_an_unknown_row_names_the_nearest() -> None:
 def test_another_distribution_adds_a_row_read_at_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = _table()
     monkeypatch.syspath_prepend(str(tmp_path))
-    row = "from tests.test_rows import Fruit\nPEAR = Fruit('collections:deque')\n"
+    row = "from tests.test_registry import Fruit\nPEAR = Fruit('collections:deque')\n"
     _install(tmp_path, "orchard", {"pear": "orchard_rows:PEAR"}, {"orchard_rows.py": row})
     assert "orchard_rows" not in sys.modules
     assert list(table) == ["apple", "pear"]
@@ -76,10 +76,10 @@ def test_another_distribution_adds_a_row_read_at_first_use(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("points", "reason"),
     [
-        ({"apple": "tests.test_rows:APPLE"}, "fruit 'apple' is defined twice: by peftlab and by .* of orchard"),
+        ({"apple": "tests.test_registry:APPLE"}, "fruit 'apple' is defined twice: by peftlab and by .* of orchard"),
         ({"pear": "no_such_package:PEAR"}, "fruit 'pear', an entry point of orchard: .*cannot be imported"),
-        ({"pear": "tests.test_rows:PEAR"}, "fruit 'pear', an entry point of orchard: .* has no 'PEAR'"),
-        ({"pear": "collections:OrderedDict"}, "OrderedDict is a type, not a tests.test_rows.Fruit"),
+        ({"pear": "tests.test_registry:PEAR"}, "fruit 'pear', an entry point of orchard: .* has no 'PEAR'"),
+        ({"pear": "collections:OrderedDict"}, "OrderedDict is a type, not a tests.test_registry.Fruit"),
     ],
 )
 def test_an_entry_point_that_is_no_new_row_is_refused(
@@ -94,6 +94,6 @@ def test_an_entry_point_that_is_no_new_row_is_refused(
 def test_two_distributions_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("orchard", "plantation"):
-        _install(tmp_path, name, {"pear": "tests.test_rows:APPLE"})
+        _install(tmp_path, name, {"pear": "tests.test_registry:APPLE"})
     with pytest.raises(PeftlabError, match=r"'pear' is defined twice: by orchard and by .* of plantation"):
         len(_table())
