@@ -1,25 +1,35 @@
-"""Reading files with clear errors, and writing files that are either absent or complete.
+"""Files and output directories: read with clear errors, written complete or not at all, and owned by one process.
 
-A file is written under a temporary name, synced and then renamed. One in a staging directory is synced with all others
-there, when they are complete (``outputs.staged_directory``).
+A file is written under a temporary name, synced and then renamed. A directory that appears at once is written beside
+its place and renamed (``staged_directory``); one that a run fills step by step is locked while it does (``claimed``).
+Each contains ``peftlab.json``: its kind, and the files in it that peftlab wrote. Only such a directory is ever
+replaced, only by one of the same kind, and only if it contains nothing else and none of the inputs.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 from peftlab.errors import PeftlabError, reason
+from peftlab.references import is_url
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,6 +51,8 @@ _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
 }  # fmt: skip
 STAGING_PREFIX = ".peftlab-tmp-"
+LOCK = f"{STAGING_PREFIX}lock"
+MARK = "peftlab.json"
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # Libraries in Rust (tokenizers, safetensors) raise errors of their own types; shutil.Error has the texts of several.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
@@ -278,3 +290,471 @@ def real(path: str | Path) -> Path:
         return Path(os.path.realpath(path))
     except ValueError as error:  # a null character
         raise PeftlabError(f"{str(path)!r}: not a path ({error})") from None
+
+
+# Locks
+
+
+@contextmanager
+def locked(file: Path, path: str | Path, *, wait: float = 0.0) -> Iterator[bool]:
+    """Hold the operating system's lock on ``file`` for the block; the file is made for it and removed afterwards.
+
+    Yields whether it is held: where the system has no locks, a warning is printed, and nothing is locked.
+
+    A lock ends with the process that holds it, however that ends, so that nothing has to be removed by hand. A file
+    server may keep the lock of a host that is gone: the file names host and process, for ``remove_lost``. Missing
+    directories above ``file`` are made, and removed again if nothing was put into them.
+
+    Args:
+        file: the lock's own file.
+        path: the output that the lock protects, for messages.
+        wait: seconds to wait for another process.
+
+    Raises:
+        PeftlabError: another process holds it, or the file cannot be made.
+    """
+    made = [directory for directory in file.parents if not os.path.exists(directory)]
+    until = time.monotonic() + wait
+    try:
+        while (opened := _open_locked(file, path)) is None:
+            if time.monotonic() >= until:
+                host, process = _owner(file)
+                who = f" ({host}, process {process})" if host else ""
+                raise PeftlabError(
+                    f"{path}: another process is writing it{who}; wait for it to end, or choose another directory"
+                )
+            time.sleep(0.05)
+    except OSError as error:
+        raise PeftlabError(f"{path}: cannot be written ({error.strerror or error})") from None
+    descriptor, held = opened
+    try:
+        yield held
+    finally:
+        if os.name != "nt" and _same_file(file, descriptor):
+            file.unlink()  # before the lock is released: afterwards the file may be another process's
+        os.close(descriptor)
+        if os.name == "nt":  # removes no open file
+            with suppress(OSError):
+                file.unlink()
+        for directory in made:
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def _open_locked(file: Path, path: str | Path) -> tuple[int, bool] | None:
+    """Return a descriptor of ``file`` and whether it holds its lock; None where another process does."""
+    from filelock import lock_descriptor
+
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its last owner removed the directory just now
+            continue
+        free = held = False
+        try:
+            free = held = lock_descriptor(descriptor, blocking=False)
+        except OSError as error:
+            free, why = True, f"this system has no file locks ({reason(error)})"
+            print(f"{path}: {why}; start no second process that writes it", file=sys.stderr)
+        if free and _same_file(file, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{platform.node()} {os.getpid()}\n".encode())
+            return descriptor, held
+        os.close(descriptor)
+        if not free:
+            return None  # else its last owner removed the file between the two calls: make it anew
+
+
+def is_locked(directory: str | Path) -> bool:
+    """Return whether a process holds the run directory ``directory``; False where the system has no locks."""
+    from filelock import lock_descriptor
+
+    try:
+        descriptor = os.open(real(directory) / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not lock_descriptor(descriptor, blocking=False)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def remove_lost(directory: str | Path, hosts: Collection[str]) -> None:
+    """Remove the lock on a run directory that a host holds which is not among ``hosts``, those that are alive."""
+    file = real(directory) / LOCK
+    host, _ = _owner(file)
+    if host and host not in hosts:
+        file.unlink(missing_ok=True)
+
+
+def _owner(file: Path) -> tuple[str, str]:
+    """Return host and process id of the owner of a lock; empty texts where it has not written them yet."""
+    with suppress(OSError, ValueError):
+        host, process = file.read_text(encoding="utf-8").split()
+        return host, process
+    return "", ""
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    """Return whether ``path`` still names what ``descriptor`` has opened."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+# Output directories
+
+
+Inputs = Mapping[str, "str | Path | None"]
+"""What an output must not destroy: paths by their names in messages ("the model"). A value that is not a path, such
+as a hub id, is ignored."""
+_REMOVED = f"{STAGING_PREFIX}removed-"
+_PATIENCE = 600.0  # seconds to wait for the processes that hold a shared directory: hundreds that end write it in turn
+_MODEL = (
+    "README.md", "config.json", "generation_config.json", "merge.json", "*.safetensors", "*.safetensors.index.json",
+    "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_config.json", "gated_lora.json", "target.json",
+    "draft_vocabulary.json", "data.json", "*preprocessor_config.json", "processor_config.json", "*.py", "*.gguf",
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
+    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*",
+    "additional_chat_templates/*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
+)  # fmt: skip
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "run": (
+        "recipe.yaml", "provenance.json", "metrics.jsonl", "checkpoints/step-*.pt", "checkpoints/step-*.pt.damaged",
+        "acceptance_head.safetensors", "results.json", "report.html", "updates/replay-*.jsonl",
+        "settings.json", "windows/*.json", "stream.json", "stream.html",  # of an update that serves a stream
+        "peftlab/*",  # a tracker's, named after the project
+    ),
+    "table": ("recipe.yaml", "table.csv", "table.tex", "table.html", "cells/*.log"),
+    "model": _MODEL,
+    "adapter": _MODEL,
+    "draft": _MODEL,
+}  # fmt: skip
+"""The files that peftlab writes, by the kind of directory, as patterns in which ``*`` matches any characters.
+
+A file of another name is never removed, whatever the directory's mark lists: a mark may come from elsewhere."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The content of ``peftlab.json``.
+
+    Attributes:
+        kind: "run", "table", "model", "adapter" or "draft".
+        files: patterns of the files that peftlab wrote, relative to the directory; ``*`` matches any characters. A
+            directory inside with its own mark is described by that.
+    """
+
+    kind: str
+    files: Sequence[str]
+
+    def lists(self, name: str) -> bool:
+        """Return whether peftlab wrote the file ``name``: the mark lists it, and its kind of directory can have it."""
+        return name == MARK or all(
+            any(fnmatchcase(name, pattern) for pattern in patterns)
+            for patterns in (self.files, WRITTEN.get(self.kind, ()))
+        )
+
+
+def read_mark(directory: Path) -> Mark | None:
+    """Return the mark of a directory; None if it has none that can be read."""
+    try:
+        return parse_mark(read_json(directory / MARK))
+    except (PeftlabError, OSError):
+        return None
+
+
+def parse_mark(value: object) -> Mark | None:
+    """Return the mark that the JSON of a ``peftlab.json`` is; None if it is none."""
+    kind, files = (value.get("kind"), value.get("files")) if isinstance(value, dict) else (None, None)
+    if not isinstance(kind, str) or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        return None
+    return Mark(kind, files)
+
+
+def write_mark(directory: Path, mark: Mark) -> None:
+    """Write a directory's ``peftlab.json``."""
+    write_json(directory / MARK, {"written_by": "peftlab", "kind": mark.kind, "files": list(mark.files)})
+
+
+def record(directory: Path, name: str) -> None:
+    """Add to a directory's mark a file that is about to be written into it."""
+    mark = read_mark(directory)
+    if mark is not None and glob.escape(name) not in mark.files:
+        write_mark(directory, Mark(mark.kind, [*mark.files, glob.escape(name)]))
+
+
+def contains(outer: str | Path, inner: str | Path) -> bool:
+    """Return whether ``inner`` is ``outer`` or below it, by device and inode, so through links and bind mounts too."""
+    above = {path for start in (Path(inner).absolute(), real(inner)) for path in (start, *start.parents)}
+    return os.path.exists(outer) and any(os.path.exists(path) and os.path.samefile(path, outer) for path in above)
+
+
+def refuse_loss(
+    path: str | Path, kind: str, *, overwrite: bool, inputs: Inputs | None = None, advice: str = ""
+) -> None:
+    """Refuse an output at ``path`` that would destroy something.
+
+    An absent or empty directory may be written. Any other is replaced only with ``overwrite``, and only if it is a
+    directory that peftlab wrote, of the same kind, contains no other files, and neither is nor contains an input,
+    the current directory or the home directory.
+
+    Args:
+        path: the output.
+        kind: of the directory to write.
+        overwrite: whether a directory of this kind may be replaced.
+        inputs: what must stay.
+        advice: what to do where ``overwrite`` is missing, for the message.
+
+    Raises:
+        PeftlabError: the output would destroy something, which is named.
+    """
+    if is_url(path):
+        raise PeftlabError(f"{path}: written on this machine alone; only the output_dir of a run may be a URL")
+    place = real(path)
+    try:
+        obstacle = _obstacle(place, kind, inputs or {}, overwrite, advice) if os.path.lexists(place) else ""
+    except OSError as error:
+        obstacle = f"cannot be read: {error.filename}: {error.strerror}"
+    if obstacle:
+        raise PeftlabError(f"{path} {obstacle}")
+
+
+def _obstacle(place: Path, kind: str, inputs: Inputs, overwrite: bool, advice: str) -> str:
+    """Return why an existing ``place`` must not be replaced, or an empty text."""
+    other = "choose another directory"
+    kept: list[tuple[str, Path]] = []  # what no output may destroy, if it exists
+    with suppress(OSError):
+        kept.append(("the current directory", Path.cwd()))
+    with suppress(OSError, RuntimeError):
+        kept.append(("the home directory", Path.home()))
+    for name, value in inputs.items():
+        with suppress(OSError, RuntimeError, ValueError):
+            if value and (path := Path(value).expanduser()).exists():
+                kept.append((name, path))
+    for name, path in kept:
+        if contains(place, path):
+            return f"is or contains {name} ({path}); {other}"
+    if not place.is_dir():
+        return f"exists already and is not a directory; {other}"
+    if _is_free(place):
+        return ""
+    mark = read_mark(place)
+    if mark is None:
+        return f"exists already and was not written by peftlab (it has no {MARK}); remove it yourself, or {other}"
+    if mark.kind != kind:
+        return f"exists already and is a {mark.kind}, not a {kind}; {other}"
+    if not overwrite:
+        return f"exists already; {advice or f'{other} or pass --overwrite'}"
+    inodes = {}  # of inputs and the files they link to: the hub's cache keeps a model as links
+    for name, path in kept:
+        for file in (path, *(link for link in (path.iterdir() if path.is_dir() else ()) if link.is_symlink())):
+            with suppress(OSError):
+                state = file.stat()
+                if file is path or stat.S_ISREG(state.st_mode):
+                    inodes[state.st_dev, state.st_ino] = name
+    for file, ours in _below(place, place, mark):
+        state = file.lstat()
+        if (state.st_dev, state.st_ino) in inodes:
+            return f"contains {inodes[state.st_dev, state.st_ino]}; {other}"
+        if not ours:
+            return f"contains {file.relative_to(place)}, which peftlab did not write; move it, or {other}"
+    return ""
+
+
+def _is_free(place: Path) -> bool:
+    """Return whether a directory is absent, or empty but for what a process killed at its very start leaves."""
+    if not os.path.isdir(place):
+        return not os.path.lexists(place)
+    begun = (LOCK, f"{STAGING_PREFIX}*-{MARK}")
+    return all(any(fnmatchcase(path.name, name) for name in begun) for path in place.iterdir())
+
+
+def _below(directory: Path, top: Path, mark: Mark) -> Iterator[tuple[Path, bool]]:
+    """Yield what is below a directory but half-written files, and whether the nearest mark lists it."""
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(STAGING_PREFIX):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield path, True
+            inner = read_mark(path)
+            yield from _below(path, path, inner) if inner else _below(path, top, mark)
+        else:
+            yield path, mark.lists(path.relative_to(top).as_posix())
+
+
+@dataclass
+class Claim:
+    """A directory that this process alone writes files into, one after another.
+
+    Attributes:
+        path: the directory as the user named it; for a URL, its working directory on this machine.
+        completed: called by the main process whenever what is in the directory could be continued elsewhere.
+    """
+
+    path: Path
+    _mark: Mark
+    _inputs: Inputs
+    _overwrite: bool
+    completed: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """Write the directory's mark; with ``overwrite``, remove first what an earlier run left in it."""
+        place = real(self.path)
+        if self._overwrite:
+            refuse_loss(self.path, self._mark.kind, overwrite=True, inputs=self._inputs)
+            # The mark stays until all else is gone: if this process is killed, the rest can still be removed. A
+            # directory is renamed first, so that no half of a model is ever seen under its name.
+            for path in list(place.iterdir()):
+                if path.is_dir() and not path.is_symlink():
+                    if not path.name.startswith(_REMOVED):
+                        path = path.rename(path.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{path.name}"))
+                    shutil.rmtree(path)
+                elif path.name not in (LOCK, MARK):
+                    path.unlink()
+        for path in place.glob(f"{STAGING_PREFIX}*"):  # left by a process that was killed
+            if path.name.startswith(_REMOVED):
+                shutil.rmtree(path)
+            elif path.is_file() and not path.name.startswith(LOCK):
+                path.unlink()
+        write_mark(place, self._mark)
+
+
+@contextmanager
+def claimed(
+    path: str | Path,
+    mark: Mark,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    inputs: Inputs | None = None,
+    advice: str = "",
+    shared: bool = False,
+) -> Iterator[Claim]:
+    """Lock a run's directory for the block; nothing in it changes before ``begin``.
+
+    Of several processes of one run, only the main one checks and locks it.
+
+    Args:
+        path: the directory.
+        mark: the directory's future mark.
+        overwrite, inputs, advice: as in ``refuse_loss``.
+        resume: the directory exists and its run is continued.
+        shared: several processes hold it in turn: another one is waited for, and what it has begun is continued.
+
+    Raises:
+        PeftlabError: another process writes it; ``refuse_loss`` refuses; or, with ``resume``, it is no run's.
+    """
+    claim = Claim(Path(path), mark, inputs or {}, overwrite and not resume)
+    if not main_process():
+        yield claim
+        return
+    place = real(path)
+    refuse = partial(refuse_loss, path, mark.kind, overwrite=overwrite, inputs=inputs, advice=advice)
+
+    def begun() -> bool:  # by another process that shares it: the one with the lock writes the mark first
+        there = read_mark(place)
+        return shared and there is not None and there.kind == mark.kind
+
+    if resume:
+        there = read_mark(place)
+        if there is None:
+            raise PeftlabError(
+                f"{path}: not a {mark.kind} that peftlab wrote (it has no {MARK}); there is nothing to resume"
+            )
+        if there.kind != mark.kind:
+            raise PeftlabError(f"{path}: a {there.kind}, not a {mark.kind}; it cannot be resumed as one")
+    elif not _is_free(place) and not is_locked(place) and not begun():
+        refuse()
+    with locked(place / LOCK, path, wait=_PATIENCE if shared else 0.0):
+        # Checked again: another process may have written and ended since.
+        if not (resume or begun() or _is_free(place)):
+            refuse()
+        yield claim
+
+
+def main_process() -> bool:
+    """Return whether this is the first of a launcher's processes, by the variables that accelerate reads."""
+    names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") in ("0", "-1")
+
+
+def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
+    """Remove a directory that peftlab wrote, if it exists, on the conditions of ``refuse_loss``."""
+    place = real(path)
+    if place.exists():
+        with locked(place / LOCK, path):
+            refuse_loss(path, kind, overwrite=True, inputs=inputs)
+            shutil.rmtree(place)
+
+
+@contextmanager
+def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
+    """Yield an empty directory beside ``place`` that is removed afterwards.
+
+    One process at a time has one for the same place and purpose; those of processes that were killed are removed.
+    """
+    with locked(place.with_name(f"{LOCK}-{purpose}-{place.name}"), place) as held:
+        if held:  # whoever made them held this lock, and has ended
+            left = re.compile(rf"{re.escape(STAGING_PREFIX + purpose)}-[0-9a-f]{{8}}-{re.escape(place.name)}")
+            for path in place.parent.iterdir():
+                if left.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+        scratch = place.with_name(f"{STAGING_PREFIX}{purpose}-{secrets.token_hex(4)}-{place.name}")
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def staged_directory(
+    path: str | Path, kind: str, *, overwrite: bool = False, inputs: Inputs | None = None
+) -> Iterator[Path]:
+    """Yield an empty directory beside ``path`` that becomes ``path``, with a mark, by one rename on success.
+
+    Whatever happens before that, ``path`` is untouched: absent, or (with ``overwrite``) as it was.
+
+    Args:
+        path: the directory to write.
+        kind, overwrite, inputs: as in ``refuse_loss``.
+
+    Raises:
+        PeftlabError: ``refuse_loss`` refuses, another process writes ``path``, the system could not write, as on a
+            full disk, or the staging directory was removed.
+    """
+    refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
+    place = real(path)
+    with write_errors(path, "nothing was left behind"), scratch_directory(place, "out") as scratch:
+        staging, old = scratch / "new", scratch / "old"
+        staging.mkdir()
+        # While it is open no other directory gets its inode. Windows opens no directory.
+        descriptor = os.open(staging, os.O_RDONLY) if os.name != "nt" else None
+        try:
+            yield staging
+            if not (staging.is_dir() if descriptor is None else _same_file(staging, descriptor)):
+                raise PeftlabError(
+                    f"{path}: its staging directory {staging} was removed by someone; nothing was written"
+                )
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        files = sorted(file for file in staging.rglob("*") if file.is_file())
+        write_mark(staging, Mark(kind, [glob.escape(file.relative_to(staging).as_posix()) for file in files]))
+        with ThreadPoolExecutor(16) as threads:  # all at once: a file system that keeps a journal then writes it once
+            list(threads.map(fsync_path, [staging, *staging.rglob("*")]))
+        refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
+        if place.exists():
+            os.replace(place, old)
+        try:
+            os.replace(staging, place)
+        except BaseException:
+            if old.exists():
+                os.replace(old, place)
+            raise
+        fsync_path(place.parent)

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from peftlab.outputs import Mark, write_mark
+from peftlab.files import Mark, write_mark
 from peftlab.pipelines.directory import RUN
 from peftlab.remote.mirror import Mirror, local_copy, mirrored
 

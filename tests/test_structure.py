@@ -22,8 +22,6 @@ LAYERS = (
         "section",
         "registry",
         "patterns",
-        "locks",
-        "outputs",
         "remote",
         "untyped",
         "version",

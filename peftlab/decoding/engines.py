@@ -21,9 +21,8 @@ from peftlab.decoding.structure import structure_of
 from peftlab.decoding.transformers_engine import Decoder, TransformersEngine, limit_of
 from peftlab.decoding.trees import parents_of, paths_of, shape_of
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, write_json
+from peftlab.files import member, read_object, record, write_json
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
-from peftlab.outputs import record
 
 
 def build_engine(

@@ -23,9 +23,8 @@ from peftlab.drafting.kinds.base import Exporting
 from peftlab.drafting.load import find_draft
 from peftlab.drafting.plain_export import FEW_COMMON, check_plain, common_tokens, copy_plain
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.files import Json
+from peftlab.files import Json, staged_directory
 from peftlab.models.finetuned import plain_directory
-from peftlab.outputs import staged_directory
 from peftlab.references import locate, similar_path
 from peftlab.registry import resolve
 

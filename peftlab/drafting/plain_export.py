@@ -9,8 +9,8 @@ import torch
 
 from peftlab.drafting.checks import check_tokenizers
 from peftlab.errors import PeftlabError
+from peftlab.files import MARK
 from peftlab.models.pretrained import load_base, load_config, load_tokenizer
-from peftlab.outputs import MARK
 
 _SPACES = str.maketrans({"\u2581": " ", "\u0120": " "})  # what SentencePiece and byte-level BPE write for a space
 FEW_COMMON = 100  # tokens, below which vLLM warns

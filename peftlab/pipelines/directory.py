@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from peftlab.errors import PeftlabError
-from peftlab.files import real, write_text
-from peftlab.outputs import WRITTEN, Claim, Inputs, Mark, claimed
+from peftlab.files import WRITTEN, Claim, Inputs, Mark, claimed, real, write_text
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
@@ -28,7 +27,7 @@ TABLE = Mark("table", WRITTEN["table"])
 
 @contextmanager
 def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resume: bool) -> Iterator[Claim]:
-    """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.outputs.claimed``.
+    """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.files.claimed``.
 
     Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote.mirror`` uploads from.
     """

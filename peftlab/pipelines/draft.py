@@ -28,12 +28,11 @@ from peftlab.drafting.text.repetition import repetition
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.drafting.vocabulary import ceiling
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json, write_text
+from peftlab.files import Claim, staged_directory, write_json, write_text
 from peftlab.hardware import describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.pretrained import storage
-from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
 from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, acceptance_head

@@ -19,7 +19,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, to_json, write_json, write_text
+from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
@@ -28,7 +28,6 @@ from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.costs import Cost
-from peftlab.outputs import Claim, staged_directory
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory

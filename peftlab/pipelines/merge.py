@@ -17,9 +17,8 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.files import read_text
+from peftlab.files import read_mark, read_text
 from peftlab.hardware import resolve_device
-from peftlab.outputs import read_mark
 from peftlab.references import is_url
 from peftlab.remote.mirror import local_copy
 

@@ -10,8 +10,8 @@ from torch import nn
 from peftlab.checkpoints.merge.config import Into
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.files import scratch_directory
 from peftlab.models.pretrained import load_base, load_config
-from peftlab.outputs import scratch_directory
 from peftlab.tasks.problem import TaskProblem
 
 

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.kinds.table import DRAFTS
 from peftlab.errors import PeftlabError
-from peftlab.files import write_text
+from peftlab.files import claimed, write_text
 from peftlab.models.pretrained import load_tokenizer
-from peftlab.outputs import claimed
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft
 from peftlab.pipelines.drafts.draft_results import DraftResults

@@ -15,9 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from peftlab.errors import PeftlabError
-from peftlab.files import STAGING_PREFIX, parse_json, read_object, write_json
-from peftlab.locks import LOCK, locked
-from peftlab.outputs import MARK, Mark, main_process, parse_mark
+from peftlab.files import (
+    LOCK,
+    MARK,
+    STAGING_PREFIX,
+    Mark,
+    locked,
+    main_process,
+    parse_json,
+    parse_mark,
+    read_object,
+    write_json,
+)
 from peftlab.references import is_url
 from peftlab.remote.remote_directory import RemoteDirectory, local_place
 

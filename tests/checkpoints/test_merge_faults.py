@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
-from peftlab.files import STAGING_PREFIX
-from peftlab.outputs import remove
+from peftlab.files import STAGING_PREFIX, remove
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json
-from peftlab.locks import LOCK, locked, remove_lost
+from peftlab.files import LOCK, locked, read_json, remove_lost
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.tables.schedule import Stopped
 from peftlab.pipelines.tables.score_table import CellsFailed

@@ -16,9 +16,7 @@ import pytest
 
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.errors import PeftlabError
-from peftlab.files import read_json
-from peftlab.locks import locked
-from peftlab.outputs import claimed, write_mark
+from peftlab.files import claimed, locked, read_json, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.tables.schedule import Stopped

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from killed import command
 
-from peftlab.outputs import remove
+from peftlab.files import remove
 from peftlab.recipe.loading import load_recipe
 from peftlab.training.state import read_checkpoint
 

@@ -15,7 +15,7 @@ import tiny
 
 from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
-from peftlab.outputs import claimed
+from peftlab.files import claimed
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.finetune import FinetuneResults

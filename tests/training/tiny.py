@@ -160,7 +160,7 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:
     """Train in this process; return the progress and the spec. ``change`` is called with the spec before."""
-    from peftlab.outputs import write_mark
+    from peftlab.files import write_mark
     from peftlab.pipelines.directory import RUN
     from peftlab.training.distributed import make_accelerator
     from peftlab.training.loop import train

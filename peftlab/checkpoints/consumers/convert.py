@@ -25,10 +25,9 @@ from peftlab.checkpoints.consumers.table import CONSUMERS, engine
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.io.tensorfiles import write_tensors
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json
+from peftlab.files import staged_directory, write_json
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
-from peftlab.outputs import staged_directory
 from peftlab.registry import resolve
 
 Factors = dict[str, tuple[Tensor, Tensor]]

@@ -22,6 +22,7 @@ from peftlab.checkpoints.extract.named_weights import NamedWeights
 from peftlab.checkpoints.formats.peft import short_names
 from peftlab.checkpoints.merge.base import base_directory, quantisation
 from peftlab.errors import PeftlabError
+from peftlab.files import staged_directory
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.kinds import leaf_kind
@@ -30,7 +31,6 @@ from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
-from peftlab.outputs import staged_directory
 
 _WAY_OUT = "an adapter cannot express that; keep the finetuned checkpoint itself"
 

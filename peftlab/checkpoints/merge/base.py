@@ -12,12 +12,11 @@ from peftlab.checkpoints.adapter import Adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.errors import PeftlabError
-from peftlab.files import read_object, real, write_errors
+from peftlab.files import contains, read_object, real, scratch_directory, write_errors
 from peftlab.models.bounds import check_directory
 from peftlab.models.finetuned import find_model, plain_directory
 from peftlab.models.plain import decoder
 from peftlab.models.pretrained import load_config, load_tokenizer
-from peftlab.outputs import contains, scratch_directory
 from peftlab.references import locate, snapshot
 from peftlab.untyped import Attributes
 

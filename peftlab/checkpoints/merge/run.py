@@ -19,10 +19,9 @@ from peftlab.checkpoints.merge.report import Figures, MergeReport
 from peftlab.checkpoints.merge.sidefiles import copy_side_files, merge_card, write_model_config
 from peftlab.checkpoints.merge.steps import Steps
 from peftlab.errors import PeftlabError
-from peftlab.files import write_json, write_text
+from peftlab.files import staged_directory, write_json, write_text
 from peftlab.methods.table import METHODS
 from peftlab.models.finetuned import refuse_gated
-from peftlab.outputs import staged_directory
 from peftlab.references import upload
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.merge.base import base_directory, refuse_overlap
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object
-from peftlab.outputs import MARK, staged_directory
+from peftlab.files import MARK, Json, member, read_object, staged_directory
 
 
 def unmerge_checkpoint(

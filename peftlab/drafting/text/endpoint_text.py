@@ -28,8 +28,7 @@ from peftlab.drafting.text.request_forms import FORMS, Form, Reply, ServedPrompt
 from peftlab.drafting.text.retokenised import likeliest, readings
 from peftlab.drafting.text.target_text import Writing, weights_digest
 from peftlab.errors import PeftlabError
-from peftlab.files import write_errors, write_json
-from peftlab.locks import LOCK, locked
+from peftlab.files import LOCK, locked, write_errors, write_json
 from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
 

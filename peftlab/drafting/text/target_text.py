@@ -22,8 +22,7 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, parse_json, read_object, read_text, write_json, write_text
-from peftlab.locks import LOCK, locked
+from peftlab.files import LOCK, Json, locked, member, parse_json, read_object, read_text, write_json, write_text
 from peftlab.tasks.prompts import Request
 
 _SAMPLED = 1024  # elements per tensor that distinguish one set of weights from another

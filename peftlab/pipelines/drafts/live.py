@@ -32,9 +32,8 @@ from peftlab.drafting.text.rejections import KeptTopK, LiveRequest, rejection_da
 from peftlab.drafting.text.stream_windows import StreamResults, Window, stream_results, window_result
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object, to_json, write_json, write_text
+from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text
 from peftlab.methods.injection import inject
-from peftlab.outputs import claimed, staged_directory
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import load_target, save_draft, training_spec
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths

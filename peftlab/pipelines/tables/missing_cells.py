@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import Json
-from peftlab.locks import is_locked
-from peftlab.outputs import remove
+from peftlab.files import Json, is_locked, remove
 from peftlab.pipelines.directory import RUN, recipe_inputs
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import Recipe

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+from peftlab.files import MARK, is_locked, remove_lost
 from peftlab.hardware import check_device_name
-from peftlab.locks import is_locked, remove_lost
-from peftlab.outputs import MARK
 from peftlab.pipelines.tables.engines import POLL, Engine
 from peftlab.pipelines.tables.local_engine import LocalEngine
 from peftlab.pipelines.tables.missing_cells import ended, let_end

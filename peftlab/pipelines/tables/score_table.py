@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.files import read_object, write_text
-from peftlab.locks import locked
-from peftlab.outputs import Claim, claimed, read_mark
+from peftlab.files import Claim, claimed, locked, read_mark, read_object, write_text
 from peftlab.pipelines.directory import TABLE, recipe_inputs
 from peftlab.pipelines.tables.engines import LOCAL, Engine, open_engine
 from peftlab.pipelines.tables.missing_cells import RESULTS, let_end, missing_cells

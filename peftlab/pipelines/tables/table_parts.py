@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peftlab.errors import PeftlabError
-from peftlab.locks import LOCK
+from peftlab.files import LOCK
 from peftlab.recipe.table_cells import Cell
 
 

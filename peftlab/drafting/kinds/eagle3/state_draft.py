@@ -26,10 +26,10 @@ from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_to
 from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
 from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
+from peftlab.files import staged_directory
 from peftlab.methods.injection import is_injected
 from peftlab.methods.leaf import trainable_dtype
 from peftlab.methods.merging import merge
-from peftlab.outputs import staged_directory
 
 
 @dataclass

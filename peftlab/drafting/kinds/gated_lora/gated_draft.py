@@ -34,13 +34,13 @@ from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
 from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in
 from peftlab.drafting.objectives import make_objective
 from peftlab.errors import PeftlabError
+from peftlab.files import staged_directory
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import injection_of
 from peftlab.methods.lora.gate import Gate
 from peftlab.methods.lora.kinds import leaf_kind
 from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal, set_gate
 from peftlab.methods.table import plan
-from peftlab.outputs import staged_directory
 
 find = partial(found_in, folder=FOLDER, known=is_gated)
 

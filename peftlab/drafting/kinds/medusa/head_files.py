@@ -17,8 +17,7 @@ from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.rank_rates import KEY, rates_on_disk, read_rates
 from peftlab.drafting.vocabulary import reduce_heads
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, read_object, write_json
-from peftlab.outputs import staged_directory
+from peftlab.files import Json, member, read_object, staged_directory, write_json
 
 _SIZES = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
 
