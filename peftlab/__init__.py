@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from peftlab.pipelines.trained.evaluate import evaluate as evaluate
     from peftlab.pipelines.trained.predict import predict as predict
     from peftlab.pipelines.update import update_draft as update_draft
-    from peftlab.reporting.runs.run_report import report as report
+    from peftlab.reporting.comparison import report as report
 
 
 def _public() -> dict[str, str]:

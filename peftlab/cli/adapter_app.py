@@ -23,7 +23,7 @@ def check(
 ) -> object:
     """Show what an adapter is, what it would touch, and which programs read it as it was trained."""
     from peftlab.checkpoints.consumers.check import check_adapter
-    from peftlab.reporting.adapter_tables import check_lines, consumers_table
+    from peftlab.reporting.console import check_lines, consumers_table
 
     found = check_adapter(adapter, base)
     show(*check_lines(found), consumers_table(found))
@@ -44,7 +44,7 @@ def convert(
 ) -> object:
     """Write an adapter as one engine reads it, and check the result by that engine's rule."""
     from peftlab.checkpoints.consumers.convert import convert_adapter
-    from peftlab.reporting.adapter_tables import conversion_lines
+    from peftlab.reporting.console import conversion_lines
 
     done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)
     show(*conversion_lines(done))
@@ -65,7 +65,7 @@ def extract(
 ) -> object:
     """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
     from peftlab.checkpoints.extract.extraction import extract_adapter
-    from peftlab.reporting.adapter_tables import extraction_lines, extraction_table
+    from peftlab.reporting.console import extraction_lines, extraction_table
 
     done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)
     show(extraction_table(done), *extraction_lines(done))

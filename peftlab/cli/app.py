@@ -235,8 +235,8 @@ def report(
     ] = "html",
 ) -> object:
     """Write a run's report, or the comparison of several, as one file."""
-    from peftlab.reporting.runs.comparison_views import comparison_tables
-    from peftlab.reporting.runs.run_report import report as write_report
+    from peftlab.reporting.comparison import comparison_tables
+    from peftlab.reporting.comparison import report as write_report
 
     done = write_report(runs, out, form)
     if done.comparison is not None:

@@ -100,7 +100,7 @@ def plan(
     from peftlab.files import write_text
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import plan_draft
-    from peftlab.reporting import draft_pages as pages
+    from peftlab.reporting import drafts
 
     if theory:
         return _show_theory(target or draft, html)
@@ -110,11 +110,11 @@ def plan(
     how = {"max_gamma": max_gamma, "context": context, "repeats": repeats}
     found = plan_draft(target, draft, options, alpha=alpha, batches=_numbers("batch", batch), **how)
     plan = found.result
-    tables = [*pages.plan_tables(plan), pages.memory_table(found.memory)]
-    facts = pages.plan_facts(plan, found.warnings, alpha)
-    pages.show(tables, facts)
+    tables = [*drafts.plan_tables(plan), drafts.memory_table(found.memory)]
+    facts = drafts.plan_facts(plan, found.warnings, alpha)
+    drafts.show(tables, facts)
     if html is not None:
-        write_text(html, pages.page("Draft plan", tables, facts, pages.plan_plots(plan)))
+        write_text(html, drafts.page("Draft plan", tables, facts, drafts.plan_plots(plan)))
     return found
 
 
@@ -122,16 +122,16 @@ def _show_theory(model: str | None, html: Path | None) -> object:
     from peftlab.decoding.theory import theory_grid
     from peftlab.errors import PeftlabError
     from peftlab.files import write_text
-    from peftlab.reporting import draft_pages as pages
-    from peftlab.reporting.theory_tables import theory_facts, theory_tables
+    from peftlab.reporting import drafts
+    from peftlab.reporting.drafts import theory_facts, theory_tables
 
     if model is not None:
         raise PeftlabError(f"--theory: measures nothing; leave {model} out, or --theory")
     found = theory_grid()
     tables, facts = theory_tables(found), theory_facts()
-    pages.show(tables, facts)
+    drafts.show(tables, facts)
     if html is not None:
-        write_text(html, pages.page("Speculative decoding in theory", tables, facts, []))
+        write_text(html, drafts.page("Speculative decoding in theory", tables, facts, []))
     return found
 
 
@@ -189,7 +189,7 @@ def bench(
     from peftlab.files import write_text
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.measure_draft import benchmark
-    from peftlab.reporting import draft_pages as pages
+    from peftlab.reporting import drafts
 
     options = DecodingOptions(
         max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
@@ -200,10 +200,10 @@ def bench(
         max_prompts=max_prompts, pool=pool,
     )  # fmt: skip
     found = result.result
-    tables, facts = pages.bench_tables(found), pages.bench_facts(found, result.warnings)
-    pages.show(tables, [*facts, result.where()])
+    tables, facts = drafts.bench_tables(found), drafts.bench_facts(found, result.warnings)
+    drafts.show(tables, [*facts, result.where()])
     if html is not None:
-        write_text(html, pages.bench_page(found, result.warnings, result.lines(), result.example))
+        write_text(html, drafts.bench_page(found, result.warnings, result.lines(), result.example))
     return result
 
 
@@ -240,12 +240,12 @@ def update(
             raise PeftlabError("--every: goes with --prompts; a log is learnt from at once")
         return update_draft(run, requests, size=size, overrides=overrides or [], device=device)
     from peftlab.pipelines.drafts.live import update_live
-    from peftlab.reporting import draft_pages as pages
-    from peftlab.reporting.stream_pages import stream_facts, stream_tables
+    from peftlab.reporting import drafts
+    from peftlab.reporting.drafts import stream_facts, stream_tables
 
     assert prompts is not None
     found = update_live(run, prompts, every=every or 16, size=size, overrides=overrides or [], device=device)
-    pages.show(stream_tables(found), stream_facts(found))
+    drafts.show(stream_tables(found), stream_facts(found))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, write_json
 from peftlab.reporting.console import print_results
-from peftlab.reporting.html import write_report
+from peftlab.reporting.pages import write_report
 
 
 def write_results(run_dir: Path, results: dict[str, Json]) -> None:

@@ -39,9 +39,9 @@ from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.registry import resolve
-from peftlab.reporting.card import CardInfo, adapter_card, training
-from peftlab.reporting.classes import data_lines
+from peftlab.reporting.cards import CardInfo, adapter_card, training
 from peftlab.reporting.console import trainable_line
+from peftlab.reporting.facts import data_lines
 from peftlab.tasks.data import listed
 from peftlab.tasks.labelled_rows import MISSING
 from peftlab.tasks.language_examples import TOO_LONG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from peftlab.reporting import facts
-from peftlab.reporting.classes import baseline_remark, confusion, score_rows
 
 if TYPE_CHECKING:
+    from peftlab.checkpoints.consumers.check import AdapterCheck
+    from peftlab.checkpoints.consumers.convert import Conversion
+    from peftlab.checkpoints.extract.extraction import Extraction
     from peftlab.checkpoints.merge.report import MergeReport, TensorReport
     from peftlab.models.costs import Cost
 
 _PIECES = re.compile(r"[^./:-]*[./:-]|[^./:-]+")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDENT = "  "
+_LOADS = {True: "yes", False: "no", "unknown": "unknown"}
+_NAMES = 8  # shown of a long list
 _CLASSES, _CONFUSED = 30, 8  # classes in the table of scores, and in the confusion matrix
 
 
@@ -93,9 +98,9 @@ def results_table(results: facts.Results) -> Table:
 def class_tables(results: facts.Results) -> list[Table]:
     """Return the scores by class and, for a few classes, which are taken for which."""
     tables = []
-    if header_and_rows := score_rows(results, _CLASSES):
+    if header_and_rows := facts.class_score_rows(results, _CLASSES):
         tables.append(_cells("by class", header_and_rows))
-    if (matrix := confusion(results, _CONFUSED)) is not None:
+    if (matrix := facts.confusion(results, _CONFUSED)) is not None:
         header = ("label, predicted:", *matrix.names)
         rows = [(name, *map("{:,}".format, row)) for name, row in zip(matrix.names, matrix.counts, strict=True)]
         tables.append(_cells("confusion", [header, *rows]))
@@ -118,7 +123,7 @@ def print_results(results: facts.Results, run_dir: str | Path) -> None:
     console.print(results_table(results))
     for table in class_tables(results):
         console.print(table)
-    remark = baseline_remark(results)
+    remark = facts.baseline_remark(results)
     if remark:
         console.print(Text(remark), soft_wrap=True)
     console.print(Text(f"run directory: {run_dir}"), soft_wrap=True)
@@ -291,3 +296,69 @@ def generation_line(
         line += f", acceptance {share}, {block_efficiency:.2f} tokens per target step"
     line += f"; {lossy}" if lossy else ""
     return f"[{line}; ended by {reason}]"
+
+
+# Adapter files
+
+
+def check_lines(found: AdapterCheck) -> list[str]:
+    """Return what an adapter is and what it would touch, by line."""
+    settings = ", ".join(f"{key}={value}" for key, value in found.settings.items())
+    lines = [f"{found.adapter}: {found.format} format; {settings}"]
+    lines.append(f"base: {found.base} ({found.architecture})")
+    lines += _listed("matched", found.matched) + _listed("unmatched", found.unmatched)
+    lines += [f"note: {note}" for note in found.notes[:_NAMES]]
+    rest = len(found.notes) - _NAMES
+    return [*lines, f"and {rest} notes more, in the JSON"] if rest > 0 else lines
+
+
+def consumers_table(found: AdapterCheck) -> Table:
+    """Return which programs read an adapter as meant, and the version that says so."""
+    table = plain_table(title="read as meant by")
+    table.add_column("program", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for name, reading in found.consumers.items():
+        version = reading.source.partition(":")[0] + (f", {reading.date}" if reading.date else "")
+        table.add_row(name, _LOADS[reading.loads], Text(f"{reading.reason} [{version}]"))
+    return table
+
+
+def conversion_lines(done: Conversion) -> list[str]:
+    """Return what a conversion wrote, by line."""
+    lines = [f"{done.out}: for {done.engine}, rank {done.rank}, {done.modules} modules"]
+    if done.added:
+        lines.append(f"with factors of 0 for {len(done.added)} modules, which {done.engine} needs beside the others")
+    return [*lines, f"by the rule of {done.engine}: {done.checked}", done.serve]
+
+
+def extraction_table(done: Extraction) -> Table:
+    """Return what became of each module's difference."""
+    table = plain_table(title=f"extracted from {done.architecture}")
+    table.add_column("module")
+    for name in ("rank", "delta/W", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in done.modules:
+        exact = "" if row.exact else " *"
+        table.add_row(LongName(row.name), str(row.rank), facts.percent(row.ratio), f"{row.error:.2e}{exact}")
+    if not all(row.exact for row in done.modules):
+        table.caption = "* measured on the factors of a randomised factorisation; the least possible may be smaller"
+    return table
+
+
+def extraction_lines(done: Extraction) -> list[str]:
+    """Return what an extraction wrote beside the factors, by line."""
+    lines = [f"stored whole: {name}" for name in done.whole]
+    if done.biases:
+        lines.append(f"stored: {done.biases} biases")
+    lines += [f"note: {note}" for note in done.notes]
+    size = f"{done.bytes / (1 << 20):,.1f} MiB"
+    return [*lines, f"{done.out}: {size}, error of all differences together {done.error:.2e}"]
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    """Return the names of modules, those that differ only in the layer on one line."""
+    groups = Counter(LAYER.sub("*", name) for name in names)
+    lines = [f"{what}: {sum(groups.values())} modules"]
+    lines += [f"  {pattern} ({count})" for pattern, count in list(groups.items())[:_NAMES]]
+    return lines + ([f"  and {len(groups) - _NAMES} more"] if len(groups) > _NAMES else [])

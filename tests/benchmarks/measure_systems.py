@@ -23,8 +23,8 @@ from types import MappingProxyType
 
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.recipe.loading import load_recipe
+from peftlab.reporting.drafts import published_speeds
 from peftlab.reporting.facts import threads
-from peftlab.reporting.tables.published_drafts import published_speeds
 from peftlab.tasks.prompts import read_prompts
 from tests.benchmarks.systems import DRAFTS, SYSTEMS, System
 from tests.packages import SMOLLM2

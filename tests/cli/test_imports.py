@@ -153,7 +153,7 @@ def test_validating_takes_half_the_processor_time_of_importing_torch_at_most() -
 
 def test_the_report_of_a_finished_run_imports_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path)
-    code = "import sys\nfrom peftlab.reporting.html import write_report\nfrom pathlib import Path\n"
+    code = "import sys\nfrom peftlab.reporting.pages import write_report\nfrom pathlib import Path\n"
     assert not {"torch", "transformers"} & _imported(f"{code}write_report(Path(sys.argv[1]))", str(tmp_path))
 
 

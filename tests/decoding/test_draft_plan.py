@@ -15,8 +15,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
 from peftlab.drafting.truncation import truncate
 from peftlab.errors import PeftlabError
-from peftlab.reporting.draft_pages import page, plan_facts, plan_plots, plan_tables
-from peftlab.reporting.tables.published_drafts import published_theory
+from peftlab.reporting.drafts import page, plan_facts, plan_plots, plan_tables, published_theory
 
 
 @pytest.mark.parametrize("c", [0.01, 0.05, 0.1, 0.3, 0.596])

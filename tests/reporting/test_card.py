@@ -19,7 +19,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.sidefiles import merge_card
 from peftlab.checkpoints.model_card import front_matter
-from peftlab.reporting.card import CardInfo, adapter_card, training
+from peftlab.reporting.cards import CardInfo, adapter_card, training
 
 
 def merged_card(info: CardInfo) -> str:

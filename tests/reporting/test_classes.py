@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from run_directory import results, write_run
 
-from peftlab.reporting.card import CardInfo, adapter_card
-from peftlab.reporting.classes import baseline_remark, class_rows, class_warnings, data_lines
+from peftlab.reporting.cards import CardInfo, adapter_card
 from peftlab.reporting.console import print_results
-from peftlab.reporting.html import write_report
+from peftlab.reporting.facts import baseline_remark, class_rows, class_warnings, data_lines
+from peftlab.reporting.pages import write_report
 
 SPELLED = {
     "BAD": {"train": 7, "validation": 2},

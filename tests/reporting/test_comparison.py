@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.reporting.plots import curve_svg
-from peftlab.reporting.runs.usage import usage
+from peftlab.reporting.pages import usage
+from peftlab.reporting.plots import line_plot
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -133,14 +133,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_curves_that_coincide_are_both_seen() -> None:
-    from peftlab.reporting.curves import Curve
-    from peftlab.reporting.plots import Line
+    from peftlab.reporting.plots import Curve, Line
 
     curve = Curve()
     for step in range(100):
         curve.add(step, 0.5)
-    svg = curve_svg([Line("a", curve), Line("b", curve)], salt="x", summary="both")
-    drawn = [path for path in re.findall(r"<path [^>]*>", svg) if "--series-" in path]
+    (plot,) = line_plot("Both", [Line("a", curve), Line("b", curve)], salt="x")
+    drawn = [path for path in re.findall(r"<path [^>]*>", plot.svg) if "--series-" in path]
     assert ["stroke-dasharray" in path for path in drawn] == [False, True]
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peftlab.errors import PeftlabError
-from peftlab.reporting.curves import MAX_POINTS, Curve, read_history
-from peftlab.reporting.plots import Line, curve_svg
+from peftlab.reporting.plots import MAX_POINTS, Curve, Line, line_plot, read_history
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -114,5 +113,6 @@ def test_a_curve_of_one_point_has_one_tick() -> None:
     pytest.importorskip("matplotlib")
     curve = Curve()
     curve.add(7, 0.5)
-    svg = curve_svg([Line("accuracy", curve)], salt="one", summary="one evaluation")
+    (plot,) = line_plot("Evaluation", [Line("accuracy", curve)], salt="one")
+    svg = plot.svg
     assert svg.count(">7<") == 1 and ">6<" not in svg

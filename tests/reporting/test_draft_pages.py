@@ -13,10 +13,10 @@ from peftlab.decoding.benchmark import DraftedText, Piece
 from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, TimeShares
 from peftlab.decoding.timing import Conditions
 from peftlab.hardware import Cpu
-from peftlab.reporting.draft_pages import bench_page
-from peftlab.reporting.draft_views import acceptance_plots
+from peftlab.reporting.drafts import bench_page
 from peftlab.reporting.facts import facts
-from peftlab.reporting.html import write_report
+from peftlab.reporting.pages import write_report
+from peftlab.reporting.plots import acceptance_plots
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -50,7 +50,7 @@ DECODING = {
 )
 def test_positions_and_runs_have_ticks_at_whole_numbers(rates: list[float | None], runs: dict[int, int]) -> None:
     for plot in acceptance_plots(rates, runs):
-        texts = re.findall(r">([^<>]+)</text>", str(plot["svg"]))  # the horizontal axis comes first
+        texts = re.findall(r">([^<>]+)</text>", plot.svg)  # the horizontal axis comes first
         label = next(i for i, text in enumerate(texts) if text.startswith(("position", "drafted")))
         assert label and all(text.isdigit() for text in texts[:label]), texts
         if "target steps" in texts:

@@ -12,8 +12,8 @@ import pytest
 from run_directory import PROVENANCE, RECIPE, metric_lines, write_run
 
 from peftlab.errors import PeftlabError
-from peftlab.reporting.curves import MAX_POINTS
-from peftlab.reporting.html import write_report
+from peftlab.reporting.pages import write_report
+from peftlab.reporting.plots import MAX_POINTS
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from peftlab.files import to_json
-from peftlab.reporting.tables.published import published_rows
-from peftlab.reporting.tables.score_summary import Spread, Table, short_count, summarise
-from peftlab.reporting.tables.seed_spread import exceeds_spread, rank
-from peftlab.reporting.tables.table_page import axis, table_page
-from peftlab.reporting.tables.table_text import print_table, table_csv, table_latex
+from peftlab.reporting.table_scores import Spread, Table, exceeds_spread, published_rows, rank, summarise
+from peftlab.reporting.table_views import axis, print_table, short_count, table_csv, table_latex, table_page
 
 TITLES = {"glue/cola": "CoLA", "glue/mrpc": "MRPC"}
 BASE, LARGE, XXL = "FacebookAI/roberta-base", "FacebookAI/roberta-large", "microsoft/deberta-v2-xxlarge"

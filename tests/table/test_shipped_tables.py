@@ -31,7 +31,7 @@ from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.recipe.table_cells import table_cells
 from peftlab.references import locate
-from peftlab.reporting.tables.published import published_rows
+from peftlab.reporting.table_scores import published_rows
 from peftlab.training.efficient import Selection
 from peftlab.training.order import make_order
 from tests.packages import MINILM

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
-from peftlab.reporting.runs.run_report import report
+from peftlab.reporting.comparison import report
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"

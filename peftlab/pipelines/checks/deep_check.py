@@ -14,8 +14,8 @@ from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.references import is_url
 from peftlab.registry import resolve
 from peftlab.remote.remote_directory import local_place
-from peftlab.reporting.classes import data_lines
 from peftlab.reporting.console import Inspection
+from peftlab.reporting.facts import data_lines
 from peftlab.tasks.answers import Answers
 from peftlab.tasks.labelled import class_counts, repeated_rows
 from peftlab.tasks.labelled_rows import load_task_data

@@ -42,7 +42,7 @@ from peftlab.pipelines.update import SETTINGS, STREAM, continued, draft_run, fil
 from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
-from peftlab.reporting.stream_pages import stream_page, window_line
+from peftlab.reporting.drafts import stream_page, window_line
 from peftlab.tasks.prompts import Request
 from peftlab.training.distributed import make_accelerator
 from peftlab.training.faults import Interrupted

@@ -21,9 +21,8 @@ from peftlab.recipe.loading import dump_recipe
 from peftlab.recipe.table_cells import Cell, table_cells
 from peftlab.recipe.table_schema import AnyTable
 from peftlab.reporting.facts import duration, required
-from peftlab.reporting.tables.score_scale import shown
-from peftlab.reporting.tables.score_summary import Table
-from peftlab.reporting.tables.table_text import print_table
+from peftlab.reporting.table_scores import Table, shown
+from peftlab.reporting.table_views import print_table
 
 
 @dataclass(frozen=True)

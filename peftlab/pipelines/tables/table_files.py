@@ -12,10 +12,8 @@ from peftlab.files import read_object, write_text
 from peftlab.pipelines.tables.missing_cells import RESULTS, ended
 from peftlab.recipe.table_cells import DRAFT, Cell
 from peftlab.recipe.table_schema import AnyTable, TableRecipe
-from peftlab.reporting.tables.cost_lines import Controls
-from peftlab.reporting.tables.score_summary import Table, summarise
-from peftlab.reporting.tables.table_page import table_page
-from peftlab.reporting.tables.table_text import table_csv, table_latex
+from peftlab.reporting.table_scores import Controls, Table, summarise
+from peftlab.reporting.table_views import table_csv, table_latex, table_page
 from peftlab.tasks.table import find_task
 
 _SHARE = 0.05  # of the time that a table runs, for writing it meanwhile

@@ -1,4 +1,4 @@
-"""Several finished runs beside each other: scores, costs, and where their recipes differ."""
+"""Reports of finished runs as one file: the page of one, the comparison of several, all as JSON, or peft's format."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
+from rich.table import Table
+from rich.text import Text
 from ruamel.yaml import YAML
 
-from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object, read_text
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json, read_object, read_text, write_json, write_text
 from peftlab.methods.table import METHODS
 from peftlab.registry import resolve
+from peftlab.remote.mirror import local_copy
 from peftlab.reporting import facts
-from peftlab.reporting.runs.paired_drafts import paired_lines
-from peftlab.reporting.tables.score_scale import lower_is_better
+from peftlab.reporting.console import plain_table
+from peftlab.reporting.pages import render, run_page
+from peftlab.reporting.plots import Line, Plot, line_plot, read_history
+from peftlab.reporting.table_scores import lower_is_better, paired_gain
 from peftlab.tasks.table import HIGH, LOW
 
+FORMS = ("html", "json", "peft")
 # key of results.json -> name, unit
 _COSTS = {
     "trainable_parameters": ("trainable parameters", ""),
@@ -31,6 +37,58 @@ _COSTS = {
 }
 _NEITHER = {"chosen_reward", "rejected_reward", "ended"}  # metrics of which neither more nor less is better
 _ELSEWHERE = {"kind", "output_dir"}  # keys of a recipe that differ by nature
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written.
+
+    Attributes:
+        out: the file. runs: their directories. comparison: of several runs; None of one.
+    """
+
+    out: Path
+    runs: list[Path]
+    comparison: Comparison | None
+
+
+def report(runs: str | Path | Sequence[str | Path], out: str | Path, form: str = "html") -> Report:
+    """Write the report of a run, or of several beside each other, to ``out``.
+
+    Args:
+        runs: finished runs, or their URLs.
+        form: ``html`` is a page: the run's own, or the comparison of several; ``json`` a run's recipe, provenance and
+            results, or the comparison; ``peft`` the JSON of peft's method_comparison for one run on GSM8K.
+
+    Raises:
+        PeftlabError: no such form, no finished run, or a run that the form is not for; nothing is written then.
+    """
+    places, out = [Path(local_copy(run)) for run in ([runs] if isinstance(runs, str | Path) else runs)], Path(out)
+    if form not in FORMS:
+        raise PeftlabError(f"--as {form}: one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}")
+    for place in places:
+        if not (place / "results.json").is_file():
+            raise PeftlabError(f"{place}: no finished run here (there is no results.json)")
+    if len(places) > 1:
+        if form == "peft":
+            raise PeftlabError("--as peft: the format of one run; name one, or take html or json")
+        found = compare_runs(places)
+        if form == "html":
+            write_text(out, comparison_page(found))
+        else:
+            write_json(out, found)
+        return Report(out, places, found)
+    run = places[0]
+    if form == "html":
+        write_text(out, run_page(run))
+    elif form == "peft":
+        from peftlab.reporting.peft_results import peft_results
+
+        write_json(out, peft_results(run))
+    else:
+        stored = {name: read_object(run / f"{name}.json") for name in ("provenance", "results")}
+        write_json(out, {"recipe": read_text(run / "recipe.yaml"), **stored})
+    return Report(out, places, None)
 
 
 @dataclass(frozen=True)
@@ -108,7 +166,7 @@ def compare_runs(directories: Sequence[Path]) -> Comparison:
         scores=_scores(results),
         costs=_costs(results),
         differences=_differences([YAML(typ="safe").load(recipe) for recipe in recipes]),
-        notes=[*_notes(results, origins), *paired_lines(names, results)],
+        notes=[*_notes(results, origins), *_paired_gains(names, results)],
     )
 
 
@@ -199,3 +257,93 @@ def _notes(results: Sequence[facts.Results], provenances: Sequence[dict[str, Jso
     if len(machines) > 1:
         notes.append("The runs were not all on one machine: their times do not compare.")
     return notes
+
+
+def _paired_gains(names: Sequence[str], results: Sequence[facts.Results]) -> Iterator[str]:
+    """Yield the gain of each draft run over the first one in a sentence; a run on other text has none."""
+    for name, other in zip(names[1:], results[1:], strict=True):
+        gain = paired_gain(name, names[0], [(results[0], other)])
+        if gain is not None:
+            yield gain.line()
+
+
+Cells = tuple[str, list[str], list[int]]
+"""A row: its name, a text of each run, and the places of the best."""
+
+
+def comparison_page(found: Comparison) -> str:
+    """Return the page; the same files of the runs give the same bytes.
+
+    Raises:
+        PeftlabError: jinja2 or matplotlib is not installed.
+    """
+    context = {
+        "names": [run.name for run in found.runs],
+        "runs": found.runs,
+        "notes": found.notes,
+        "scores": [_cells(figure) for figure in found.scores],
+        "costs": [_cells(figure) for figure in found.costs],
+        "differences": _settings(found),
+        "plots": _plots(found),
+    }
+    return render("comparison.html.j2", context)
+
+
+def comparison_tables(found: Comparison) -> list[Table]:
+    """Return scores, costs and differences for the terminal; a star marks the best."""
+    names = [run.name for run in found.runs]
+    blocks = {
+        "scores at the best evaluation": [_cells(figure) for figure in found.scores],
+        "cost": [_cells(figure) for figure in found.costs],
+        "what differs in the recipes": _settings(found),
+    }
+    return [_table(title, names, rows) for title, rows in blocks.items() if rows]
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Cells]) -> Table:
+    table = plain_table(title=title)
+    table.add_column("", overflow="fold")
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name, values, best in rows:
+        marked = [Text(f"{text} *", style="bold") if i in best else Text(text) for i, text in enumerate(values)]
+        table.add_row(Text(name), *marked)
+    return table
+
+
+def _cells(figure: Figure) -> Cells:
+    return figure.name, [_text(value, figure.unit) for value in figure.values], figure.best
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
+    if unit == "s":
+        return facts.duration(value)
+    if unit == "1/s":
+        return facts.speed(value)
+    if unit == "MB":
+        return f"{value:,.0f} MB"
+    return facts.number(value)
+
+
+def _settings(found: Comparison) -> list[Cells]:
+    return [(row.key, ["–" if text is None else text for text in row.values], []) for row in found.differences]
+
+
+def _plots(found: Comparison) -> list[Plot]:
+    """Each curve of all runs in one plot: losses, the metrics of each split, the learning rate."""
+    histories = {run.name: read_history(Path(run.directory) / "metrics.jsonl") for run in found.runs}
+    places = dict.fromkeys(place for history in histories.values() for place in history.evaluation)
+
+    def trained(key: str) -> list[Line]:
+        return [Line(name, history.train[key]) for name, history in histories.items()]
+
+    def scored(place: tuple[str, str]) -> list[Line]:
+        return [Line(n, history.evaluation[place]) for n, history in histories.items() if place in history.evaluation]
+
+    plots = line_plot("Training loss", trained("loss"), salt="loss")
+    for i, (split, metric) in enumerate(places):
+        title = facts.title(f"{metric} ({split})" if split else metric)
+        plots += line_plot(title, scored((split, metric)), salt=f"score-{i}")
+    return [*plots, *line_plot("Learning rate", trained("lr"), salt="lr")]

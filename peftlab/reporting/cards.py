@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from peftlab.checkpoints.model_card import Training, code, fence, hub_id, model_card, table
 from peftlab.reporting import facts
-from peftlab.reporting.classes import Counts, class_counts, class_rows
+from peftlab.reporting.facts import Counts, class_counts, class_rows
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
