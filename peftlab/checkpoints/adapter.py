@@ -105,6 +105,25 @@ def save_adapter(
 
 
 def _save(model: nn.Module, directory: Path, base: str | None) -> Path:
+    config, tensors, header = _contents(model, base)
+    with replacing(directory / WEIGHTS_FILE) as temporary:
+        write_tensors(temporary, tensors, {"peftlab": header})
+    write_json(directory / CONFIG_FILE, config)
+    return directory
+
+
+def adapter_of(model: nn.Module, *, base: str | None = None) -> Adapter:
+    """Return the active adapter of an injected model as ``read_adapter`` reads what ``save_adapter`` writes.
+
+    Args:
+        base: reference of the base model; default: where the model was loaded from.
+    """
+    config, tensors, header = _contents(model, base)
+    return _parsed(config, tensors, {"peftlab": header}, Path(CONFIG_FILE), Path(WEIGHTS_FILE))
+
+
+def _contents(model: nn.Module, base: str | None) -> tuple[dict[str, Json], dict[str, Tensor], str]:
+    """Return the active adapter's ``adapter_config.json``, its tensors by key, and the header of their file."""
     injection = injection_of(model)
     tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
@@ -121,10 +140,7 @@ def _save(model: nn.Module, directory: Path, base: str | None) -> Path:
         tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection).items()}
     else:
         config = {"library": "peftlab", **header}
-    with replacing(directory / WEIGHTS_FILE) as temporary:
-        write_tensors(temporary, tensors, {"peftlab": json.dumps(header, default=str)})
-    write_json(directory / CONFIG_FILE, json.loads(json.dumps(config, default=str)))
-    return directory
+    return json.loads(json.dumps(config, default=str)), tensors, json.dumps(header, default=str)
 
 
 def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False) -> Adapter:
@@ -175,16 +191,23 @@ def _read(path: Path, lora_alpha: float | None) -> Adapter:
     if not weights.exists() and (path / PICKLE_FILE).exists():
         weights = path / PICKLE_FILE
     tensors, header = (read_pickle(weights), {}) if weights.suffix == ".bin" else read_tensors(weights)
+    return _parsed(raw, tensors, header, path / CONFIG_FILE, weights)
+
+
+def _parsed(
+    raw: dict[str, Json], tensors: dict[str, Tensor], header: Mapping[str, str], file: Path, weights: Path
+) -> Adapter:
+    """Return the adapter whose ``adapter_config.json`` ``file`` contains ``raw``, and ``weights`` the rest."""
     base = base_of(header, weights)
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
-        theirs = read_peft(raw, tensors, path / CONFIG_FILE, weights)
+        theirs = read_peft(raw, tensors, file, weights)
         config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
     else:
-        config = _our_config(raw, path / CONFIG_FILE)
+        config = _our_config(raw, file)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
-        raise PeftlabError(f"{path / CONFIG_FILE} does not fit {weights.name}: {said}")
-    reference, task = (text_or_none(raw, key, path / CONFIG_FILE) for key in ("base_model_name_or_path", "task_type"))
+        raise PeftlabError(f"{file} does not fit {weights.name}: {said}")
+    reference, task = (text_or_none(raw, key, file) for key in ("base_model_name_or_path", "task_type"))
     return Adapter(config, tensors, base, reference, task, notes)
 
 

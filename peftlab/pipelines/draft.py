@@ -15,7 +15,7 @@ from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
 from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
 from peftlab.drafting.checks import check_head, check_method
@@ -27,7 +27,7 @@ from peftlab.drafting.text.continuations import Collate
 from peftlab.drafting.text.repetition import repetition
 from peftlab.drafting.text.target_text import weights_digest
 from peftlab.drafting.vocabulary import ceiling
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, staged_directory, write_json, write_text
 from peftlab.hardware import describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
@@ -99,6 +99,9 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     accelerator.wait_for_everyone()
     if recipe.method is not None:
         inject(draft.injected, injected_method(recipe.method, recipe.train))
+    if job.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
+        with about("merge"):
+            check_merge(draft.injected, draft.base, run_dir / "merged", MergeOptions(into=into(recipe.merge)))
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     spec = training_spec(recipe, kind, job, draft, sets)

@@ -16,9 +16,9 @@ from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
-from peftlab.errors import PeftlabError
+from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
@@ -165,6 +165,11 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     for line in _remarks(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
+    merging: MergeOptions | None = None
+    if METHODS[recipe.method.name].folds and recipe.merge is not False:
+        merging = MergeOptions(into=into(recipe.merge), trust_remote_code=recipe.trust_remote_code, overwrite=True)
+        with about("merge"):  # what would stop the merge stops the run before it has trained
+            check_merge(model, recipe.model, run_dir / "merged", merging)
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
         start_from(model, recipe.init_from)
     before = task.sample(task.model) if task.sample is not None and accelerator.is_main_process else None
@@ -208,7 +213,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     if accelerator.is_main_process:
         if task.sample is not None and before is not None and not accelerator.is_fsdp2:
             results = replace(results, sample={"before": before, "after": task.sample(task.model)})
-        results = _write_out(recipe, task, task.model, run_dir, results)
+        results = _write_out(recipe, task, task.model, run_dir, results, merging)
     accelerator.wait_for_everyone()
     return results
 
@@ -322,8 +327,9 @@ def _write_out(
     model: nn.Module,
     run_dir: Path,
     results: FinetuneResults,
+    merging: MergeOptions | None,
 ) -> FinetuneResults:
-    """Write adapter, merged model if the method has one, results and report; then compare merged and unmerged.
+    """Write adapter, merged model if there is to be one, results and report; then compare merged and unmerged.
 
     Returns:
         The results, with that comparison.
@@ -343,10 +349,8 @@ def _write_out(
         save_adapter(model, staging, base=recipe.model)
         task.tokenizer.save_pretrained(staging)
         write_text(staging / "README.md", adapter_card(card))
-    folds = METHODS[recipe.method.name].folds
-    if folds and recipe.merge is not False:
-        told = into(recipe.merge)
-        options = MergeOptions(recipe=dump_recipe(recipe), training=training(card), into=told, overwrite=True)
+    if merging is not None:
+        options = replace(merging, recipe=dump_recipe(recipe), training=training(card))
         merge_checkpoint(run_dir / "adapter", recipe.model, run_dir / "merged", options)
         write_results(run_dir, results.as_json())
         inputs = sample_inputs(task, EXAMPLES)
@@ -356,7 +360,7 @@ def _write_out(
         if times(recipe.merge):
             results = replace(results, latency=merge_latency(*what, device=next(model.parameters()).device))
         if recipe.base.quantised:
-            losses = merge_losses(task, model, run_dir, recipe.model, told or "dequantised")
+            losses = merge_losses(task, model, run_dir, recipe.model, merging.into or "dequantised")
             results = replace(results, merge_losses=losses)
     conclude(run_dir, results.as_json())
     return results

@@ -32,13 +32,27 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
     Raises:
         PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
     """
-    if find_model(reference).adapters:
-        with write_errors(out), scratch_directory(real(out), "base") as directory:
-            dtype = load_config(reference, trust_remote_code=options.trust_remote_code).dtype
-            stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
-            _save_plain(reference, adapter, directory, options.trust_remote_code, stored)
-            yield directory, [f"{reference} is an adapter: it was folded into its own base model first"]
+    place, why = stored_base(reference, options)
+    if place is not None:
+        yield place, []
         return
+    dtype = torch.float32
+    if find_model(reference).adapters:
+        own = load_config(reference, trust_remote_code=options.trust_remote_code).dtype
+        dtype = own if isinstance(own, torch.dtype) else dtype
+    with write_errors(out), scratch_directory(real(out), "base") as directory:
+        _save_plain(reference, adapter, directory, options.trust_remote_code, dtype)
+        yield directory, [why]
+
+
+def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str]:
+    """Return the local directory of a base model's plain weights; or None, and what has to be done to get them.
+
+    Raises:
+        PeftlabError: as ``plain_base``.
+    """
+    if find_model(reference).adapters:
+        return None, f"{reference} is an adapter: it was folded into its own base model first"
     place = _located(reference)
     if place.suffix == ".gguf":
         quantised = f"{place.name} is quantised (GGUF)"
@@ -48,17 +62,14 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
         plain = _is_plain(place)
         method = "" if plain else quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
         if not method:
-            yield place, []
-            return
+            return place, ""
         if options.into == "original":
             raise PeftlabError(
                 f"{reference} is stored quantised ({method}) and does not contain its original weights; name the model "
                 "that was quantised (--base), or merge --into dequantised: into a plain float32 copy of its values"
             )
         quantised = f"the base was quantised ({method})"
-    with write_errors(out), scratch_directory(real(out), "base") as directory:
-        _save_plain(reference, adapter, directory, options.trust_remote_code)
-        yield directory, [f"{quantised}: it was dequantised to float32 first, and the update was added to that"]
+    return None, f"{quantised}: it was dequantised to float32 first, and the update was added to that"
 
 
 def _is_plain(place: Path) -> bool:

@@ -10,9 +10,11 @@ import json
 import time
 from pathlib import Path
 
-from peftlab.checkpoints.adapter import Adapter, read_adapter
+from torch import nn
+
+from peftlab.checkpoints.adapter import Adapter, adapter_of, read_adapter
 from peftlab.checkpoints.io.stream import OutputFile, run
-from peftlab.checkpoints.merge.base import plain_base, refuse_overlap
+from peftlab.checkpoints.merge.base import plain_base, refuse_overlap, stored_base
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
 from peftlab.checkpoints.merge.report import Figures, MergeReport
@@ -53,11 +55,7 @@ def merge_checkpoint(
         for directory in (place, place / "adapter"):
             refuse_gated(directory)
         read = read_adapter(place, lora_alpha=options.lora_alpha, allow_nonfinite=options.allow_nonfinite)
-    if not METHODS[read.config.name].folds:
-        raise PeftlabError(
-            f"{name}: method {read.config.name} has no linear fold; keep the adapter beside the base model and "
-            "load it with peftlab.load_adapter"
-        )
+    _refuse_without_fold(read, name)
     reference = str(base or read.base_reference or "")
     if not reference:
         raise PeftlabError(f"{name} names no base model; pass one (--base)")
@@ -65,6 +63,33 @@ def merge_checkpoint(
     if options.push_to_hub:
         upload(Path(out), options.push_to_hub)
     return report
+
+
+def check_merge(model: nn.Module, base: str, out: str | Path, options: MergeOptions) -> None:
+    """Plan the merge of an injected model's adapter, as it will be once it is trained; nothing is written.
+
+    A base that is dequantised or folded first is written by the class itself, whose names fit: it is not planned.
+
+    Args:
+        model: the model with its adapter. base, out, options: as for ``merge_checkpoint``.
+
+    Raises:
+        PeftlabError: as ``merge_checkpoint``.
+    """
+    adapter = adapter_of(model, base=base)
+    _refuse_without_fold(adapter, "the adapter")
+    directory, _ = stored_base(base, options)
+    if directory is not None:
+        refuse_overlap(Path(out), directory)
+        plan_merge(adapter, directory, options, source="the adapter").close()
+
+
+def _refuse_without_fold(adapter: Adapter, name: str) -> None:
+    if not METHODS[adapter.config.name].folds:
+        raise PeftlabError(
+            f"{name}: method {adapter.config.name} has no linear fold; keep the adapter beside the base model and "
+            "load it with peftlab.load_adapter"
+        )
 
 
 def _merge(
