@@ -199,6 +199,7 @@ def _parsed(
 ) -> Adapter:
     """Return the adapter whose ``adapter_config.json`` ``file`` contains ``raw``, and ``weights`` the rest."""
     base = base_of(header, weights)
+    config: MethodConfig
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
         theirs = read_peft(raw, tensors, file, weights)
