@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.adapter import load_adapter as load_adapter
     from peftlab.checkpoints.adapter import save_adapter as save_adapter
     from peftlab.checkpoints.combine import add_weighted_adapter as add_weighted_adapter
-    from peftlab.checkpoints.consumers.check import check_adapter as check_adapter
-    from peftlab.checkpoints.consumers.convert import convert_adapter as convert_adapter
+    from peftlab.checkpoints.engines import check_adapter as check_adapter
+    from peftlab.checkpoints.engines import convert_adapter as convert_adapter
     from peftlab.checkpoints.extract.extraction import extract_adapter as extract_adapter
     from peftlab.checkpoints.merge.options import MergeOptions as MergeOptions
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint

@@ -22,7 +22,7 @@ def check(
     base: Base = None,
 ) -> object:
     """Show what an adapter is, what it would touch, and which programs read it as it was trained."""
-    from peftlab.checkpoints.consumers.check import check_adapter
+    from peftlab.checkpoints.engines import check_adapter
     from peftlab.reporting.console import check_lines, consumers_table
 
     found = check_adapter(adapter, base)
@@ -43,7 +43,7 @@ def convert(
     overwrite: Overwrite = False,
 ) -> object:
     """Write an adapter as one engine reads it, and check the result by that engine's rule."""
-    from peftlab.checkpoints.consumers.convert import convert_adapter
+    from peftlab.checkpoints.engines import convert_adapter
     from peftlab.reporting.console import conversion_lines
 
     done = convert_adapter(adapter, out, to, base=base, lora_alpha=lora_alpha, overwrite=overwrite)

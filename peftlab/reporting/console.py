@@ -19,8 +19,7 @@ from rich.text import Text
 from peftlab.reporting import facts
 
 if TYPE_CHECKING:
-    from peftlab.checkpoints.consumers.check import AdapterCheck
-    from peftlab.checkpoints.consumers.convert import Conversion
+    from peftlab.checkpoints.engines import AdapterCheck, Conversion
     from peftlab.checkpoints.extract.extraction import Extraction
     from peftlab.checkpoints.merge.report import MergeReport, TensorReport
     from peftlab.models.costs import Cost

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 from typer.testing import CliRunner
 
 import peftlab
-from peftlab.checkpoints.consumers.table import CONSUMERS, ENGINES
+from peftlab.checkpoints.engines import ENGINES
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from tests.checkpoints.models import adapt, build, save_base
@@ -91,7 +91,7 @@ def test_the_json_names_what_is_matched_and_who_reads_it(tmp_path: Path, bases: 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_rule_names_a_version_and_its_day(name: str) -> None:
-    row = CONSUMERS[name]
+    row = ENGINES[name]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", row.date) and re.search(r"\d", row.source)
 
 
