@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from peftlab.checkpoints.fitting import check_fit, fill, fitted
@@ -39,6 +40,7 @@ from peftlab.methods.injection import (
 )
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.fold import one_thread
+from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.several.adapters import (
     DEFAULT,
     aside,
@@ -49,8 +51,9 @@ from peftlab.methods.several.adapters import (
     set_adapter,
 )
 from peftlab.methods.table import METHODS
+from peftlab.methods.targets import embeddings_of
 from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
-from peftlab.models.pretrained import describe
+from peftlab.models.pretrained import describe, loaded_from, stored_vocabulary, vocabulary
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
@@ -101,11 +104,11 @@ def save_adapter(
             lacks a parameter.
     """
     with only(model, name), _with_values(model, state_dict):
-        return _save(model, Path(directory), base)
+        return _save(model, Path(directory), base, state_dict or {})
 
 
-def _save(model: nn.Module, directory: Path, base: str | None) -> Path:
-    config, tensors, header = _contents(model, base)
+def _save(model: nn.Module, directory: Path, base: str | None, values: Mapping[str, Tensor]) -> Path:
+    config, tensors, header = _contents(model, base, values)
     with replacing(directory / WEIGHTS_FILE) as temporary:
         write_tensors(temporary, tensors, {"peftlab": header})
     write_json(directory / CONFIG_FILE, config)
@@ -118,18 +121,21 @@ def adapter_of(model: nn.Module, *, base: str | None = None) -> Adapter:
     Args:
         base: reference of the base model; default: where the model was loaded from.
     """
-    config, tensors, header = _contents(model, base)
+    config, tensors, header = _contents(model, base, {})
     return _parsed(config, tensors, {"peftlab": header}, Path(CONFIG_FILE), Path(WEIGHTS_FILE))
 
 
-def _contents(model: nn.Module, base: str | None) -> tuple[dict[str, Json], dict[str, Tensor], str]:
+def _contents(
+    model: nn.Module, base: str | None, values: Mapping[str, Tensor]
+) -> tuple[dict[str, Json], dict[str, Tensor], str]:
     """Return the active adapter's ``adapter_config.json``, its tensors by key, and the header of their file."""
     injection = injection_of(model)
-    tensors = {name: _whole(parameter) for name, parameter in trainable_parameters(model).items()}
+    reference = base or loaded_from(model)
+    resized = {name: values.get(name, parameter) for name, parameter in _resized(model, reference).items()}
+    tensors = {name: _whole(parameter) for name, parameter in (trainable_parameters(model) | resized).items()}
     on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if on_meta:
         raise PeftlabError(f"{on_meta} is on the meta device and has no values to save")
-    reference = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     header = {
         "method": injection.config.model_dump(),
         "base": describe(model),
@@ -137,10 +143,37 @@ def _contents(model: nn.Module, base: str | None) -> tuple[dict[str, Json], dict
     }
     if isinstance(injection.config, LoraConfig):
         config = to_peft_config(model, injection, reference)
-        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection).items()}
+        tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection, resized).items()}
     else:
         config = {"library": "peftlab", **header}
     return json.loads(json.dumps(config, default=str)), tensors, json.dumps(header, default=str)
+
+
+def _resized(model: nn.Module, reference: str | None) -> dict[str, Tensor]:
+    """Return the embeddings that do not train, by parameter name, if the vocabulary is not that of ``reference``.
+
+    New rows are in no file of the base model. As peft does, input and output embeddings are saved whole; a tied
+    parameter is there under each of its names.
+    """
+    tokens, stored = vocabulary(model), stored_vocabulary(model, reference)
+    if stored is None or tokens == stored:
+        return {}
+    trained = {id(parameter) for parameter in trainable_parameters(model).values()}
+    embeddings = [layer for layer in embeddings_of(model) if layer is not None]
+    found = {
+        f"{name}.{key}": parameter.detach()
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if any(layer is embedding for embedding in embeddings)
+        for key, parameter in layer.named_parameters(recurse=False)
+        if id(parameter) not in trained and not isinstance(layer, OwnCopy)
+    }
+    if found:
+        warnings.warn(
+            f"the vocabulary has {tokens} tokens, that of {reference} has {stored}: {', '.join(found)} "
+            f"{'is' if len(found) == 1 else 'are'} saved with the adapter",
+            stacklevel=4,
+        )
+    return found
 
 
 def read_adapter(source: str | Path, *, lora_alpha: float | None = None, allow_nonfinite: bool = False) -> Adapter:
@@ -198,12 +231,13 @@ def _parsed(
     raw: dict[str, Json], tensors: dict[str, Tensor], header: Mapping[str, str], file: Path, weights: Path
 ) -> Adapter:
     """Return the adapter whose ``adapter_config.json`` ``file`` contains ``raw``, and ``weights`` the rest."""
-    base = base_of(header, weights)
+    entry = _header_entry(header, weights)
+    base = _base_in(entry, weights)
     config: MethodConfig
     notes: tuple[str, ...] = ()
     if "peft_type" in raw:
         theirs = read_peft(raw, tensors, file, weights)
-        config, tensors, notes = theirs.config, theirs.tensors, theirs.notes
+        config, tensors, notes = _as_injected(theirs.config, entry, weights), theirs.tensors, theirs.notes
     else:
         config = _our_config(raw, file)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
@@ -230,16 +264,44 @@ def text_or_none(raw: Mapping[str, Json], key: str, path: Path) -> str | None:
 
 def base_of(header: Mapping[str, str], path: Path) -> dict[str, Json]:
     """Return the header's description of the base model; empty for an adapter that peftlab did not write."""
+    return _base_in(_header_entry(header, path), path)
+
+
+def _header_entry(header: Mapping[str, str], path: Path) -> dict[str, Json]:
+    """Return what peftlab wrote into the header of the safetensors file at ``path``; empty if it did not write it."""
     try:
         entry = parse_json(header.get("peftlab", "{}"))
     except ValueError as error:
         raise PeftlabError(f"{path}: peftlab in the header is not valid JSON ({error})") from None
-    base = entry.get("base", {}) if isinstance(entry, dict) else None
+    if not isinstance(entry, dict):
+        raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
+    return entry
+
+
+def _base_in(entry: Mapping[str, Json], path: Path) -> dict[str, Json]:
+    base = entry.get("base", {})
     if not isinstance(base, dict) or (
         base and not (isinstance(base.get("architecture"), str) and isinstance(base.get("config"), dict))
     ):
         raise PeftlabError(f"{path}: peftlab in the header does not describe a base model")
     return base
+
+
+def _as_injected(config: LoraConfig, entry: Mapping[str, Json], path: Path) -> LoraConfig:
+    """Return the configuration with what trains whole as it was injected, for an adapter that peftlab wrote.
+
+    ``adapter_config.json`` says it by the ends of names, as peft reads them, and has no word for some of it.
+    """
+    method = entry.get("method")
+    if not isinstance(method, dict):
+        return config
+    fields = ("modules_to_save", "train_head", "ensure_weight_tying")
+    try:
+        return LoraConfig.model_validate(
+            {**config.model_dump(), **{key: method[key] for key in fields if key in method}}
+        )
+    except ValidationError as error:
+        raise PeftlabError(f"{path}: peftlab in the header: {error.errors()[0]['msg']}") from None
 
 
 def load_adapter(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +22,7 @@ from peftlab.models.dtypes import DTYPES, compute_dtype
 from peftlab.models.finetuned import find_model
 from peftlab.models.quantised import keep_layout, quantise, quantised_linears
 from peftlab.models.skeleton import empty_model
-from peftlab.references import locate, similar_path, snapshot, unreachable
+from peftlab.references import is_url, locate, similar_path, snapshot, unreachable
 from peftlab.untyped import Attributes, Function, Unwrapped
 
 if TYPE_CHECKING:
@@ -219,16 +220,65 @@ def describe(model: nn.Module) -> dict[str, object]:
     A base quantised by bitsandbytes also has ``format``, see ``BaseFormat``.
     """
     config = getattr(model, "config", None)
-    values = config.to_diff_dict() if config is not None else {}
+    values = config_values(model)
     values.pop("quantization_config", None)  # it says how this copy is stored, not what the model is
     how = base_format(model)
     return {
         "architecture": type(model).__name__,
-        "model_type": getattr(config, "model_type", None),
-        "vocab_size": getattr(config, "vocab_size", None),
+        "model_type": getattr(config, "model_type", values.get("model_type")),
+        "vocab_size": getattr(config, "vocab_size", values.get("vocab_size")),
         "config": values,
         **({"format": how.to_dict()} if how is not None else {}),
     }
+
+
+def config_values(model: nn.Module) -> dict[str, object]:
+    """Return the configuration of a model by key: transformers', or a dict or dataclass of a class of the user's."""
+    config = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}
+    if hasattr(config, "to_diff_dict"):
+        return dict(config.to_diff_dict())
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
+
+
+def loaded_from(model: nn.Module) -> str | None:
+    """Return the reference that transformers loaded a model from; None where there is none."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """Return the number of tokens in a model's configuration, or in that of its text model; None if it has none."""
+    return _tokens(getattr(model, "config", None))
+
+
+def stored_vocabulary(model: nn.Module, reference: str | None) -> int | None:
+    """Return the number of tokens of the checkpoint that ``model`` was loaded from; None where that is not known.
+
+    The network is not asked: a hub model's configuration is the one in the cache.
+    """
+    config = getattr(model, "config", None)
+    if not reference or is_url(reference) or not hasattr(config, "from_pretrained"):
+        return None
+    try:
+        place = locate(find_model(reference).base)
+        if isinstance(place, str):
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(place, _CONFIG)
+            place = Path(cached).parent if isinstance(cached, str) else Path()
+        return _tokens(type(config).from_pretrained(str(place))) if (place / _CONFIG).is_file() else None
+    except Exception:  # the libraries raise anything for files they do not expect; then it is not known
+        return None
+
+
+def _tokens(config: object) -> int | None:
+    try:
+        text = config.get_text_config()  # type: ignore[union-attr,attr-defined]
+    except (AttributeError, ValueError):  # several text models
+        text = config
+    tokens = getattr(text, "vocab_size", None)
+    return tokens if isinstance(tokens, int) else None
 
 
 def _gguf(reference: str) -> bool:

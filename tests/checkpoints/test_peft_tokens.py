@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from models import build, stir
-from peft_round_trip import of, round_trip, trains_as_in_peft
+import transformers
+from models import build, load, stir
+from peft_round_trip import equal, of, round_trip, saved_by_peft, trains_as_in_peft
 from test_peft_layers import bart, gemma3
 
 import peftlab
+from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 
@@ -77,3 +80,65 @@ def test_a_merge_keeps_what_is_tied() -> None:
 def test_tokens_that_cannot_train(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PeftlabError, match=message):
         peftlab.inject_lora(llama(), **{"target_modules": ["q_proj"]} | fields)
+
+
+RESIZED: dict[str, dict[str, Any]] = {
+    "neither": {},
+    "rows": {"trainable_token_indices": [97, 99, 3]},
+    "rows of both": {"trainable_token_indices": {"embed_tokens": [97, 99], "lm_head": [97]}},
+    "by LoRA": {"target_modules": ["q_proj", "embed_tokens"]},
+    "whole": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+def resized(base: Path) -> Any:
+    """Return the model at ``base`` with eight tokens more."""
+    model: Any = load(transformers.LlamaForCausalLM, base)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        model.resize_token_embeddings(104, mean_resizing=False)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("case", RESIZED)
+def test_a_resized_vocabulary(tmp_path: Path, case: str, tied: bool) -> None:
+    """What peft saves of new rows loads, trains, is saved and merged; what peftlab saves loads in peft."""
+    fields = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | RESIZED[case]
+    build("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    ids = torch.arange(74, 104).view(2, 15)
+    new_tokens = of({"input_ids": ids})
+    expected = saved_by_peft(resized(tmp_path / "base"), tmp_path / "adapter", new_tokens, **fields)
+    model = peftlab.load_adapter(resized(tmp_path / "base"), tmp_path / "adapter")
+    equal(new_tokens(model), expected)
+    trains_as_in_peft(
+        lambda: resized(tmp_path / "base"),
+        {"input_ids": ids, "labels": ids},
+        tmp_path / "adapter",
+        lambda out: out.loss,
+    )
+    with pytest.warns(UserWarning, match="has 96: .* saved with the adapter"):
+        peftlab.save_adapter(model, tmp_path / "ours")
+    equal(new_tokens(peft.PeftModel.from_pretrained(resized(tmp_path / "base"), str(tmp_path / "ours"))), expected)
+    # With LoRA on the input embedding alone peft (0.21) does not save the new rows of an untied head.
+    for adapter in ("ours",) if case == "by LoRA" and not tied else ("adapter", "ours"):
+        base = load(transformers.LlamaForCausalLM, tmp_path / "base")
+        base.resize_token_embeddings(104)  # new rows of other values
+        equal(new_tokens(peftlab.load_adapter(base, tmp_path / adapter)), expected)
+        if case == "whole" and tied:
+            continue  # merging two trained copies of what was tied: test_peft_tied.py
+        merge_checkpoint(tmp_path / adapter, tmp_path / "base", tmp_path / f"merged-{adapter}")
+        equal(new_tokens(load(transformers.LlamaForCausalLM, tmp_path / f"merged-{adapter}")), expected)
+    equal(new_tokens(peftlab.merge(model)), expected)
+
+
+def test_other_methods_save_a_resized_vocabulary(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path / "base")
+    model = peftlab.inject_houlsby(resized(tmp_path / "base"), bottleneck=4)
+    stir(model, 0.1)
+    new_tokens = of({"input_ids": torch.arange(90, 104)[None]})
+    with pytest.warns(UserWarning, match="104 tokens"):
+        peftlab.save_adapter(model, tmp_path / "ours")
+    base = load(transformers.LlamaForCausalLM, tmp_path / "base")
+    base.resize_token_embeddings(104)
+    equal(new_tokens(peftlab.load_adapter(base, tmp_path / "ours")), new_tokens(model))

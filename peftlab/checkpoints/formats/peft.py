@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LoraAttention, LowRank
 from peftlab.methods.lora.own_copy import OwnCopy
+from peftlab.methods.lora.token_rows import TokenRows
 from peftlab.methods.targets import has_suffix, inside, model_type
 from peftlab.methods.task_head import trained_whole
 from peftlab.models.conv1d import conv1d
@@ -51,6 +53,8 @@ def to_peft_key(name: str, model: nn.Module) -> str:
         return f"{PREFIX}{module_name}.base_layer.{last}"
     if last == "token_rows":
         return f"{PREFIX}{module_name}.token_adapter.trainable_tokens_delta"
+    if isinstance(module, TokenRows) and last == "weight":
+        return f"{PREFIX}{module_name}.token_adapter.base_layer.weight"
     if isinstance(module, OwnCopy):
         return f"{PREFIX}{module_name}.{last.removeprefix('own_')}"
     return PREFIX + name
@@ -72,8 +76,8 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
     whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
-    twins = _whole_twins(model)
-    whole += sorted({name.rpartition(".")[0] for name in twins} - set(whole))
+    twins = {name.rpartition(".")[0] for name in _whole_twins(model)}
+    whole += sorted(twins - set(whole))
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)
     ranks, alphas = _effective(model, config, leaves, matrices)
     raw: dict[str, object] = {
@@ -87,7 +91,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
         "bias": config.bias,
         "fan_in_fan_out": transposed,
         "target_modules": short_names(model, [name for name in leaves if name not in matrices]),
-        "modules_to_save": whole or None,
+        "modules_to_save": [end for name in whole for end in _ends(model, name, whole)] or None,
     }
     optional = {
         "use_rslora": config.use_rslora,
@@ -102,20 +106,22 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
             for parameter in vars(model.get_submodule(name))["adapted"]
         ]
         + [f"{name}.weight" for name in matrices],
-        "ensure_weight_tying": bool(twins),
+        # peft (0.21) makes a linear map of whatever is tied to the input embedding: encoder-decoder models, which share
+        # it between embeddings, would not run. Without the flag peft computes the same, and trains them apart.
+        "ensure_weight_tying": bool(twins) and all(isinstance(model.get_submodule(n), nn.Linear) for n in twins),
         "trainable_token_indices": config.trainable_token_indices,
     }
     return raw | {key: value for key, value in optional.items() if value}
 
 
-def adapter_tensors(model: nn.Module, injection: Injection) -> dict[str, Tensor]:
-    """Return the trained tensors of an injected LoRA by peft's keys.
+def adapter_tensors(model: nn.Module, injection: Injection, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the trained tensors of an injected LoRA, and ``others`` by parameter name, by peft's keys.
 
     A leaf whose update is B·A − B0·A0 (PiSSA, OLoRA), or acts on parts of its rows, is written as the plain LoRA
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
-    tensors |= {name: model.get_parameter(name).detach() for name in injection.carried}
+    tensors |= {**others, **{name: model.get_parameter(name).detach() for name in injection.carried}}
     tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)
@@ -188,8 +194,28 @@ def _experts(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name), LoraExperts)
 
 
-def short_names(model: nn.Module, replaced: list[str]) -> list[str]:
-    """Return the last name components if they pick exactly ``replaced`` among all modules, else full names."""
-    tails = sorted({name.rpartition(".")[2] for name in replaced})
-    picked = {name for name, _ in model.named_modules() if any(has_suffix(name, tail) for tail in tails)}
-    return tails if picked == set(replaced) else list(replaced)
+def _ends(model: nn.Module, name: str, whole: list[str]) -> list[str]:
+    """Return what ``modules_to_save`` has to contain for peft to train the module ``name`` and no others.
+
+    peft takes each entry for the end of a name, with or without a dot before it: ``head`` is ``vision.head`` and
+    ``lm_head``, too. In place of such a module its children are named, as far as their names end no others.
+    """
+    module = model.get_submodule(name)
+    ambiguous = any(other.endswith(name) and not inside(other, whole) for other, _ in model.named_modules())
+    children = [child for child, inner in module.named_children() if any(True for _ in inner.parameters())]
+    if not ambiguous or module._parameters or not children:
+        return [name]
+    return [end for child in children for end in _ends(model, f"{name}.{child}", whole)]
+
+
+def short_names(model: nn.Module, replaced: list[str]) -> list[str] | str:
+    """Return ``target_modules`` that pick exactly ``replaced`` among all modules.
+
+    They are the last components of the names if these do, else the full names; a regular expression where one full
+    name is the end of another module's.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    for names in (sorted({name.rpartition(".")[2] for name in replaced}), list(replaced)):
+        if {name for name in modules if any(has_suffix(name, end) for end in names)} == set(replaced):
+            return names
+    return "|".join(re.escape(name) for name in replaced)

@@ -21,6 +21,8 @@ from peftlab.patterns import matching
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")
 _ADDED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias")
 
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # names of modules that peft keeps tied with ensure_weight_tying
+
 # Values of init_lora_weights that leave the base as it is: the factors in the file are the whole update.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _LOST_STARTS = {
@@ -82,6 +84,8 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
         pairs = ", ".join(shared)
         note = f"{path}: ensure_weight_tying: peft trains the factors of {pairs} as one; here each trains its own"
         notes = (*notes, note)
+    if not any(name.rpartition(".")[2] in _EMBEDDINGS for name in fitted.modules_to_save or []):
+        fitted = fitted.model_copy(update={"ensure_weight_tying": False})
     return PeftAdapter(fitted, named, notes)
 
 
@@ -161,6 +165,8 @@ def _plain_name(key: str, path: Path) -> str:
     # The bias of a module within one that is trained whole keeps the adapter's name: modules_to_save.default.dense.bias
     name = re.sub(r"\.modules_to_save\.([^.]+\.(?=[^.]+\.))?", ".", _FACTOR.sub(r".\1", key.removeprefix(PREFIX)))
     name = name.replace(".lora_B.bias", ".lora_bias").replace(".base_layer.out_proj.", ".out_proj.")
+    # The whole embedding beside the rows that train, which peft saves where the vocabulary was resized.
+    name = name.replace(".token_adapter.base_layer.", ".")
     return name.replace(".base_layer.bias", ".bias").replace(".token_adapter.trainable_tokens_delta", ".token_rows")
 
 

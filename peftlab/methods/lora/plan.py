@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -52,6 +53,8 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     whole = trained_whole(model, config.modules_to_save, head=config.train_head)
     leaves = adaptable(model)
     body = [name for name in leaves if not inside(name, whole)]
+    if config.target_modules == ALL_LINEAR and not config.target_parameters:
+        _note_other_weights(model)
     parts = _targets(model, config, body)
     experts = _expert_targets(model, config)
     copied = {} if config.ensure_weight_tying else shared_outside(model, whole)
@@ -85,6 +88,20 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
     in_place = parameters_under(model, [name for name in whole if name not in copied])
     own = {f"{leaf}.{name}" for leaf, names in copied.items() for name in names}
     return Plan(replace, [n for n in in_place if n not in own] + _biases(model, config, list(parts), whole))
+
+
+def _note_other_weights(model: nn.Module) -> None:
+    """Warn of experts' and routers' weights, which are in no linear map, so that ``all-linear`` leaves them out."""
+    names = [
+        name for name, p in _outside_leaves(model) if p.ndim == 3 or name.endswith((".gate.weight", ".router.weight"))
+    ]
+    ends = sorted({".".join(name.split(".")[-2:]) for name in names})
+    if ends:
+        warnings.warn(
+            f"target_modules: all-linear means linear maps, and {', '.join(ends)} are in none: they stay as they are; "
+            "target_parameters names those to adapt (peft takes some of them with all-linear)",
+            stacklevel=2,
+        )
 
 
 def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dict[str, list[str]]]:
