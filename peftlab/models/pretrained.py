@@ -235,10 +235,11 @@ def describe(model: nn.Module) -> dict[str, object]:
 def config_values(model: nn.Module) -> dict[str, object]:
     """Return the configuration of a model by key: transformers', or a dict or dataclass of a class of the user's."""
     config = getattr(model, "config", None)
+    to_dict: Function[dict[str, object]] | None = getattr(config, "to_diff_dict", None)
+    if to_dict is not None:
+        return to_dict()
     if isinstance(config, Mapping):
         return {str(key): value for key, value in config.items()}
-    if hasattr(config, "to_diff_dict"):
-        return dict(config.to_diff_dict())
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
@@ -257,8 +258,8 @@ def stored_vocabulary(model: nn.Module, reference: str | None) -> int | None:
 
     The network is not asked: a hub model's configuration is the one in the cache.
     """
-    config = getattr(model, "config", None)
-    if not reference or is_url(reference) or not hasattr(config, "from_pretrained"):
+    read: Function[object] | None = getattr(getattr(model, "config", None), "from_pretrained", None)
+    if not reference or is_url(reference) or read is None:
         return None
     try:
         place = locate(find_model(reference).base)
@@ -267,15 +268,15 @@ def stored_vocabulary(model: nn.Module, reference: str | None) -> int | None:
 
             cached = try_to_load_from_cache(place, _CONFIG)
             place = Path(cached).parent if isinstance(cached, str) else Path()
-        return _tokens(type(config).from_pretrained(str(place))) if (place / _CONFIG).is_file() else None
+        return _tokens(read(str(place))) if (place / _CONFIG).is_file() else None
     except Exception:  # the libraries raise anything for files they do not expect; then it is not known
         return None
 
 
 def _tokens(config: object) -> int | None:
     try:
-        text = config.get_text_config()  # type: ignore[union-attr,attr-defined]
-    except (AttributeError, ValueError):  # several text models
+        text = getattr(config, "get_text_config", lambda: config)()
+    except ValueError:  # several text models
         text = config
     tokens = getattr(text, "vocab_size", None)
     return tokens if isinstance(tokens, int) else None

@@ -114,14 +114,16 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     return raw | {key: value for key, value in optional.items() if value}
 
 
-def adapter_tensors(model: nn.Module, injection: Injection, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(
+    model: nn.Module, injection: Injection, others: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Return the trained tensors of an injected LoRA, and ``others`` by parameter name, by peft's keys.
 
     A leaf whose update is B·A − B0·A0 (PiSSA, OLoRA), or acts on parts of its rows, is written as the plain LoRA
     of greater rank that it equals. A tensor that is tied to another one is written under both names, as peft does.
     """
     tensors = {name: parameter.detach() for name, parameter in trainable_parameters(model).items()}
-    tensors |= {**others, **{name: model.get_parameter(name).detach() for name in injection.carried}}
+    tensors |= {**(others or {}), **{name: model.get_parameter(name).detach() for name in injection.carried}}
     tensors |= {twin: tensors[name] for twin, name in _whole_twins(model).items()}
     for name in injection.replaced:
         leaf = model.get_submodule(name)

@@ -92,9 +92,9 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
 
 def _note_other_weights(model: nn.Module) -> None:
     """Warn of experts' and routers' weights, which are in no linear map, so that ``all-linear`` leaves them out."""
-    names = [
-        name for name, p in _outside_leaves(model) if p.ndim == 3 or name.endswith((".gate.weight", ".router.weight"))
-    ]
+    routers = (".gate.weight", ".router.weight")
+    # A class token or positions (1, n, width) are no experts.
+    names = [n for n, p in _outside_leaves(model) if (p.ndim == 3 and len(p) > 1) or n.endswith(routers)]
     ends = sorted({".".join(name.split(".")[-2:]) for name in names})
     if ends:
         warnings.warn(
