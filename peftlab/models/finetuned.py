@@ -9,7 +9,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
 from peftlab.references import is_url, locate, similar_path
-from peftlab.remote.mirror import local_copy
+from peftlab.remote import local_copy
 
 CONFIG_FILE = "adapter_config.json"
 GATED_FILE = "gated_lora.json"

@@ -18,8 +18,7 @@ from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.recipe.table_schema import AnyTable, DraftTableRecipe
 from peftlab.references import is_url
-from peftlab.remote.mirror import mirrored
-from peftlab.remote.remote_directory import RemoteDirectory, local_place
+from peftlab.remote import RemoteDirectory, local_place, mirrored
 
 RUN = Mark("run", WRITTEN["run"])
 TABLE = Mark("table", WRITTEN["table"])
@@ -29,7 +28,7 @@ TABLE = Mark("table", WRITTEN["table"])
 def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resume: bool) -> Iterator[Claim]:
     """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.files.claimed``.
 
-    Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote.mirror`` uploads from.
+    Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote`` uploads from.
     """
     path, inputs = recipe.output_dir, recipe_inputs(recipe)
     advice = (
@@ -69,7 +68,7 @@ def stored_recipe(directory: str | Path) -> Recipe:
     """
     missing = PeftlabError(f"{directory}: no run here (there is no recipe.yaml)")
     if is_url(directory):
-        content = RemoteDirectory.at(str(directory)).read("recipe.yaml")
+        content = RemoteDirectory(str(directory)).read("recipe.yaml")
         if content is None:
             raise missing
         with TemporaryDirectory() as place:
@@ -95,7 +94,7 @@ def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
     if isinstance(recipe, AnyTable) or (own := launch()) is None:
         return overwrite, False
     if is_url(recipe.output_dir):
-        remote = RemoteDirectory.at(recipe.output_dir)
+        remote = RemoteDirectory(recipe.output_dir)
         begun, names = launch_in(remote.read("provenance.json")), [*remote.versions()]
     else:
         directory = Path(recipe.output_dir)

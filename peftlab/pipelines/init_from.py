@@ -10,7 +10,7 @@ from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.targets import inside
 from peftlab.methods.task_head import task_head
-from peftlab.remote.mirror import local_copy
+from peftlab.remote import local_copy
 
 # The keys that change what the same tensors compute; the tensors' names show which modules they belong to.
 _MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")

@@ -20,7 +20,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import read_mark, read_text
 from peftlab.hardware import resolve_device
 from peftlab.references import is_url
-from peftlab.remote.mirror import local_copy
+from peftlab.remote import local_copy
 
 if TYPE_CHECKING:
     from peftlab.checkpoints.merge.verify import MergeCheck

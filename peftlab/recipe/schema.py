@@ -20,7 +20,7 @@ from peftlab.models.config import Base, BaseConfig
 from peftlab.recipe.table_schema import DraftTableRecipe, TableRecipe, draft_of_a_reference
 from peftlab.references import is_url
 from peftlab.registry import resolve
-from peftlab.remote.remote_directory import check_url
+from peftlab.remote import check_url
 from peftlab.section import Section
 from peftlab.tasks.config import DataConfig, GenerateConfig, PreferenceObjective, Problem
 from peftlab.tasks.table import TASKS, Task, find_task

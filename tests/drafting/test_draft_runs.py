@@ -35,7 +35,7 @@ from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import DraftRecipe
-from peftlab.remote.remote_directory import RemoteDirectory
+from peftlab.remote import RemoteDirectory
 
 pytestmark = pytest.mark.xdist_group("draft runs")  # one worker makes the fixtures
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.epochs=2", "train.max_length=64", "train.eval_every=4"]
@@ -137,7 +137,7 @@ class TestRun:
         monkeypatch.setenv("PEFTLAB_CACHE", str(place / "another"))
         peftlab.resume(url)
         go(stories, place / "at a path", *short)
-        content = RemoteDirectory.at(url).read("merged/model.safetensors")
+        content = RemoteDirectory(url).read("merged/model.safetensors")
         assert content == (place / "at a path" / "merged" / "model.safetensors").read_bytes()
         few = DecodingOptions(max_new_tokens=8)
         plain, drafted = (peftlab.generate(str(stories), "Once", each, few).text for each in (None, url))

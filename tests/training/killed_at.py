@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 
 from peftlab.cli.app import main
-from peftlab.remote.remote_directory import RemoteDirectory
+from peftlab.remote import RemoteDirectory
 
 WHEN, _, WHAT = os.environ["KILLED"].partition(" ")
 

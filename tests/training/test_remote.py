@@ -17,7 +17,7 @@ from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.merge import run_merge
 from peftlab.recipe.loading import load_recipe
-from peftlab.remote.remote_directory import RemoteDirectory, local_place
+from peftlab.remote import RemoteDirectory, local_place
 from tests.forked import python
 
 KILLED_AT = Path(__file__).with_name("killed_at.py")
@@ -94,7 +94,7 @@ def whole(model, rows, tmp_path_factory):
 
 
 def stored(url):
-    return {name: RemoteDirectory.at(url).read(name) for name in RemoteDirectory.at(url).versions()}
+    return {name: RemoteDirectory(url).read(name) for name in RemoteDirectory(url).versions()}
 
 
 def assert_same(files, whole):
@@ -198,7 +198,7 @@ class Failing(MemoryFileSystem):
 @pytest.fixture
 def failing(memory, monkeypatch):
     fsspec.register_implementation("failing", Failing, clobber=True)
-    monkeypatch.setattr("peftlab.remote.remote_directory.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("peftlab.remote.time.sleep", lambda seconds: None)
     return "failing://runs/run"
 
 
@@ -258,11 +258,19 @@ def test_urls_that_no_run_is_stored_at(url, words, written):
     assert words in str(caught.value) and "output_dir" in str(caught.value)
 
 
-def test_without_the_package(written, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(_registry, "s3", raising=False)
-    with pytest.raises(PeftlabError, match=r"pip install 'peftlab\[s3\]'"):
-        load_recipe(written("s3://runs/run"))
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [
+        ("s3://runs/run", "s3fs", "s3"),
+        ("gs://runs/run", "gcsfs", "gcs"),
+        ("abfs://runs@account.dfs.core.windows.net/run", "adlfs", "azure"),
+    ],
+)
+def test_without_the_package(url, package, extra, written, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)
+    with pytest.raises(PeftlabError, match=rf"pip install 'peftlab\[{extra}\]'"):
+        load_recipe(written(url))
 
 
 def test_a_missing_bucket_and_missing_keys(keys, written, monkeypatch):

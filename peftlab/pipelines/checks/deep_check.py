@@ -13,7 +13,7 @@ from peftlab.pipelines.inspect import inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.references import is_url
 from peftlab.registry import resolve
-from peftlab.remote.remote_directory import local_place
+from peftlab.remote import local_place
 from peftlab.reporting.console import Inspection
 from peftlab.reporting.facts import data_lines
 from peftlab.tasks.answers import Answers

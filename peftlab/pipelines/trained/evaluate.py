@@ -18,7 +18,7 @@ from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.recipe.schema import FinetuneRecipe
-from peftlab.remote.mirror import local_copy
+from peftlab.remote import local_copy
 from peftlab.tasks.problem import TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.training.distributed import accelerator_on

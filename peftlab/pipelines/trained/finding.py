@@ -13,7 +13,7 @@ from peftlab.models.pretrained import load_config
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.references import similar_path
-from peftlab.remote.mirror import local_copy
+from peftlab.remote import local_copy
 from peftlab.tasks.table import find_task
 
 

@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from peftlab.files import Mark, write_mark
 from peftlab.pipelines.directory import RUN
-from peftlab.remote.mirror import Mirror, local_copy, mirrored
+from peftlab.remote import Mirror, local_copy, mirrored
 
 URL = "ending://bucket/run"
 LAST = 4  # pushes of a run: its start, two checkpoints, its end
