@@ -70,7 +70,7 @@ class SampledExamples(Section):
 
     @model_validator(mode="after")
     def _in_rounds(self) -> SampledExamples:
-        if not self.chosen and self.rounds is not None:
+        if not self.by_score and self.rounds is not None:
             raise ValueError(f"rounds: {self.by} draws in every epoch and has no rounds; remove it")
         if self.by != "least_confidence" and self.scorer is not None:
             raise ValueError(f"scorer: {self.by} scores no example by a trained model; set by: least_confidence")
@@ -79,13 +79,13 @@ class SampledExamples(Section):
         return self
 
     @property
-    def chosen(self) -> bool:
+    def by_score(self) -> bool:
         """Whether examples are chosen by a score, in rounds."""
         return self.by in ("least_confidence", "lowest_acceptance")
 
     @property
-    def times(self) -> int:
-        """Times that examples are chosen."""
+    def total_rounds(self) -> int:
+        """Rounds in which examples are chosen."""
         return 1 if self.scorer is not None else self.rounds or 4
 
 

@@ -38,8 +38,7 @@ from peftlab.training.config import EmulatedHardware, TrainConfig
 from peftlab.training.order import DRAWN, make_plan, share_of
 from peftlab.untyped import AutogradContext
 
-# ===== Layer-wise importance sampling (LISA, arXiv 2403.17919): in each period a few layers train, drawn at random.
-_KEY = 3  # sets these draws apart from those of the examples' order
+_LAYER_DRAWS = 3  # sets these draws apart from those of the examples' order
 
 
 class LayerSampling:
@@ -63,25 +62,13 @@ class LayerSampling:
 
     def drawn(self, step: int) -> list[int]:
         """Return the numbers of the layers that train in ``step`` (from 0), in order."""
-        order = seeded_order(len(self.layers), self._seed, step // self._every, _KEY)
+        order = seeded_order(len(self.layers), self._seed, step // self._every, _LAYER_DRAWS)
         return sorted(sorted(self.layers)[i] for i in order[: self._active])
 
     def resting(self, step: int) -> dict[str, nn.Parameter]:
         """Return the parameters that do not train in ``step``, by name."""
         drawn = self.drawn(step)
         return {name: p for number, those in self.layers.items() if number not in drawn for name, p in those.items()}
-
-
-def make_layer_sampling(model: nn.Module, settings: TrainConfig) -> LayerSampling | None:
-    """Return the sampling that ``settings`` ask for; None if all layers train in every step.
-
-    Raises:
-        PeftlabError: fewer layers train than are to be active.
-    """
-    layers = settings.layers
-    if layers is None or layers.active is None:
-        return None
-    return LayerSampling(model, layers.active, layers.period, settings.seed)
 
 
 @contextmanager
@@ -96,16 +83,6 @@ def frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def forget(optimiser: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Delete what the optimiser keeps for the parameters: a layer starts its next period with fresh averages.
-
-    So the optimiser holds state for the active layers alone.
-    """
-    for parameter in parameters.values():
-        optimiser.state.pop(parameter, None)
-
-
-# ===== Training on the examples that a score chooses, in rounds (selection via proxy, arXiv 1906.11829).
 Chosen = list[list[int]]
 """The examples that each round added, in the order of their numbers."""
 
@@ -127,7 +104,7 @@ class Selection:
         assert sample is not None
         self._lengths, self._settings, self._capacity = list(lengths), settings, capacity
         self._drawn_first = sample.scorer is None
-        kept, rounds = share_of(len(lengths), sample.keep), sample.times
+        kept, rounds = share_of(len(lengths), sample.keep), sample.total_rounds
         self.sizes = [kept * (r + 1) // rounds for r in range(rounds)]
         self.ends = [math.ceil(total * (r + 1) * (r + 2) / (rounds * (rounds + 1))) for r in range(rounds)]
         for what, counts in (("examples", self.sizes), ("steps", self.ends)):
@@ -171,18 +148,7 @@ class Selection:
                     return
 
 
-def make_selection(lengths: Sequence[int], settings: TrainConfig, capacity: int, total: int) -> Selection | None:
-    """Return the rounds that ``settings`` ask for; None where no score chooses examples.
-
-    Args:
-        capacity: as for ``make_order``. total: steps of the run.
-    """
-    if settings.sample is None or not settings.sample.chosen:
-        return None
-    return Selection(lengths, settings, capacity, total)
-
-
-# ===== Number formats of few bits, and gradients of which few are left, as pure functions of fp32 values and noise.
+# Number formats of few bits, and gradients of which few are left, as pure functions of fp32 values and noise.
 # Noise is uniform on [0, 1), of the shape of the values: rounding by it is up with the probability of the part that is
 # cut off, so that the mean over the noise is the value. Noise of ½ everywhere rounds to the nearest.
 NEAREST = 0.5
@@ -272,8 +238,7 @@ def sparsity_at(log_threshold: float, sigma: float, normal: NormalDist) -> float
     return normal.cdf(place) - math.exp(sigma**2 / 2 - log_threshold) * normal.cdf(place - sigma)
 
 
-# ===== Training as hardware of few bits would compute it: ``train.emulate``. It costs time and saves nothing.
-class _Through(Function):
+class _StraightThrough(Function):
     """Values in the place of others, whose gradient passes as it is."""
 
     @staticmethod
@@ -370,7 +335,9 @@ class Emulation:
         if self._hardware.activations is None:
             return None
         first, *others = inputs
-        return _Through.apply(first, _rounded(first.detach(), self._hardware.activations, self._hardware)), *others
+        return _StraightThrough.apply(
+            first, _rounded(first.detach(), self._hardware.activations, self._hardware)
+        ), *others
 
     def _outputs(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         return _CoarseGradient.apply(output, self._hardware) if output.requires_grad else None

@@ -21,7 +21,6 @@ from peftlab.methods.injection import trainable_parameters
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import whole
 
-# ===== What can end a run from outside: running out of memory, and signals.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
 
@@ -97,7 +96,6 @@ def training_changes(settings: TrainConfig, examples: int, longest: int) -> list
     return [*changes, f"train.max_length={length}"] if not settings.max_tokens else changes
 
 
-# ===== A check of each trainable parameter's first two steps: every one must learn.
 STEPS = 2  # LoRA's A has no gradient in the first step, while B is zero
 LEAST_LR = 1e-6  # below this, a step of AdamW may be rounded away in a weight near 1
 

@@ -30,15 +30,7 @@ from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import adapter_template
-from peftlab.training.efficient import (
-    Emulation,
-    LayerSampling,
-    Selection,
-    forget,
-    frozen,
-    make_layer_sampling,
-    make_selection,
-)
+from peftlab.training.efficient import Emulation, LayerSampling, Selection, frozen
 from peftlab.training.faults import FirstStepsCheck, Interrupted, StopSignals, memory_advice, training_changes
 from peftlab.training.optimiser import lr_factor, make_optimiser
 from peftlab.training.order import Order, make_order
@@ -53,7 +45,6 @@ from peftlab.training.state import (
 from peftlab.training.trackers import JsonlTracker, flat
 
 
-# ===== The training loop.
 def train(
     problem: TrainingProblem,
     settings: TrainConfig,
@@ -73,6 +64,10 @@ def train(
     are on the meta device.
 
     Args:
+        problem: what to train.
+        settings: the recipe's ``train`` section.
+        accelerator: devices and processes, see ``make_accelerator``.
+        run_dir: gets ``metrics.jsonl`` and ``checkpoints``.
         resume: continue from the newest checkpoint in ``run_dir``.
         saved: called by the main process after each checkpoint.
 
@@ -84,12 +79,13 @@ def train(
             no space on the disk.
         Interrupted: SIGINT or SIGTERM; a checkpoint was written.
     """
-    row_tokens = min(problem.row_tokens, settings.max_length)
-    order = make_order(problem.train["length"], settings, row_tokens)
-    selection = make_selection(problem.train["length"], settings, row_tokens, order.total)
+    lengths, row_tokens = problem.train["length"], min(problem.row_tokens, settings.max_length)
+    order = make_order(lengths, settings, row_tokens)
+    selected = settings.sample is not None and settings.sample.by_score
+    selection = Selection(lengths, settings, row_tokens, order.total) if selected else None
     checkpoints = run_dir / "checkpoints"
     final = adapter_template(problem.model) if accelerator.is_fsdp2 else problem.model
-    trainer = _prepare(problem, settings, accelerator, checkpoints, resume)
+    trainer = Trainer(problem, settings, accelerator, checkpoints if resume else None)
     progress = trainer.progress
     log = Log(run_dir / "metrics.jsonl", accelerator, progress.step, progress.metrics_bytes, order)
     with log, StopSignals(accelerator) as signals:
@@ -99,55 +95,87 @@ def train(
                 break
             factor = lr_factor(progress.step, order.total, settings.warmup, settings.scheduler)
             loss, norm = trainer.step(batch, factor, order.total)
+            step = progress.step
             progress.seconds += time.perf_counter() - clock  # waiting for data counts, evaluation does not
-            log.step(progress.step, settings.peak_lr * factor, loss, norm, batch.indices)
+            log.step(step, settings.peak_lr * factor, loss, norm, batch.indices)
             trainer.check_first_steps()
             signal = signals.received()
-            if evaluating := _evaluates(progress.step, settings, order):
+            evaluating = step == order.total or (
+                step % settings.eval_every == 0 if settings.eval_every else step in order.ends
+            )
+            if evaluating:
                 trainer.evaluate(log)
-            if evaluating or signal or (settings.save_every and progress.step % settings.save_every == 0):
+            if evaluating or signal or (settings.save_every and step % settings.save_every == 0):
                 progress.metrics_bytes = log.position()
                 trainer.save(checkpoints, saved)
-            if signal and progress.step < order.total:
-                raise Interrupted(signal, progress.step, run_dir)
+            if signal and step < order.total:
+                raise Interrupted(signal, step, run_dir)
             clock = time.perf_counter()
     restore_adapter(final, read_checkpoint(checkpoint_path(checkpoints, progress.best_step)))
     problem.model = final.eval()  # what follows decodes, scores or times it: with dropout every pass would differ
     return progress
 
 
-def _evaluates(step: int, settings: TrainConfig, order: Order) -> bool:
-    due = step % settings.eval_every == 0 if settings.eval_every else step in order.ends
-    return due or step == order.total
-
-
-@dataclass
-class _Trainer:
+class Trainer:
     """What changes from step to step.
 
     Attributes:
         model: ``problem.model`` as accelerate wraps it.
+        progress: of the run so far.
+        parts: parts each global batch is split into, over processes and accumulation steps.
         first_steps: the check of the run's first steps; None once it has passed, and in a resumed run.
         sampling: which layers rest in a step; None if all train.
-        meter: what each kind of step costs.
         emulation: of other hardware's number formats; None where there is none.
+        meter: what each kind of step costs.
     """
 
-    problem: TrainingProblem
-    settings: TrainConfig
-    accelerator: Accelerator
-    model: nn.Module
-    optimiser: AcceleratedOptimizer
-    progress: Progress
-    first_steps: FirstStepsCheck | None
-    sampling: LayerSampling | None
-    meter: Meter
-    emulation: Emulation | None
+    def __init__(
+        self, problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator, resume: Path | None
+    ) -> None:
+        """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint.
 
-    @property
-    def parts(self) -> int:
-        """Parts each global batch is split into, over processes and accumulation steps."""
-        return self.settings.gradient_accumulation_steps * self.accelerator.num_processes
+        Args:
+            problem, settings, accelerator: as for ``train``.
+            resume: the directory of the checkpoints to continue from; None for a new run.
+        """
+        self.problem, self.settings, self.accelerator = problem, settings, accelerator
+        layers, kind = settings.layers, accelerator.distributed_type
+        single, zero = kind == DistributedType.NO, kind == DistributedType.DEEPSPEED
+        name = "FSDP2" if accelerator.is_fsdp2 else kind.value
+        self.sampling = None
+        if layers is not None and layers.active is not None:
+            self.sampling = LayerSampling(problem.model, layers.active, layers.period, settings.seed)
+            if not single:
+                raise PeftlabError(
+                    f"train.layers.active: resting layers have no gradients, which {name} waits for; train in one "
+                    "process, or with train.layers.from alone"
+                )
+        for key, value in (("weights", settings.weights), ("emulate", settings.emulate)):
+            if value is not None and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+                raise PeftlabError(
+                    f"train.{key}: {name} divides parameters or averages; train in plain processes (DDP)"
+                )
+        self.emulation = None if settings.emulate is None else Emulation(problem.model, settings.emulate)
+        optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio)
+        self.model: nn.Module
+        self.optimiser: AcceleratedOptimizer
+        self.model, self.optimiser = accelerator.prepare(problem.model, optimiser)
+        self.progress = Progress()
+        if resume is not None:
+            self.progress = load_checkpoint(resume, accelerator, problem.model, self.optimiser)
+        compiled = settings.compile and try_compile(problem, accelerator)
+        self.first_steps: FirstStepsCheck | None = None
+        if self.progress.step == 0 and problem.new:
+            rounded = settings.weights is not None or settings.emulate is not None
+            self.first_steps = FirstStepsCheck(problem.model, gradients_kept=not zero, moves=not rounded)
+        self.model.train()
+        self.parts = settings.gradient_accumulation_steps * accelerator.num_processes
+        self.meter = Meter(
+            problem.model,
+            self.progress.step_costs,
+            active=single and not compiled,
+            fp32_averages=settings.weights is not None,
+        )
 
     def batches(self, order: Order, selection: Selection | None) -> Iterator[GlobalBatch]:
         """Yield the batches that are left; where a score chooses examples, it does so when a round begins."""
@@ -175,28 +203,27 @@ class _Trainer:
         """Take one optimiser step, of ``total``, at ``factor`` times the peak rates.
 
         Returns:
-            the mean loss and the gradient's norm.
+            The mean loss and the gradient's norm.
         """
-        accelerator, progress = self.accelerator, self.progress
-        work = "" if self.problem.at_step is None else self.problem.at_step(progress.step, total)
+        accelerator, progress, settings = self.accelerator, self.progress, self.settings
+        stage = "" if self.problem.at_step is None else self.problem.at_step(progress.step, total)
         denominator = self.problem.denominator(batch.indices)
         loss_sum = torch.zeros((), device=accelerator.device)
         norm = torch.zeros(())
         resting = self.sampling.resting(progress.step) if self.sampling is not None else {}
-        forget(self.optimiser, resting)
+        for parameter in resting.values():
+            # A layer starts its next period with fresh averages: the optimiser has state for the active layers alone.
+            self.optimiser.state.pop(parameter, None)
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for weight, inputs in batch.parts:
-            *rows_of, longest = inputs["input_ids"].shape  # [rows, longest]; rows of choices: [rows, choices, longest]
-            rows = math.prod(rows_of)
-            kind = _kind(inputs, resting) + work
+            *leading, longest = inputs["input_ids"].shape  # [rows, longest], or [rows, choices, longest]
+            rows = math.prod(leading)
+            kind = _kind(inputs, resting) + stage
             inputs = {key: value.to(accelerator.device, non_blocking=True) for key, value in inputs.items()}
             where = f"at step {progress.step + 1}, with {rows} rows of {longest} tokens at once"
-            with (
-                memory_advice(where, training_changes(self.settings, rows, longest)),
-                accelerator.accumulate(self.model),
-            ):
-                with frozen(resting), self.computing():
+            with memory_advice(where, training_changes(settings, rows, longest)), accelerator.accumulate(self.model):
+                with frozen(resting) if resting else nullcontext(), self.computing():
                     with self.meter.forward(kind):
                         loss = self.problem.loss(self.model, inputs) * weight
                     # accelerate divides by the accumulation steps, DDP, FSDP and ZeRO by the processes; the denominator
@@ -205,7 +232,7 @@ class _Trainer:
                         accelerator.backward(loss * (self.parts / denominator))
                 progress.step_kinds[kind] = progress.step_kinds.get(kind, 0) + 1
                 loss_sum += loss.detach()
-                norm = self._update(norm, self.settings.peak_lr * factor, resting)
+                norm = self._update(norm, settings.peak_lr * factor, resting)
         progress.step += 1
         progress.examples += len(batch.indices)
         progress.tokens += batch.tokens
@@ -220,8 +247,7 @@ class _Trainer:
         self.optimiser.step()
         if self.emulation is not None:
             self.emulation.store()
-        stepped = self.accelerator.sync_gradients and not self.optimiser.step_was_skipped
-        if self.first_steps is not None and stepped:
+        if self.first_steps is not None and self.accelerator.sync_gradients and not self.optimiser.step_was_skipped:
             self.first_steps.record_step(lr, resting)
         self.optimiser.zero_grad()
         return norm
@@ -260,39 +286,6 @@ class _Trainer:
             saved()
 
 
-def _prepare(
-    problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator, checkpoints: Path, resume: bool
-) -> _Trainer:
-    """Make the optimiser, wrap model and optimiser for devices and processes, and load the newest checkpoint."""
-    sampling = make_layer_sampling(problem.model, settings)
-    kind = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
-    if sampling is not None and accelerator.distributed_type != DistributedType.NO:
-        raise PeftlabError(
-            f"train.layers.active: resting layers have no gradients, which {kind} waits for; train in one process, or "
-            "with train.layers.from alone"
-        )
-    divided = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if settings.weights is not None and divided:
-        raise PeftlabError(f"train.weights: {kind} divides parameters or averages; train in plain processes (DDP)")
-    if settings.emulate is not None and divided:
-        raise PeftlabError(f"train.emulate: {kind} divides parameters or averages; train in plain processes (DDP)")
-    emulation = None if settings.emulate is None else Emulation(problem.model, settings.emulate)
-    optimiser = make_optimiser(trainable_parameters(problem.model), settings, problem.lr_ratio)
-    model, optimiser = accelerator.prepare(problem.model, optimiser)
-    progress = load_checkpoint(checkpoints, accelerator, problem.model, optimiser) if resume else Progress()
-    compiled = settings.compile and try_compile(problem, accelerator)
-    check = None
-    if progress.step == 0 and problem.new:
-        zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-        rounded = settings.weights is not None or settings.emulate is not None
-        check = FirstStepsCheck(problem.model, gradients_kept=not zero, moves=not rounded)
-    counted = accelerator.distributed_type == DistributedType.NO and not compiled
-    wide = settings.weights is not None
-    model.train()
-    meter = Meter(problem.model, progress.step_costs, active=counted, fp32_averages=wide)
-    return _Trainer(problem, settings, accelerator, model, optimiser, progress, check, sampling, meter, emulation)
-
-
 def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
     """Return what the cost of a step depends on: shape, whether anything is padding, and which layers rest."""
     mask = inputs.get("attention_mask")
@@ -302,7 +295,6 @@ def _kind(inputs: Mapping[str, Tensor], resting: Collection[str]) -> str:
     return shape + padded + (f" without {','.join(map(str, rest))}" if rest else "")
 
 
-# ===== From batches of indices to tensors; on a GPU each batch is made during the step before.
 T = TypeVar("T")
 
 
@@ -362,7 +354,6 @@ def prefetch(items: Iterator[T]) -> Iterator[T]:
             yield item  # type: ignore[misc]
 
 
-# ===== torch.compile as an option: where it fails, the run continues without it.
 def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
     """Compile ``problem.model`` in place for batches of any shape; if that fails, print why and leave it as it was.
 
@@ -392,7 +383,6 @@ def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
         problem.model.zero_grad(set_to_none=True)
 
 
-# ===== What a run reports while it runs: the metrics file, the trackers, the progress bar.
 READ_EVERY = 10  # steps between reading the losses: each read waits for the device
 NAMED = 64  # examples of a bad batch that the error lists
 

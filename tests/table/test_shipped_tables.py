@@ -207,7 +207,7 @@ def test_controls_of_efficiency_cost_what_their_options_cost() -> None:
         flops, forward = step(cell)
         sample = cell.train.sample
         scored = 0.0
-        if sample is not None and sample.chosen:
+        if sample is not None and sample.by_score:
             sizes = Selection([32] * n, cell.train, 0, order.total).sizes
             scored = sum(n - size for size in sizes[:-1]) / 32 * forward
         return order.total * flops + scored

@@ -13,14 +13,14 @@ from peftlab.training.state import Progress, load_checkpoint, read_checkpoint, s
 @pytest.fixture()
 def parts(still, rows, tmp_path):
     """An injected model and its optimiser after one step."""
-    _, spec = tiny.prepare(tiny.recipe(still, rows, tmp_path))
-    optimiser = torch.optim.AdamW(trainable_parameters(spec.model).values(), lr=0.1, fused=True)
-    step(spec, optimiser)
-    return Accelerator(), spec.model, optimiser
+    _, problem = tiny.prepare(tiny.recipe(still, rows, tmp_path))
+    optimiser = torch.optim.AdamW(trainable_parameters(problem.model).values(), lr=0.1, fused=True)
+    step(problem, optimiser)
+    return Accelerator(), problem.model, optimiser
 
 
-def step(spec, optimiser):
-    for parameter in trainable_parameters(spec.model).values():
+def step(problem, optimiser):
+    for parameter in trainable_parameters(problem.model).values():
         parameter.grad = torch.randn_like(parameter)
     optimiser.step()
 

@@ -137,11 +137,13 @@ def test_every_method_trains(method, model, rows, tmp_path):
     """LoRA below, too; the frozen weights are what they were."""
     values = tiny.recipe(model, rows, tmp_path / "run", method, max_steps=2, eval_every=2, emulate=HARDWARE)
     start = {}
-    _, spec = tiny.fit(
-        values, tmp_path / "run", lambda spec: start.update({n: p.clone() for n, p in spec.model.named_parameters()})
+    _, problem = tiny.fit(
+        values,
+        tmp_path / "run",
+        lambda problem: start.update({n: p.clone() for n, p in problem.model.named_parameters()}),
     )
-    moved = {n for n, p in spec.model.named_parameters() if not torch.equal(p, start[n])}
-    assert moved and all(p.requires_grad for n, p in spec.model.named_parameters() if n in moved)
+    moved = {n for n, p in problem.model.named_parameters() if not torch.equal(p, start[n])}
+    assert moved and all(p.requires_grad for n, p in problem.model.named_parameters() if n in moved)
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(model, rows, tmp_path):
@@ -161,15 +163,15 @@ def test_scores_are_the_hardwares_and_layers_that_rest_have_new_copies_later(sti
     values["train"]["layers"] = {"active": 1, "every": 1}
     seen = []
 
-    def change(spec):
-        whole = spec.score
-        spec.score = lambda model: (
+    def change(problem):
+        whole = problem.score
+        problem.score = lambda model: (
             seen.append(model.bert.encoder.layer[0].attention.self.query.weight.clone()),
             whole(model),
         )[1]
 
-    _, spec = tiny.fit(values, tmp_path / "run", change=change)
-    weight = spec.model.bert.encoder.layer[0].attention.self.query.weight
+    _, problem = tiny.fit(values, tmp_path / "run", change=change)
+    weight = problem.model.bert.encoder.layer[0].attention.self.query.weight
     assert len(seen[-1].abs().unique()) == 1 < len(weight.abs().unique())
     torch.testing.assert_close(seen[-1].abs().max(), weight.abs().mean())
 

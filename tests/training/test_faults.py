@@ -19,18 +19,18 @@ def disk():
 
 
 def at_call(number, action):
-    """Return a change to the spec that calls ``action`` with it when its ``number``-th batch is made."""
+    """Return a change to the problem that calls ``action`` with it when its ``number``-th batch is made."""
 
-    def change(spec):
-        collate, calls = spec.collate, []
+    def change(problem):
+        collate, calls = problem.collate, []
 
         def counted(examples):
             calls.append(1)
             if len(calls) == number:
-                action(spec)
+                action(problem)
             return collate(examples)
 
-        spec.collate = counted
+        problem.collate = counted
 
     return change
 
@@ -38,7 +38,7 @@ def at_call(number, action):
 def test_a_full_disk_keeps_the_checkpoint_before(model, rows, tmp_path, disk):
     values = tiny.recipe(model, rows, tmp_path / "run", save_every=2, eval_every=6, max_steps=6)
     with pytest.raises(PeftlabError) as caught:
-        tiny.fit(values, tmp_path / "run", at_call(4, lambda spec: disk()))
+        tiny.fit(values, tmp_path / "run", at_call(4, lambda problem: disk()))
     assert "step-00000004.pt: cannot be written" in str(caught.value)
     assert "step-00000002.pt is complete. Is the disk full?" in str(caught.value)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002.pt"]
@@ -51,7 +51,7 @@ def test_resuming_with_room_on_the_disk(model, rows, tmp_path, disk):
         tiny.fit(
             tiny.recipe(model, rows, tmp_path / "run", **options),
             tmp_path / "run",
-            at_call(4, lambda spec: disk()),
+            at_call(4, lambda problem: disk()),
         )
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     tiny.run(tiny.recipe(model, rows, tmp_path / "run", **options), resume=True)
@@ -62,12 +62,12 @@ def test_resuming_with_room_on_the_disk(model, rows, tmp_path, disk):
 def test_a_metrics_file_without_room(model, rows, tmp_path, disk):
     values = tiny.recipe(model, rows, tmp_path, max_steps=80, eval_every=80)
     with pytest.raises(PeftlabError, match=r"metrics.jsonl: cannot be written \(File too large\)"):
-        tiny.fit(values, tmp_path, at_call(2, lambda spec: disk()))
+        tiny.fit(values, tmp_path, at_call(2, lambda problem: disk()))
 
 
-def exhaust(spec):
+def exhaust(problem):
     """Make the model ask for more memory than there are addresses."""
-    spec.model.register_forward_pre_hook(lambda *given: torch.empty(2**52))
+    problem.model.register_forward_pre_hook(lambda *given: torch.empty(2**52))
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_out_of_memory_in_training(options, advice, model, rows, tmp_path):
         )
 
 
-def exhaust_in_evaluation(spec):
-    score = spec.score
+def exhaust_in_evaluation(problem):
+    score = problem.score
 
     def scored(model):
-        exhaust(spec)
+        exhaust(problem)
         return score(model)
 
-    spec.score = scored
+    problem.score = scored
 
 
 def test_out_of_memory_in_evaluation(model, rows, tmp_path):
@@ -115,8 +115,8 @@ def test_out_of_memory_in_evaluation(model, rows, tmp_path):
 
 
 def test_other_errors_are_not_taken_for_it(model, rows, tmp_path):
-    def wrong(spec):
-        spec.model.register_forward_pre_hook(lambda *given: torch.ones(2) @ torch.ones(3))
+    def wrong(problem):
+        problem.model.register_forward_pre_hook(lambda *given: torch.ones(2) @ torch.ones(3))
 
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         tiny.fit(tiny.recipe(model, rows, tmp_path), tmp_path, at_call(1, wrong))

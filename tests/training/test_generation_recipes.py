@@ -125,10 +125,10 @@ class TestPeftsFormat:
         place = os.environ.get("PEFT_METHOD_COMPARISON")
         if place is None:
             pytest.skip("PEFT_METHOD_COMPARISON does not name peft's method_comparison")
-        spec = importlib.util.spec_from_file_location("peft_processing", Path(place) / "processing.py")
-        assert spec is not None and spec.loader is not None
-        processing = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(processing)
+        problem = importlib.util.spec_from_file_location("peft_processing", Path(place) / "processing.py")
+        assert problem is not None and problem.loader is not None
+        processing = importlib.util.module_from_spec(problem)
+        problem.loader.exec_module(processing)
         (row,) = processing.load_df(written.parent, task_name="MetaMathQA").to_dict("records")
         stored = json.loads(written.read_text())
         assert row["test_accuracy"] == stored["train_info"]["metrics"][-1]["test accuracy"]

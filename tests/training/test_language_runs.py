@@ -139,13 +139,13 @@ class TestPacking:
         values = load_recipe(str(recipe), [*self.PACKED, f"train.gradient_accumulation_steps={parts}"]).model_dump()
         accelerator = make_accelerator(load_recipe(str(recipe), []).train, tmp_path, "auto")
 
-        def share(spec: TrainingProblem) -> None:
-            share_rows(spec, FinetuneRecipe.model_validate(values).train, accelerator)
-            assert spec.row_tokens == 64
+        def share(problem: TrainingProblem) -> None:
+            share_rows(problem, FinetuneRecipe.model_validate(values).train, accelerator)
+            assert problem.row_tokens == 64
 
-        def pad(spec: TrainingProblem) -> None:
-            share(spec)
-            spec.sharing = None
+        def pad(problem: TrainingProblem) -> None:
+            share(problem)
+            problem.sharing = None
 
         losses = []
         for name, change in (("packed", share), ("padded", pad)):

@@ -19,8 +19,8 @@ from peftlab.training.optimiser import lr_factor
 CALM = {"eps": 1e-4, "lr": 1e-3}
 
 
-def adapter(spec):
-    return {name: p.detach().clone() for name, p in trainable_parameters(spec.model).items()}
+def adapter(problem):
+    return {name: p.detach().clone() for name, p in trainable_parameters(problem.model).items()}
 
 
 def last_adapter(directory):
@@ -36,20 +36,20 @@ def assert_close(one, other, atol=1e-6):
 
 def plain_loop(values, epochs):
     """Return the adapter and the losses of a loop without accelerate, accumulation or checkpoints."""
-    settings, spec = tiny.prepare(values)
-    parameters = list(trainable_parameters(spec.model).values())
+    settings, problem = tiny.prepare(values)
+    parameters = list(trainable_parameters(problem.model).values())
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, eps=settings.eps, weight_decay=0.0)
     batches = [
         batch
         for epoch in range(epochs)
-        for batch in epoch_batches(spec.train["length"], settings.batch_size, seed=settings.seed, epoch=epoch)
+        for batch in epoch_batches(problem.train["length"], settings.batch_size, seed=settings.seed, epoch=epoch)
     ]
     losses = []
-    spec.model.train()
+    problem.model.train()
     for step, batch in enumerate(batches):
-        inputs = spec.collate([spec.train[i] for i in batch])
+        inputs = problem.collate([problem.train[i] for i in batch])
         labels = inputs.pop("labels")
-        loss = F.cross_entropy(spec.model(**inputs).logits, labels)
+        loss = F.cross_entropy(problem.model(**inputs).logits, labels)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
@@ -57,7 +57,7 @@ def plain_loop(values, epochs):
             group["lr"] = settings.lr * lr_factor(step, len(batches), settings.warmup, settings.scheduler)
         optimiser.step()
         losses.append(loss.item())
-    return adapter(spec), losses
+    return adapter(problem), losses
 
 
 @pytest.mark.parametrize("method", tiny.METHODS)
@@ -78,9 +78,9 @@ def test_any_accumulation_equals_the_plain_loop(method, accumulation, still, row
 
 def test_what_is_counted(still, rows, tmp_path):
     values = tiny.recipe(still, rows, tmp_path, batch_size=7, gradient_accumulation_steps=2)
-    progress, spec = tiny.fit(values, tmp_path)
+    progress, problem = tiny.fit(values, tmp_path)
     assert (progress.step, progress.examples) == (10, 62)
-    assert progress.tokens == 2 * sum(spec.train["length"])
+    assert progress.tokens == 2 * sum(problem.train["length"])
     assert progress.tokens <= progress.padded_tokens < 1.5 * progress.tokens
 
 
@@ -104,33 +104,33 @@ def test_evaluations_and_steps(still, rows, tmp_path):
 def test_early_stopping_and_the_best_adapter(still, rows, tmp_path):
     """With a learning rate of nearly nothing no evaluation is better than the first."""
     values = tiny.recipe(still, rows, tmp_path, lr=1e-9, epochs=9, eval_every=2, early_stopping=2, keep_checkpoints=1)
-    progress, spec = tiny.fit(values, tmp_path)
+    progress, problem = tiny.fit(values, tmp_path)
     assert (progress.step, progress.best_step, progress.stale) == (6, 2, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000002.pt", "step-00000006.pt"]
     best = torch.load(tmp_path / "checkpoints" / names[0], weights_only=True)
-    assert_close(adapter(spec), best["adapter"], atol=0)
+    assert_close(adapter(problem), best["adapter"], atol=0)
     again, _ = tiny.fit(values, tmp_path, resume=True)  # a run that has stopped early stays stopped
     assert again.step == 6
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(still, rows, tmp_path):
-    def poison(spec):
-        collate = spec.collate
+    def poison(problem):
+        collate = problem.collate
 
         def poisoned(examples):
             batch = collate(examples)
             poisoned.calls += 1
             if poisoned.calls == 6:
-                spec.model.bert.embeddings.LayerNorm.weight.data.fill_(float("nan"))
+                problem.model.bert.embeddings.LayerNorm.weight.data.fill_(float("nan"))
             return batch
 
         poisoned.calls = 0
-        spec.collate = poisoned
+        problem.collate = poisoned
 
     values = tiny.recipe(still, rows, tmp_path, save_every=5, eval_every=100)
-    _, spec = tiny.prepare(values)
-    batches = epoch_batches(spec.train["length"], 8, seed=3, epoch=1)
+    _, problem = tiny.prepare(values)
+    batches = epoch_batches(problem.train["length"], 8, seed=3, epoch=1)
     named = ", ".join(map(str, sorted(batches[1])))
     with pytest.raises(PeftlabError, match=rf"the loss is nan at step 6, on training examples {named} "):
         tiny.fit(values, tmp_path, poison)

@@ -29,32 +29,32 @@ def test_every_module_is_put_back_as_it_was():
 
 
 def test_evaluation_leaves_the_mode_it_found(model, rows, tmp_path):
-    _, spec = tiny.prepare(tiny.recipe(model, rows, tmp_path))
+    _, problem = tiny.prepare(tiny.recipe(model, rows, tmp_path))
     Accelerator()
     scores = []
     for training in (False, True):
-        spec.model.train(training)
-        scores.append(spec.evaluate(spec.model))
-        assert set(modes(spec.model).values()) == {training}
+        problem.model.train(training)
+        scores.append(problem.evaluate(problem.model))
+        assert set(modes(problem.model).values()) == {training}
     assert scores[0] == scores[1]
 
 
 def test_a_scoring_function_of_its_own_reads_in_eval_mode_too(model, rows, tmp_path):
-    _, spec = tiny.prepare(tiny.recipe(model, rows, tmp_path))
+    _, problem = tiny.prepare(tiny.recipe(model, rows, tmp_path))
     seen = []
-    spec.score = lambda scored: seen.append(scored.training) or {"test": {"score": 0.0}}
+    problem.score = lambda scored: seen.append(scored.training) or {"test": {"score": 0.0}}
     for training in (False, True):
-        spec.model.train(training)
-        spec.evaluate(spec.model)
-        assert spec.model.training == training
+        problem.model.train(training)
+        problem.evaluate(problem.model)
+        assert problem.model.training == training
     assert seen == [False, False]
 
 
 def test_a_trained_model_is_in_eval_mode(model, rows, tmp_path):
     values = tiny.recipe(model, rows, tmp_path / "run", max_steps=2)
-    _, spec = tiny.fit(values, tmp_path / "run")
-    assert not any(modes(spec.model).values())
-    inputs = spec.collate([spec.train[i] for i in range(4)])
+    _, problem = tiny.fit(values, tmp_path / "run")
+    assert not any(modes(problem.model).values())
+    inputs = problem.collate([problem.train[i] for i in range(4)])
     inputs.pop("labels")
     with torch.no_grad():
-        assert torch.equal(spec.model(**inputs).logits, spec.model(**inputs).logits)
+        assert torch.equal(problem.model(**inputs).logits, problem.model(**inputs).logits)

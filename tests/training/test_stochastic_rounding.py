@@ -127,9 +127,9 @@ def test_refused_elsewhere(change, model, rows, tmp_path):
 def test_refused_where_parameters_are_divided(tmp_path):
     from accelerate.utils import DistributedType
 
-    from peftlab.training.loop import _prepare
+    from peftlab.training.loop import Trainer
 
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
-    spec = types.SimpleNamespace(model=nn.Linear(2, 2), lr_ratio={})
+    problem = types.SimpleNamespace(model=nn.Linear(2, 2), lr_ratio={})
     with pytest.raises(PeftlabError, match=r"train\.weights: FSDP2 divides"):
-        _prepare(spec, SETTINGS, accelerator, tmp_path, False)
+        Trainer(problem, SETTINGS, accelerator, None)

@@ -54,19 +54,19 @@ def test_resting_layers_stay_bit_equal_and_drawn_ones_move(deep, rows, tmp_path,
     import peftlab.training.loop as loop
 
     seen = []
-    original = loop._Trainer.step
+    original = loop.Trainer.step
 
     def step(self, batch, factor, total):
         number = self.progress.step
-        before = {name: p.detach().clone() for name, p in trainable_parameters(self.spec.model).items()}
+        before = {name: p.detach().clone() for name, p in trainable_parameters(self.problem.model).items()}
         result = original(self, batch, factor, total)
-        after = trainable_parameters(self.spec.model)
+        after = trainable_parameters(self.problem.model)
         moved = {layer_index(n) for n, p in after.items() if not torch.equal(p, before[n])} - {None}
         held = {layer_index(n) for n, p in after.items() if p in self.optimiser.state} - {None}
         seen.append((number, moved, held, set(self.sampling.drawn(number))))
         return result
 
-    monkeypatch.setattr(loop._Trainer, "step", step)
+    monkeypatch.setattr(loop.Trainer, "step", step)
     values = tiny.recipe(deep, rows, tmp_path / "run", method, epochs=3, weight_decay=0.1)
     values["train"]["layers"] = {"active": 2, "every": 2}
     tiny.fit(values, tmp_path / "run")
@@ -79,12 +79,12 @@ def test_from_a_layer_on_and_drawn_among_them(deep, rows, tmp_path):
     values = tiny.recipe(deep, rows, tmp_path / "run", "full", epochs=1)
     values["train"]["layers"] = {"from": 1, "active": 1, "every": 1}
     start = {}
-    _, spec = tiny.fit(
+    _, problem = tiny.fit(
         values,
         tmp_path / "run",
-        change=lambda spec: start.update({n: p.detach().clone() for n, p in spec.model.named_parameters()}),
+        change=lambda problem: start.update({n: p.detach().clone() for n, p in problem.model.named_parameters()}),
     )
-    moved = {layer_index(n) for n, p in spec.model.named_parameters() if not torch.equal(p, start[n])}
+    moved = {layer_index(n) for n, p in problem.model.named_parameters() if not torch.equal(p, start[n])}
     assert None in moved and moved - {None} and min(moved - {None}) >= 1  # the head, and drawn layers above 0
 
 
@@ -162,13 +162,13 @@ def test_refused_where_all_gradients_are_awaited(kind, said, tmp_path):
     from accelerate.utils import DistributedType
 
     from peftlab.training.config import TrainConfig
-    from peftlab.training.loop import _prepare
+    from peftlab.training.loop import Trainer
 
     settings = TrainConfig.model_validate({"layers": {"active": 1}, "lr": 1e-3})
     accelerator = types.SimpleNamespace(distributed_type=DistributedType[kind], is_fsdp2=kind == "FSDP")
-    spec = types.SimpleNamespace(model=stack(), lr_ratio={})
+    problem = types.SimpleNamespace(model=stack(), lr_ratio={})
     with pytest.raises(PeftlabError, match=said):
-        _prepare(spec, settings, accelerator, tmp_path, False)
+        Trainer(problem, settings, accelerator, None)
 
 
 def test_what_a_run_costs(still, rows, tmp_path):

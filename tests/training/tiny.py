@@ -159,15 +159,15 @@ def prepare(values: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def fit(values: dict[str, Any], directory: Path, change: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Train in this process; return the progress and the spec. ``change`` is called with the spec before."""
+    """Train in this process; return the progress and the problem. ``change`` is called with the problem before."""
     from peftlab.files import write_mark
     from peftlab.pipelines.directory import RUN
     from peftlab.training.distributed import make_accelerator
     from peftlab.training.loop import train
 
-    settings, spec = prepare(values)
+    settings, problem = prepare(values)
     if change is not None:
-        change(spec)
+        change(problem)
     directory.mkdir(exist_ok=True)
     write_mark(directory, RUN)
-    return train(spec, settings, make_accelerator(settings, directory, "auto"), directory, **options), spec
+    return train(problem, settings, make_accelerator(settings, directory, "auto"), directory, **options), problem

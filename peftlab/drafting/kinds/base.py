@@ -34,7 +34,7 @@ class ScheduledLoss(Protocol):
     """A loss that changes from step to step."""
 
     def at_step(self, step: int, steps: int) -> str:
-        """Prepare for a step; see ``training.spec.TrainingProblem.at_step``."""
+        """Prepare for a step; see ``tasks.problem.TrainingProblem.at_step``."""
         ...
 
 
