@@ -26,8 +26,8 @@ from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
-from peftlab.checkpoints.io.pickles import read_pickle
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.pickles import read_pickle
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
 from peftlab.methods.config import MethodConfig

@@ -31,10 +31,10 @@ from peftlab.checkpoints.adapter import (
 )
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.peft import PREFIX
-from peftlab.checkpoints.io.pickles import read_pickle
-from peftlab.checkpoints.io.tensorfiles import read_header
 from peftlab.checkpoints.merge.base import base_directory
 from peftlab.checkpoints.merge.task_model import closest_model
+from peftlab.checkpoints.pickles import read_pickle
+from peftlab.checkpoints.tensors import read_header
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.lora.config import LoraConfig

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.acceptance import each_token
 from peftlab.errors import PeftlabError
 from peftlab.files import replacing

@@ -93,7 +93,7 @@ def measure(python: str, code: str, *arguments: object) -> dict[str, float]:
 
 def report(name: str, base: Path, work: Path, rank: int, *, alone: bool) -> None:
     """Measure one base and print the rows."""
-    from peftlab.checkpoints.io.shards import open_shards
+    from peftlab.checkpoints.tensors import open_shards
 
     tuned = make_finetuned(base, work)
     rows = {"peftlab": measure(sys.executable, OURS, tuned, base, work / "ours", rank)}

@@ -123,7 +123,7 @@ def run_copy(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
 def run_fold(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Fold the same tensors, all of them in memory already."""
     from peftlab.checkpoints.adapter import read_adapter
-    from peftlab.checkpoints.io.shards import open_shards
+    from peftlab.checkpoints.tensors import open_shards
     from peftlab.methods.lora.fold import fold_weight
 
     tensors = read_adapter(adapter).tensors
@@ -211,7 +211,7 @@ def report(title: str, base: Path, work: Path, rounds: int) -> None:
     peak = {run: max(f["peak_mib"] for f in values) for run, values in found.items()}
     files = [file for file in base.iterdir() if file.suffix == ".safetensors"]
     size = sum(file.stat().st_size for file in files)
-    from peftlab.checkpoints.io.shards import open_shards
+    from peftlab.checkpoints.tensors import open_shards
 
     largest = max(entry.nbytes for shard in open_shards(base) for entry in shard.entries.values()) / MIB
     allowed = (adapter / "adapter_model.safetensors").stat().st_size / MIB + 3 * largest

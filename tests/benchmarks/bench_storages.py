@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from peftlab.checkpoints.quantised.int8 import int8_values
-from peftlab.checkpoints.quantised.nf4 import nf4_values
+from peftlab.checkpoints.quantised import int8_values, nf4_values
 from peftlab.decoding.packed import Linear, Products
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))

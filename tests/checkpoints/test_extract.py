@@ -203,7 +203,7 @@ def test_each_modules_error_is_shown(tmp_path: Path) -> None:
 
 def test_the_base_is_only_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than a pair of tensors of the checkpoints is held at once."""
-    from peftlab.checkpoints.io.shards import Shard
+    from peftlab.checkpoints.tensors import Shard
 
     alive: list[Any] = []
     most = 0

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import read_adapter
-from peftlab.checkpoints.io.pickles import read_pickle
-from peftlab.checkpoints.io.shards import open_shards
 from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.pickles import read_pickle
+from peftlab.checkpoints.tensors import open_shards
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import is_injected
 

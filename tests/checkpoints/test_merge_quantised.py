@@ -20,8 +20,7 @@ from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
-from peftlab.checkpoints.quantised.fp8 import compress, decompress
-from peftlab.checkpoints.quantised.nf4 import nf4_values
+from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
 from peftlab.models.base_format import BaseFormat
 from peftlab.models.pretrained import describe

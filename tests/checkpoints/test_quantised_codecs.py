@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peftlab.checkpoints.quantised import nf4
-from peftlab.checkpoints.quantised.int8 import int8_values, rows_int8
+from peftlab.checkpoints import quantised
+from peftlab.checkpoints.quantised import int8_values, rows_int8
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 F = bitsandbytes.functional
@@ -28,13 +28,15 @@ def weights(draw: st.DrawFn, columns: st.SearchStrategy[int]) -> Tensor:
     flat = weight.view(-1)
     match draw(st.integers(0, 4)):
         case 1:
-            flat[: nf4.BLOCK] = 0
+            flat[: quantised.BLOCK] = 0
         case 2:
-            flat[-nf4.BLOCK :] = flat[-1]
+            flat[-quantised.BLOCK :] = flat[-1]
         case 3:
-            flat[: nf4.BLOCK] = torch.cat([torch.ones(1), nf4._MIDPOINTS.repeat(5)])[: min(nf4.BLOCK, len(flat))]
+            flat[: quantised.BLOCK] = torch.cat([torch.ones(1), quantised._MIDPOINTS.repeat(5)])[
+                : min(quantised.BLOCK, len(flat))
+            ]
         case 4:
-            flat[: nf4.BLOCK] *= 1e-36
+            flat[: quantised.BLOCK] *= 1e-36
     return weight.to(draw(dtypes))
 
 
@@ -43,13 +45,13 @@ def weights(draw: st.DrawFn, columns: st.SearchStrategy[int]) -> Tensor:
 def test_nf4_has_bitsandbytes_bytes(weight: Tensor, double: bool) -> None:
     theirs, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
     flat = weight.view(-1)
-    magnitudes = nf4.block_magnitudes(flat)
-    assert torch.equal(nf4.packed(flat, magnitudes), theirs.view(-1))
+    magnitudes = quantised.block_magnitudes(flat)
+    assert torch.equal(quantised.pack_nf4(flat, magnitudes), theirs.view(-1))
     if not double:
         assert torch.equal(magnitudes, state.absmax)
         return
-    ours = nf4.nested(magnitudes)
-    assert torch.equal(nf4.dynamic_code(), state.state2.code)
+    ours = quantised.nest_magnitudes(magnitudes)
+    assert torch.equal(quantised.dynamic_code(), state.state2.code)
     assert torch.equal(ours.offset, state.offset)
     assert torch.equal(ours.magnitudes, state.state2.absmax)
     assert torch.equal(ours.codes, state.absmax)
@@ -65,7 +67,7 @@ def test_nf4_has_the_values_of_a_live_layer(weight: Tensor, double: bool, dtype:
     layer.weight = bitsandbytes.nn.Params4bit(weight.clone(), False, quant_type="nf4", compress_statistics=double)
     layer = layer.to("cpu")
     assert layer.weight.quant_state.dtype == weight.dtype
-    ours = nf4.nf4_values(weight, double=double, dtype=dtype)
+    ours = quantised.nf4_values(weight, double=double, dtype=dtype)
     state = layer.weight.quant_state
     state.dtype = dtype
     assert torch.equal(ours, F.dequantize_4bit(layer.weight.data, state).float())
@@ -81,8 +83,8 @@ def test_nf4_of_rows_that_are_no_multiple_of_a_block(weight: Tensor, dtype: torc
 
     plain = compiled.__wrapped__
     theirs, state = F.quantize_4bit(weight, quant_type="nf4")
-    values = plain(theirs.view(-1), state.absmax, state.code, nf4.BLOCK, weight.shape, dtype)
-    assert torch.equal(nf4.nf4_values(weight, double=False, dtype=dtype), values.float())
+    values = plain(theirs.view(-1), state.absmax, state.code, quantised.BLOCK, weight.shape, dtype)
+    assert torch.equal(quantised.nf4_values(weight, double=False, dtype=dtype), values.float())
 
 
 def test_nf4_of_a_weight_larger_than_one_step() -> None:
@@ -90,8 +92,8 @@ def test_nf4_of_a_weight_larger_than_one_step() -> None:
     torch.manual_seed(0)
     weight = torch.randn(1 << 8, (1 << 13) + 64)
     theirs, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    assert weight.numel() > nf4._STEP * nf4.BLOCK
-    ours = nf4.nf4_values(weight, double=True, dtype=torch.float32)
+    assert weight.numel() > quantised._STEP
+    ours = quantised.nf4_values(weight, double=True, dtype=torch.float32)
     assert torch.equal(ours, F.dequantize_4bit(theirs, state))
 
 

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from peftlab.checkpoints.io.shards import open_shards
-from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES, layout, read_header
+from peftlab.checkpoints.tensors import DTYPES, NAMES, layout, open_shards, read_header
 from peftlab.errors import PeftlabError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.quantised.nf4 import nf4_values
+from peftlab.checkpoints.quantised import nf4_values
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig

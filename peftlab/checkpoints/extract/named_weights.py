@@ -9,9 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from peftlab.checkpoints.io.file_ranges import read_at
-from peftlab.checkpoints.io.shards import PickleShard, Shard, open_shards
-from peftlab.checkpoints.io.tensorfiles import DTYPES
+from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_at
 from peftlab.errors import PeftlabError
 from peftlab.models.skeleton import Place, converted, places
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peftlab.checkpoints.io.pickles import read_pickle
-from peftlab.checkpoints.io.tensorfiles import read_tensors
+from peftlab.checkpoints.pickles import read_pickle
+from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError, about, did_you_mean
 from peftlab.files import Json, member
 from peftlab.methods.architectures import SITES

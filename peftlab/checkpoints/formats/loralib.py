@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peftlab.checkpoints.io.pickles import read_pickle
+from peftlab.checkpoints.pickles import read_pickle
 from peftlab.errors import PeftlabError, about
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import make_config

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peftlab.checkpoints.adapter import Adapter
-from peftlab.checkpoints.io.shards import Shard
 from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.quantised.fp8 import FP8
+from peftlab.checkpoints.quantised import FP8
+from peftlab.checkpoints.tensors import Shard
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, read_object
 from peftlab.models.plain import PlainModel, plain_model

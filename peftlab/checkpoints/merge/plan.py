@@ -15,13 +15,11 @@ from torch import Tensor
 from peftlab.checkpoints.adapter import Adapter, in_model
 from peftlab.checkpoints.fitting import check_fit, fitted
 from peftlab.checkpoints.formats.peft_settling import divided
-from peftlab.checkpoints.io.shards import Shard, open_shards
-from peftlab.checkpoints.io.tensorfiles import DTYPES, NAMES
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plain_task import plain_task_model
 from peftlab.checkpoints.merge.task_model import task_model
-from peftlab.checkpoints.quantised.fp8 import FP8, compressible
-from peftlab.checkpoints.quantised.training_weights import TrainingWeights
+from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
+from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, injection_of
 from peftlab.methods.leaf import Adapted, addition

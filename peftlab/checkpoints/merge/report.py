@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peftlab.checkpoints.quantised.fp8 import compress, decompress, rows_at_once
+from peftlab.checkpoints.quantised import compress, decompress, rows_per_step
 
 ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
 _BLOCK = 1 << 20  # elements compared at a time
@@ -192,7 +192,7 @@ def compressed(before: Tensor, value: Tensor, codes: Tensor, scales: Tensor) -> 
         before: W0. value: W0 + ΔW. codes, scales: what is stored of it; each is compared with W0 in fp8.
     """
     tally, along = Tally(converted=False), []
-    rows = rows_at_once(value)
+    rows = rows_per_step(value)
     for old, new, code, scale in zip(*(t.detach().split(rows) for t in (before, value, codes, scales)), strict=True):
         start, stored = decompress(*compress(old)), decompress(code, scale)
         delta = new - old.float()

@@ -13,13 +13,13 @@ from pathlib import Path
 from torch import nn
 
 from peftlab.checkpoints.adapter import Adapter, adapter_of, read_adapter
-from peftlab.checkpoints.io.stream import OutputFile, run
 from peftlab.checkpoints.merge.base import plain_base, refuse_overlap, stored_base
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
 from peftlab.checkpoints.merge.report import Figures, MergeReport
 from peftlab.checkpoints.merge.sidefiles import copy_side_files, merge_card, write_model_config
 from peftlab.checkpoints.merge.steps import Steps
+from peftlab.checkpoints.tensors import OutputFile, run
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory, write_json, write_text
 from peftlab.methods.table import METHODS

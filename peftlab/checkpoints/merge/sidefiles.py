@@ -13,7 +13,7 @@ from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
-from peftlab.checkpoints.quantised.fp8 import quantization_config
+from peftlab.checkpoints.quantised import quantization_config
 from peftlab.files import write_text
 from peftlab.models.plain import PlainModel
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.formats.peft import tied_twins
-from peftlab.checkpoints.io.shards import Shard
-from peftlab.checkpoints.io.stream import Copy, Job, OutputFile, copying
-from peftlab.checkpoints.io.tensorfiles import DTYPES
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, Target
 from peftlab.checkpoints.merge.report import Figures, Tally, TensorReport, compressed, out_of_range, replaced
-from peftlab.checkpoints.quantised.fp8 import compress
+from peftlab.checkpoints.quantised import compress
+from peftlab.checkpoints.tensors import DTYPES, Copy, Job, OutputFile, Shard, copy_step
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Adapted, Folding, recast
 from peftlab.models.skeleton import converted
@@ -69,7 +67,7 @@ class Steps:
         assert shard is not None and entry is not None
         self.figures.copied += 1
         if entry.dtype == target.dtype:
-            return copying(shard, key, output, target.key)
+            return copy_step(shard, key, output, target.key)
 
         def convert(read: list[Tensor]) -> dict[str, Tensor]:
             if target.scale:

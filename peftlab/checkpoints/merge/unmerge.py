@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from peftlab.checkpoints.io.shards import Shard, open_shards
 from peftlab.checkpoints.merge.base import base_directory, refuse_overlap
+from peftlab.checkpoints.tensors import Shard, open_shards
 from peftlab.errors import PeftlabError
 from peftlab.files import MARK, Json, member, read_object, staged_directory
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.hidden_states import frozen_hidden, head_weight
 from peftlab.drafting.objectives import TopK, topk_targets
 from peftlab.drafting.text.continuations import Collate

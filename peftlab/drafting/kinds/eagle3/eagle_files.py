@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, EagleShape, StateNetwork
 from peftlab.drafting.kinds.eagle3.target_identity import read_ranks
 from peftlab.drafting.kinds.stored_drafts import says

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.checkpoints.io.tensorfiles import map_tensors, write_tensors
+from peftlab.checkpoints.tensors import map_tensors, write_tensors
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, target_states
 from peftlab.drafting.text.target_text import weights_digest, written_once

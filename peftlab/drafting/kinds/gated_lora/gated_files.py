@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftlab.checkpoints.adapter import WEIGHTS_FILE, read_adapter
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.parallel_drafters import Masks
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json

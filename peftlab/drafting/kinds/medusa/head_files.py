@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.hidden_states import head_weight
 from peftlab.drafting.kinds.medusa.head_stack import HeadStack, ReducedHeads

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.kinds.model.pair_loss import PairLoss
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.text.continuations import Collate

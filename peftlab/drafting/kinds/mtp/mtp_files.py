@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peftlab.checkpoints.io.tensorfiles import read_tensors, write_tensors
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.drafting.kinds.eagle3.eagle_files import (
     FORMAT,
     WEIGHTS,
