@@ -12,7 +12,7 @@ from peftlab.errors import PeftlabError
 if TYPE_CHECKING:
     from peftlab.pipelines.drafts.draft_results import DraftResults
     from peftlab.pipelines.finetune import FinetuneResults
-    from peftlab.pipelines.tables.score_table import TableResults
+    from peftlab.pipelines.table import TableResults
     from peftlab.recipe.schema import Recipe
 
     Results = FinetuneResults | TableResults | DraftResults
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 RUNNERS = {
     "finetune": "peftlab.pipelines.finetune:run_finetune",
     "draft": "peftlab.pipelines.draft:run_draft",
-    "table": "peftlab.pipelines.tables.score_table:run_table",
-    "draft_table": "peftlab.pipelines.tables.score_table:run_table",
+    "table": "peftlab.pipelines.table:run_table",
+    "draft_table": "peftlab.pipelines.table:run_table",
 }
 
 
@@ -41,7 +41,7 @@ def run_recipe(
 
     options: dict[str, object] = {}
     if isinstance(recipe, AnyTable):
-        from peftlab.pipelines.tables.table_parts import Shard
+        from peftlab.pipelines.table import Shard
 
         options = {"shard": None if shard is None else Shard.read(shard), "on": on, "cpus": cpus}
     else:
@@ -104,7 +104,7 @@ def run(
     """
     from peftlab.pipelines.checks.recipe_models import check_models
     from peftlab.pipelines.directory import check_directory, to_continue
-    from peftlab.pipelines.tables.engines import check_engine
+    from peftlab.pipelines.table import check_engine
     from peftlab.recipe.loading import load_recipe
 
     check_engine(on)

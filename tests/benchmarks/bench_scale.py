@@ -28,11 +28,9 @@ from pathlib import Path
 import torch
 
 from peftlab.hardware import cores
+from peftlab.pipelines.cells import PRELOADED
 from peftlab.pipelines.finetune import run_finetune
-from peftlab.pipelines.tables.cell_process import PRELOADED
-from peftlab.pipelines.tables.missing_cells import RESULTS, missing_cells
-from peftlab.pipelines.tables.table_files import TableFiles
-from peftlab.pipelines.tables.table_parts import Shard
+from peftlab.pipelines.table import RESULTS, Shard, TableFiles, missing_cells
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import Cell, table_cells
@@ -173,7 +171,7 @@ def storage(work: Path) -> None:
     (cell, *_) = sorted((work / "here" / "cells").glob("*/results.json"))
     files = [path for path in cell.parent.rglob("*") if path.is_file()]
     print(f"a finished cell: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e3:.0f} kB")
-    names = [name for name in PRELOADED["finetune"] if name != "peftlab.pipelines.tables.quiet_server"]
+    names = [name for name in PRELOADED["finetune"] if name != "peftlab.pipelines.cells"]
     done = subprocess.run([sys.executable, "-c", _OPENED, *names], capture_output=True, text=True, check=True)
     count, size = map(int, done.stdout.split()[-2:])
     print(f"a worker's imports: {count} files, {size / 1e6:.0f} MB")

@@ -17,7 +17,7 @@ import peftlab
 from peftlab.cli.app import app
 from peftlab.drafting.text.target_text import written_once
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.tables.missing_cells import missing_cells
+from peftlab.pipelines.table import missing_cells
 from peftlab.recipe.loading import dump_recipe, load_recipe
 from peftlab.recipe.schema import DraftRecipe, DraftTableRecipe
 from peftlab.recipe.table_cells import table_cells

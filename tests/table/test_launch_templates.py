@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
-from peftlab.pipelines.tables.table_parts import Shard
+from peftlab.pipelines.table import Shard
 from peftlab.recipe import library
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe

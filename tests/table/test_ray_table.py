@@ -17,8 +17,7 @@ import pytest
 from peftlab.errors import PeftlabError
 from peftlab.files import LOCK, locked, read_json, remove_lost
 from peftlab.pipelines import run_recipe
-from peftlab.pipelines.tables.schedule import Stopped
-from peftlab.pipelines.tables.score_table import CellsFailed
+from peftlab.pipelines.table import CellsFailed, Stopped
 from peftlab.recipe.schema import TableRecipe
 
 ADAPTER = "adapter/adapter_model.safetensors"

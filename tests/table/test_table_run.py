@@ -19,9 +19,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import claimed, locked, read_json, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
-from peftlab.pipelines.tables.schedule import Stopped
-from peftlab.pipelines.tables.score_table import CellsFailed, run_table
-from peftlab.pipelines.tables.table_parts import Shard
+from peftlab.pipelines.table import CellsFailed, Shard, Stopped, run_table
 from peftlab.recipe.loading import load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.table_cells import table_cells
@@ -88,7 +86,7 @@ def test_the_processes_of_cells_print_no_warnings_of_libraries(tmp_path: Path, k
     pytest.importorskip("torchao")
     program = tmp_path / "program.py"
     program.write_text(
-        "from peftlab.pipelines.tables.cell_process import _context\n"
+        "from peftlab.pipelines.cells import _context\n"
         "if __name__ == '__main__':\n"
         f"    process = _context({kind!r}).Process(target=print, args=('started',))\n"
         "    process.start()\n    process.join()\n"
@@ -128,7 +126,7 @@ def test_a_changed_cell_is_refused_and_run_anew_on_request(values: dict[str, Any
 def test_two_at_a_time_and_what_starts_from_another_waits(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("peftlab.pipelines.tables.local_engine.cores", lambda: 2)
+    monkeypatch.setattr("peftlab.pipelines.cells.cores", lambda: 2)
     values = {**values, "init": {"glue/cola": "glue/mrpc"}, "train": {**values["train"], "lr": 1e-9}}
     with pytest.raises(PeftlabError, match=r"--cpus 3: this machine has 2 CPU cores"):
         run_table(table(values), cpus=3)

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING
 from peftlab.errors import PeftlabError
 from peftlab.files import MARK, is_locked, remove_lost
 from peftlab.hardware import check_device_name
-from peftlab.pipelines.tables.engines import POLL, Engine
-from peftlab.pipelines.tables.local_engine import LocalEngine
-from peftlab.pipelines.tables.missing_cells import ended, let_end
-from peftlab.pipelines.tables.schedule import Stopped, run_cells
+from peftlab.pipelines.cells import LocalEngine
+from peftlab.pipelines.table import POLL, Engine, Stopped, is_complete, run_cells, wait_for_cells
 from peftlab.recipe.table_cells import Cell
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ class RayEngine:
 
 @contextmanager
 def ray_engine(on: str, device: str, cpus: int | None) -> Iterator[Engine]:
-    """Yield an engine of a Ray cluster; arguments and errors as in ``engines.open_engine``.
+    """Yield an engine of a Ray cluster; arguments and errors as in ``open_engine``.
 
     ``ray`` is the cluster that RAY_ADDRESS names or that runs on this machine; where there is none, Ray starts one on
     this machine for the block. A connection that the caller has already is used and kept.
@@ -173,25 +171,14 @@ def run_task(task: Task) -> str:
     os.chdir(task.cwd)
     sys.argv = task.argv
     directory = task.cell.directory
-    if ended(task.cell):
+    if is_complete(task.cell):
         return ""  # the worker died after the cell had ended
-    let_end([task.cell])  # in the process of a worker that died
-    if is_locked(directory):
-        _remove_lost(directory)
-    return _run_here(task)
-
-
-def _remove_lost(directory: Path) -> None:
-    """Remove the lock of a process on a node that died: a file server may keep it."""
+    wait_for_cells([task.cell])  # in the process of a worker that died
     import ray
 
-    remove_lost(directory, [socket.gethostname(), *(n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"])])
-
-
-def _run_here(task: Task) -> str:
-    """Run the cell on this node, as this machine's engine does."""
-    import ray
-
+    if is_locked(directory):  # by a process on a node that died: a file server may keep its lock
+        alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+        remove_lost(directory, [host, *alive])
     slot = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
     engine = LocalEngine([slot], task.device, task.threads)
     try:

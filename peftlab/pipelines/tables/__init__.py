@@ -1,1 +1,0 @@
-"""Tables of many runs: their cells in processes of their own, their results gathered."""
