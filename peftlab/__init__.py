@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.combine import add_weighted_adapter as add_weighted_adapter
     from peftlab.checkpoints.engines import check_adapter as check_adapter
     from peftlab.checkpoints.engines import convert_adapter as convert_adapter
-    from peftlab.checkpoints.extract.extraction import extract_adapter as extract_adapter
+    from peftlab.checkpoints.extract import extract_adapter as extract_adapter
     from peftlab.checkpoints.merge.options import MergeOptions as MergeOptions
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
     from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint

@@ -55,19 +55,28 @@ def combine(
     trained whole (a task head) must be equal wherever they occur.
 
     Args:
-        weights: one per adapter. rank: of the result of ``svd``; default: the largest of the adapters'.
+        adapters: the adapters. weights: one per adapter.
+        method: one of the above.
+        rank: of the result of ``svd``; default: the largest of the adapters'.
         density: in (0, 1]. seed: of the random choice.
 
     Raises:
         PeftlabError: another method than LoRA, DoRA, ranks that differ, whole tensors that differ.
     """
-    _check(adapters, weights, method, density)
-    configs = [_lora(adapter) for adapter in adapters]
+    methods = get_args(Combination)
+    if method not in methods:
+        hint = did_you_mean(method, methods)
+        raise PeftlabError(f"adapters cannot be combined by {method!r}{hint}: one of {', '.join(methods)}")
+    if not adapters or len(adapters) != len(weights):
+        raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
+    if not 0 < density <= 1:
+        raise PeftlabError(f"density is {density}, not in (0, 1]")
+    configs = [_plain_lora(adapter) for adapter in adapters]
     generator = torch.Generator().manual_seed(seed)
-    tensors = _whole(adapters)
+    tensors = _tensors_besides_factors(adapters)
     pairs = _pairs(adapters, configs, weights)
     ranks = {a.shape[1] for items in pairs.values() for a, _, _ in items}
-    new = {"cat": sum(max(_ranks(a)) for a in adapters), "svd": rank or max(ranks)}.get(method, max(ranks))
+    new = {"cat": sum(max(_ranks(adapter)) for adapter in adapters), "svd": rank or max(ranks)}.get(method, max(ranks))
     for name, items in pairs.items():
         if method == "cat":
             a, b = _cat(items, new)
@@ -79,7 +88,7 @@ def combine(
             a, b = _elementwise(items, method, density, generator)
         like = adapters[0].tensors.get(name, items[0][0])
         shape = next(adapter.tensors[name].shape[1:] for adapter in adapters if name in adapter.tensors)
-        tensors[name], tensors[_b(name)] = (t.to(like.dtype) for t in _flat(a, b, shape))
+        tensors[name], tensors[f"{name[:-1]}B"] = (t.to(like.dtype) for t in _join_experts(a, b, shape))
     base, notes = _base(adapters)
     return replace(adapters[0], config=_config(configs[0], pairs, new), tensors=tensors, base=base, notes=notes)
 
@@ -135,31 +144,19 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
         return replace(adapter, tensors=copies)
 
 
-def _check(adapters: Sequence[Adapter], weights: Sequence[float], method: str, density: float) -> None:
-    if method not in get_args(Combination):
-        hint = did_you_mean(method, get_args(Combination))
-        raise PeftlabError(
-            f"adapters cannot be combined by {method!r}{hint}: one of {', '.join(get_args(Combination))}"
-        )
-    if not adapters or len(adapters) != len(weights):
-        raise PeftlabError(f"{len(adapters)} adapters need as many weights, not {len(weights)}")
-    if not 0 < density <= 1:
-        raise PeftlabError(f"density is {density}, not in (0, 1]")
-
-
 def _pairs(adapters: Sequence[Adapter], configs: Sequence[LoraConfig], weights: Sequence[float]) -> dict[str, Items]:
     """Return the factors of each A's name, one item per adapter that has them; the weight includes the scale."""
     pairs: dict[str, Items] = {}
     for adapter, config, weight in zip(adapters, configs, weights, strict=True):
         for name in adapter.tensors:
             if found := _A.fullmatch(name):
-                a, b = adapter.tensors[name], adapter.tensors[_b(name)]
+                a, b = adapter.tensors[name], adapter.tensors[f"{name[:-1]}B"]
                 r = config.rank(found[1])
-                pairs.setdefault(name, []).append((*_batched(a, b, r), weight * config.scale(found[1], r)))
+                pairs.setdefault(name, []).append((*_by_expert(a, b, r), weight * config.scale(found[1], r)))
     return pairs
 
 
-def _lora(adapter: Adapter) -> LoraConfig:
+def _plain_lora(adapter: Adapter) -> LoraConfig:
     config = adapter.config
     if not isinstance(config, LoraConfig):
         raise PeftlabError(f"only LoRA adapters can be combined, not {config.name}")
@@ -173,15 +170,11 @@ def _lora(adapter: Adapter) -> LoraConfig:
 
 
 def _ranks(adapter: Adapter) -> set[int]:
-    config = _lora(adapter)
+    config = _plain_lora(adapter)
     return {config.rank(found[1]) for name in adapter.tensors if (found := _A.fullmatch(name))}
 
 
-def _b(name: str) -> str:
-    return name.removesuffix("A") + "B"
-
-
-def _whole(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+def _tensors_besides_factors(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
     """Return the tensors that are not factors: equal in all adapters that have them."""
     found: dict[str, Tensor] = {}
     for adapter in adapters:
@@ -196,21 +189,22 @@ def _whole(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
     return found
 
 
-def _batched(a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor]:
+def _by_expert(a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """Return A as (experts, r, in) and B as (experts, out, r), in fp32; a module that is not one of experts has 1."""
     experts = a.shape[0] // r
     a, b = a.float().flatten(1), b.float().flatten(1)
     return a.reshape(experts, r, -1), b.reshape(b.shape[0], r, experts).permute(2, 0, 1)
 
 
-def _flat(a: Tensor, b: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Undo ``_batched``: A (experts·r, *shape), B (out, r·experts), with a convolution's trailing ones."""
+def _join_experts(a: Tensor, b: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Undo ``_by_expert``: A (experts·r, *shape), B (out, r·experts), with a convolution's trailing ones."""
     experts, r, _ = a.shape
     b = b.permute(1, 2, 0).reshape(b.shape[1], r * experts, *([1] * (len(shape) - 1)))
     return a.reshape(experts * r, *shape).contiguous(), b.contiguous()
 
 
 def _cat(items: Items, rank: int) -> tuple[Tensor, Tensor]:
+    """Return A (experts, rank, in) and B (experts, out, rank) with B·A = Σ wᵢ BᵢAᵢ."""
     a = torch.cat([weight * a for a, _, weight in items], dim=1)
     b = torch.cat([b for _, b, _ in items], dim=2)
     missing = rank - a.shape[1]  # of adapters that do not act on this module
@@ -218,6 +212,7 @@ def _cat(items: Items, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _svd(items: Items, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of the best approximation of Σ wᵢ BᵢAᵢ with a rank."""
     delta = torch.stack([(b @ a) * weight for a, b, weight in items]).sum(0)
     if rank > min(delta.shape[1:]):
         raise PeftlabError(f"svd: rank {rank} is larger than the smaller side of a weight, {min(delta.shape[1:])}")
@@ -226,13 +221,14 @@ def _svd(items: Items, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _elementwise(items: Items, method: str, density: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return sums of the factors themselves, Σ ±√|wᵢ| Aᵢ and Σ √|wᵢ| Bᵢ, after each was pruned."""
     roots = [math.sqrt(abs(weight)) for _, _, weight in items]
     signed = [math.copysign(root, weight) for root, (_, _, weight) in zip(roots, items, strict=True)]
     prune: Callable[[Tensor], Tensor] = {
         "linear": lambda t: t,
-        "ties": lambda t: _largest(t, density),
-        "dare_linear": lambda t: _random(t, density, generator),
-        "dare_ties": lambda t: _random(t, density, generator),
+        "ties": lambda t: _keep_largest(t, density),
+        "dare_linear": lambda t: _keep_random(t, density, generator),
+        "dare_ties": lambda t: _keep_random(t, density, generator),
     }[method]
     merged = []
     for factors, scales in (([a for a, _, _ in items], signed), ([b for _, b, _ in items], roots)):
@@ -247,7 +243,8 @@ def _elementwise(items: Items, method: str, density: float, generator: torch.Gen
     return merged[0], merged[1]
 
 
-def _largest(tensor: Tensor, density: float) -> Tensor:
+def _keep_largest(tensor: Tensor, density: float) -> Tensor:
+    """Return the tensor with only its largest values, a share ``density`` of them; the others are 0."""
     if density == 1:
         return tensor
     flat = tensor.reshape(-1)
@@ -255,7 +252,8 @@ def _largest(tensor: Tensor, density: float) -> Tensor:
     return torch.zeros_like(flat).index_copy(0, kept, flat[kept]).view(tensor.shape)
 
 
-def _random(tensor: Tensor, density: float, generator: torch.Generator) -> Tensor:
+def _keep_random(tensor: Tensor, density: float, generator: torch.Generator) -> Tensor:
+    """Return the tensor with a random share ``density`` of its values, divided by it; the others are 0."""
     if density == 1:
         return tensor
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density

@@ -64,7 +64,7 @@ def extract(
     overwrite: Overwrite = False,
 ) -> object:
     """Write the difference of two checkpoints as a LoRA adapter, with the error of each module."""
-    from peftlab.checkpoints.extract.extraction import extract_adapter
+    from peftlab.checkpoints.extract import extract_adapter
     from peftlab.reporting.console import extraction_lines, extraction_table
 
     done = extract_adapter(finetuned, base, out, rank=rank, energy=energy, overwrite=overwrite)

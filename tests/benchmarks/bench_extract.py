@@ -36,7 +36,7 @@ tuned, base, out, rank = sys.argv[1:5]
 """
 OURS = """
 import transformers.models.llama.modeling_llama
-from peftlab.checkpoints.extract.extraction import extract_adapter
+from peftlab.checkpoints.extract import extract_adapter
 from peftlab.files import to_json
 started = start()
 done = extract_adapter(tuned, base, out, rank=int(rank))
