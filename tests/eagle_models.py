@@ -10,13 +10,12 @@ import torch
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.hidden_states import head_weight, input_embedding
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
-from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss
+from peftlab.drafting.acceptance import frequent_tokens
+from peftlab.drafting.eagle import Eagle3, EagleStep
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.vocabulary import frequent_tokens
+from peftlab.drafting.state_network import EagleModel, FeatureLoss, shape_for
+from peftlab.drafting.states import head_weight, input_embedding
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.tasks.prompts import Request
 
 

@@ -1,17 +1,24 @@
-"""How often a target would accept a draft's tokens, measured on text without decoding."""
+"""How often a target would accept a draft, measured on text; reduced vocabularies; heads that predict acceptance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from peftlab.decoding.theory import acceptance_rate
-from peftlab.drafting.hidden_states import frozen_hidden, head_weight, logits_of
-from peftlab.drafting.text.continuations import Collate
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.theory import acceptance_rate, vocabulary_cap
+from peftlab.decoding.trees import RankRates
+from peftlab.drafting.states import frozen_hidden, head_weight, logits_of
+from peftlab.drafting.text import Collate
+from peftlab.errors import PeftlabError
+from peftlab.files import replacing
 from peftlab.tasks.batches import eval_batches
 
 _CHUNK = 256  # tokens whose two distributions live at a time
@@ -118,3 +125,190 @@ def add_rates(
             sums, (torch.ones_like(certain), acceptance_rate(p, q), p.argmax(-1) == best, certain), strict=True
         ):
             total.index_add_(0, rows[part], rate.cpu().double())
+
+
+RANKS = 8
+"""Choices that are counted at each place."""
+
+KEY = "rank_acceptance"
+"""The name of the rates on disk."""
+
+
+def greedy_tokens(hidden: Tensor, head: Tensor) -> Tensor:
+    """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
+    flat = hidden.flatten(0, 1)
+    return torch.cat([logits_of(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
+
+
+def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | None) -> Tensor:
+    """Return which of the best choices are right: [T, H], [V_d, H], [T] -> booleans [T, at most RANKS].
+
+    Args:
+        ids: [V_d], the token of each row of ``weight``; None: its own number.
+    """
+    width = min(RANKS, len(weight))
+    best = torch.cat([logits_of(part, weight).topk(width, -1).indices for part in states.split(_CHUNK)])
+    return (best if ids is None else ids[best]) == right[:, None]
+
+
+def rates_on_disk(ranks: RankRates) -> list[list[float]]:
+    """Return rates as ``read_rates`` takes them."""
+    return [list(each) for each in ranks.rates]
+
+
+def read_rates(stored: object, where: Path) -> RankRates | None:
+    """Return the rates that a file contains; None for None.
+
+    Raises:
+        PeftlabError: they are not lists of one length, positive and falling.
+    """
+    if stored is None:
+        return None
+    rates = tuple(tuple(each) for each in stored) if isinstance(stored, list) and all(map(_is_list, stored)) else ()
+    valid = all(isinstance(rate, float) and 0 < rate <= 1 for each in rates for rate in each)
+    falling = all(list(each) == sorted(each, reverse=True) for each in rates) if valid else False
+    if not rates or not falling or len({len(each) for each in rates}) > 1 or not rates[0]:
+        raise PeftlabError(f"{where}: {KEY} is not, for each depth, rates that fall from rank to rank")
+    return RankRates(rates)
+
+
+def _is_list(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list)
+
+
+def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
+    """Return the ``size`` most frequent token ids of ``texts``, rising; of equals the lower ids.
+
+    Ids that never occur fill up what is left, the lowest first.
+
+    Raises:
+        PeftlabError: ``size`` outside 1..``vocab_size``.
+    """
+    if not 1 <= size <= vocab_size:
+        raise PeftlabError(f"vocabulary: {size} is outside 1..{vocab_size}, the target's vocabulary")
+    counts = Counter(token for text in texts for token in text)
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tensor | None:
+    """Return the ``size`` most frequent tokens of the continuations in ``data``; None for ``size`` None."""
+    if size is None:
+        return None
+    return frequent_tokens((row["input_ids"][row["prompt"] :] for row in data), size, len(head_weight(target)))
+
+
+@torch.no_grad()
+def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
+    """Return the mean p(V_d) over the predictions of ``data``: no draft restricted to ``tokens`` is accepted more.
+
+    See ``theory.vocabulary_cap``.
+    """
+    mass, count = 0.0, 0
+    for hidden in target_states(target, data):
+        p = F.linear(hidden, head_weight(target)).float().softmax(-1)
+        mass += float(vocabulary_cap(p, tokens.to(p.device)).cpu().double().sum())
+        count += len(p)
+    return mass / max(1, count)
+
+
+def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return heads' tensors with only the rows of ``tokens`` in what gives logits, and the map as ``token_map``."""
+    rows = ("lm_heads.", "markov_head.markov_w2.")
+    some = {name: t[tokens].clone() if name.startswith(rows) else t for name, t in tensors.items()}
+    return some | {"token_map": tokens}
+
+
+class AcceptancePredictor(nn.Module):
+    """p̂ = σ(w2·SiLU(W1·h + b1) + b2), [..., H] -> [...]: the probability that a token drafted from state h is accepted.
+
+    Huang et al. 2024 (arXiv 2405.19715). ``decoding.policies.AcceptanceHead`` takes it as its ``head``.
+    """
+
+    def __init__(self, hidden_size: int, width: int = 64):
+        super().__init__()
+        self.inner = nn.Linear(hidden_size, width)
+        self.outer = nn.Linear(width, 1)
+
+    def logit(self, hidden: Tensor) -> Tensor:
+        """Return the log-odds, [..., H] -> [...]."""
+        return self.outer(F.silu(self.inner(hidden.to(self.inner.weight.dtype)))).squeeze(-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logit(hidden).sigmoid()
+
+
+def train_acceptance_head(
+    target: nn.Module,
+    draft: nn.Module,
+    train: Dataset,
+    held_out: Dataset,
+    *,
+    greedy: bool = False,
+    epochs: int = 20,
+    batch_size: int = 256,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> tuple[AcceptancePredictor, dict[str, float]]:
+    """Fit a head on a finished draft's hidden states; target and draft stay as they are.
+
+    Binary cross-entropy against the exact probability that a token is accepted: α = Σ min(p, q) for sampling at
+    temperature 1, or whether both have the same largest token for greedy decoding.
+
+    Args:
+        train, held_out: rows as ``continuations.make_dataset`` makes them.
+
+    Returns:
+        The head, and on the held-out text: ``brier``, the mean squared error of p̂, and ``brier_constant``, that
+        of the training text's mean probability.
+    """
+    states, probabilities = _states_and_acceptance(target, draft, train, greedy)
+    with torch.random.fork_rng([states.device] if states.is_cuda else []):
+        torch.manual_seed(seed)
+        head = AcceptancePredictor(states.shape[-1]).to(states.device)
+        optimiser = torch.optim.AdamW(head.parameters(), lr=lr)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(states)).to(states.device).split(batch_size):
+                loss = F.binary_cross_entropy_with_logits(head.logit(states[rows]), probabilities[rows])
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+    unseen, truth = _states_and_acceptance(target, draft, held_out, greedy)
+    with torch.no_grad():
+        error = float((head(unseen) - truth).square().mean())
+        constant = float((probabilities.mean() - truth).square().mean())
+    return head.eval(), {"brier": error, "brier_constant": constant}
+
+
+def save_acceptance_head(head: AcceptancePredictor, path: Path) -> None:
+    """Write a head to a safetensors file."""
+    with replacing(path) as temporary:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        write_tensors(temporary, tensors, {"format": "pt"})
+
+
+def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
+    """Read a head that ``save_acceptance_head`` wrote.
+
+    Raises:
+        PeftlabError: the file contains something else.
+    """
+    tensors, _ = read_tensors(Path(path))
+    if set(tensors) != {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}:
+        raise PeftlabError(f"{path}: no acceptance head; it contains {', '.join(sorted(tensors)[:5])}")
+    inner = tensors["inner.weight"]
+    if inner.ndim != 2:
+        raise PeftlabError(f"{path}: inner.weight has shape {tuple(inner.shape)}, which is no matrix")
+    head = AcceptancePredictor(inner.shape[1], inner.shape[0])
+    for name, parameter in head.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            raise PeftlabError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
+    head.load_state_dict(tensors)
+    return head.eval()
+
+
+def _states_and_acceptance(target: nn.Module, draft: nn.Module, data: Dataset, greedy: bool) -> tuple[Tensor, Tensor]:
+    """Return the draft's hidden states [T, H] and the acceptance probability of each [T]."""
+    parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in each_token(target, draft, data)]
+    states, probabilities = (torch.cat(column) for column in zip(*parts, strict=True))
+    return states.float(), probabilities.float()

@@ -1,17 +1,20 @@
-"""The sections that all draft recipes share, and the base of the kinds' own sections."""
+"""The sections of draft recipes: what all share, and one for each kind of draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peftlab.checkpoints.merge.config import MergeConfig
-from peftlab.decoding.table import Chosen, Window
+from peftlab.decoding.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
+from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen, Window
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.table import METHODS
+from peftlab.models.config import PlainDtype
 from peftlab.section import Section, Seed
 
 
@@ -179,7 +182,519 @@ class DraftConfig(Section):
         if recipe.acceptance_head:
             yield "acceptance_head", f"reads a draft model's states; {model}"
 
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return the sizes that ``draft plan`` compares; none by default."""
+        return []
+
     def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""
         if recipe.method is None:
             yield "method", f"null, and draft kind {self.kind} has no parameters of its own to train; name a method"
+
+
+_STARTS = (
+    "from: REF, truncate: {layers: [...]} or {keep: N, by: gates}, prune: {ffn: 0.4} and new: {layers: N, width: H}"
+)
+
+
+class Truncation(Section):
+    """Some of the target's own layers, named or chosen by gates."""
+
+    layers: list[int] | None = Field(default=None, min_length=1, description="Their numbers from 0, rising.")
+    keep: int | None = Field(default=None, ge=1, description="How many to keep; which, is chosen.")
+    by: Literal["gates"] | None = Field(
+        default=None,
+        description="gates: a gate for each layer trains on the target's text, the target frozen, under a price on "
+        "open gates that ends where keep of them are open.",
+    )
+    steps: int | None = Field(default=None, ge=1, description="With keep: batches that the gates train on; null: 100.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Truncation:
+        if (self.layers is None) == (self.keep is None):
+            raise ValueError("give either layers, a list, or keep, how many, with by: gates")
+        if self.keep is not None and self.by is None:
+            raise ValueError("keep needs a way to choose the layers: by: gates")
+        if self.layers is not None and (self.by is not None or self.steps is not None):
+            raise ValueError("by and steps are for keep; the layers are named")
+        return self
+
+    @property
+    def batches(self) -> int:
+        """Batches that the gates train on."""
+        return self.steps or 100
+
+
+class Pruning(Section):
+    """The target with fewer heads and feed-forward units in every layer, chosen by early-bird search."""
+
+    ffn: float = Field(default=0.0, ge=0, lt=1, description="Share of each layer's feed-forward units that is removed.")
+    kv_groups: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each layer's key-value heads that is removed, with the query heads that read them.",
+    )
+    rounds: int = Field(default=1, ge=1, description="Searches one after the other, each for a part of the share.")
+    rewind: bool = Field(
+        default=True, description="Start the draft from the target's weights, not from those trained in the search."
+    )
+    steps: int = Field(default=200, ge=1, description="Batches of a search at most.")
+    distance: float = Field(
+        default=0.1, gt=0, lt=1, description="A search ends once the last five masks differ in less than this share."
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> Pruning:
+        if not self.ffn and not self.kv_groups:
+            raise ValueError("removes nothing; give ffn, kv_groups or both a share above 0")
+        return self
+
+    def shares(self) -> dict[str, float]:
+        """Return the share that is removed of each part, by its key."""
+        return {"ffn": self.ffn, "kv_groups": self.kv_groups}
+
+
+class NewModel(Section):
+    """The sizes of a model with random weights; its other settings are derived from the target's."""
+
+    layers: int = Field(ge=1, description="How many layers.")
+    width: int = Field(ge=1, description="Numbers of a hidden state.")
+
+
+class ModelDraft(DraftConfig):
+    """A second, smaller language model over the target's tokens."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+    several_targets: ClassVar[bool] = True
+
+    kind: Literal["model"] = "model"
+    from_: str | None = Field(
+        default=None, alias="from", description="The model to start from, a reference like target's."
+    )
+    truncate: Truncation | None = Field(
+        default=None,
+        description="{layers: [...]}: start from these of the target's layers (from 0, rising), with its embeddings, "
+        "final norm and LM head. {keep: N, by: gates}: from N of them, chosen on the target's text in steps (100) "
+        "batches.",
+    )
+    prune: Pruning | None = Field(
+        default=None,
+        description="{ffn: 0.4, kv_groups: 0.33}: start from the target with these shares of each layer's feed-forward "
+        "units and key-value heads removed, chosen by a search on the target's text: rounds (1), each of at most steps "
+        "(200) batches, ended once masks differ in less than distance (0.1); rewind (true): from the target's weights.",
+    )
+    new: NewModel | None = Field(
+        default=None,
+        description="{layers: N, width: H}: start from random weights in a small model of the target's family, over "
+        "its tokens; with method: full. H is a multiple of the target's head size, or of one that is a multiple of 8.",
+    )
+    dtype: PlainDtype = Field(
+        default="fp32", description="Of its weights in memory; what trains beside them is in fp32."
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text; the map is stored beside the merged "
+        "weights and the ceiling p(V_d) reported. null: all.",
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self) -> ModelDraft:
+        if self.starts != 1:
+            raise ValueError(f"needs exactly one of {_STARTS}")
+        return self
+
+    @property
+    def starts(self) -> int:
+        """How many models to start from the recipe names."""
+        return sum(start is not None for start in (self.from_, self.truncate, self.prune, self.new))
+
+    @property
+    def searched(self) -> bool:
+        """Whether what the draft consists of is found on the target's text."""
+        return self.prune is not None or (self.truncate is not None and self.truncate.layers is None)
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if self.new is not None and recipe.method is not None and recipe.method.name != "full":
+            reason = "leaves random weights as they are, and a new draft has no others; write method: full"
+            yield "method", f"{recipe.method.name} {reason}"
+        if self.vocabulary is not None and recipe.merge is False:
+            yield "draft.vocabulary", "is stored beside the merged weights; remove merge: false"
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what drafts of some of the target's layers cost, and a new one of an eighth at half the width."""
+        found = []
+        for layers in sorted({max(1, target.layers // 8), max(1, target.layers // 4)}):
+            for rows in sorted({target.vocabulary, min(target.vocabulary, REDUCED)}, reverse=True):
+                kept = f"truncate: {{layers: {list(range(layers))}}}"
+                found.append(_model_cost(target, _layers_of(layers), kept, layers * target.layer, target.hidden, rows))
+        layers, width = max(1, target.layers // 8), target.hidden // 2
+        if width:
+            size, made = f"new, {_layers_of(layers)} of {width}", f"new: {{layers: {layers}, width: {width}}}"
+            body = layers * target.layer * (width / target.hidden) ** 2
+            found.append(_model_cost(target, size, made, body, width, min(target.vocabulary, REDUCED)))
+        return found
+
+
+def _layers_of(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
+
+
+def _model_cost(target: TargetWeights, size: str, start: str, body: float, width: int, rows: int) -> DraftCost:
+    """Return the cost of a draft with ``body`` numbers in its layers and ``rows`` of ``width`` in its LM head."""
+    less = rows < target.vocabulary
+    each = (body + rows * width) / target.total
+    recipe = f"kind: model, {start}" + (f", vocabulary: {rows}" if less else "")
+    return DraftCost("model", size + (f", {rows}" if less else ""), recipe, 0.0, each)
+
+
+class PardDraft(ModelDraft):
+    """A smaller language model that writes K tokens in one pass, reading masks in their place (arXiv 2504.18583)."""
+
+    several_targets: ClassVar[bool] = False
+    kind: Literal["pard"] = "pard"  # type: ignore[assignment]
+    tokens: int = Field(default=8, ge=1, description="K: tokens that one pass writes.")
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token id that stands for a token to be written; null: that of the draft that from names, else the "
+        "highest id that the training text does not contain.",
+    )
+    retain: float = Field(
+        default=0.7,
+        gt=0,
+        le=1,
+        description="Share r of an example's tokens at which i masks are trained: r^i, drawn anew in every step.",
+    )
+    retain_least: float = Field(default=0.2, gt=0, le=1, description="The least such share.")
+
+    @model_validator(mode="after")
+    def _one_start(self) -> PardDraft:
+        if self.starts:  # else an eighth of the target's layers
+            super()._one_start()  # type: ignore[operator]  # a method, which pydantic's annotation does not say
+        return self
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        objective = recipe.objective
+        if objective.name == "topk_kl" or objective.selective is not None:
+            yield "objective", "pard trains without topk_kl and selective"
+        if recipe.acceptance_head:
+            yield "acceptance_head", "reads the states of a model that drafts token by token; pard does not"
+        if recipe.policy.row.needs in (DRAWN, HEAD, TIMES):
+            yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; pard writes all at once"
+        if recipe.merge is False:
+            yield "merge", "a pard draft is its merged weights, which name the mask; remove merge: false"
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what a draft of an eighth of the target's layers costs: one pass, as over one token, for any depth."""
+        layers, rows = eighth(target.layers), min(target.vocabulary, REDUCED)
+        recipe = "kind: pard" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+        once = (layers * target.layer + rows * target.hidden) / target.total
+        return [DraftCost("pard", f"{layers} layer{'s' * (layers > 1)}", recipe, once, 0.0, 8, tree=True, width=4)]
+
+
+def eighth(layers: int) -> int:
+    """Return an eighth of a number of layers, rounded up."""
+    return -(-layers // 8)
+
+
+class HeadsConfig(DraftConfig):
+    """What kinds of heads on the target's last hidden state have in common."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    usual_method: ClassVar[str | None] = None
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such heads to continue from; null: new ones."
+    )
+    heads: int = Field(default=4, ge=1, description="K: head i (from 0) predicts the token i + 2 positions ahead.")
+    shared_head: bool = Field(
+        default=False,
+        description="Every head uses the target's own LM head, which stays frozen (multi-token "
+        "prediction); false: each trains a copy W2.",
+    )
+    decay: float = Field(default=0.8, gt=0, le=1, description="Head i's loss is weighted decay^i.")
+    preserve: float = Field(
+        default=5.0,
+        ge=0,
+        description="Medusa-2, where the recipe's method trains the target too: weight of KL(base | trained model), "
+        "which keeps the model what it was (5 is the paper's 1 : 0.2).",
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text: the heads are written without the "
+        "other rows, and the ceiling p(V_d) is reported. null: all.",
+    )
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from self.needs_pair(recipe, "heads train", "there is none with heads")
+        if recipe.policy.row.needs:
+            yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits the cache of a draft; heads have none"
+        if recipe.method is None and recipe.merge:
+            yield "merge", "method: null leaves the target as it is; there is nothing to merge"
+
+
+class MedusaDraft(HeadsConfig):
+    """K heads on the target's last hidden state, each guessing one token further ahead (arXiv 2401.10774)."""
+
+    kind: Literal["medusa"] = "medusa"
+    bias: bool = Field(default=False, description="Whether each head's inner map W1 has a bias.")
+    markov: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rank of a bias W2 W1[x] on the heads' logits, x the token drafted before; it trains with the "
+        "heads. null: heads do not see each other's choices.",
+    )
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what four heads on one LM head cost, without and with a Markov bias."""
+        heads, rank, rows = 4, 64, min(target.vocabulary, REDUCED)
+        recipe = f"kind: medusa, heads: {heads}, shared_head: true"
+        recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+        once = (heads * target.hidden**2 + rows * target.hidden) / target.total
+        bias = rank * rows / target.total
+        return [
+            DraftCost("medusa", f"{heads} heads", recipe, once, 0.0, heads, tree=True),
+            DraftCost("medusa", f"{heads} heads, Markov", f"{recipe}, markov: {rank}", once, bias, heads, tree=True),
+        ]
+
+
+class HydraDraft(HeadsConfig):
+    """K heads on the target's last hidden state that also read the tokens drafted before (arXiv 2402.05109)."""
+
+    kind: Literal["hydra"] = "hydra"
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what three heads on one LM head cost: by level, two maps of all that a head reads, and the LM head.
+
+        Embeddings count as wide as states.
+        """
+        heads, rows = 3, min(target.vocabulary, REDUCED)
+        recipe = f"kind: hydra, heads: {heads}, shared_head: true"
+        recipe += f", vocabulary: {rows}" if rows < target.vocabulary else ""
+        maps = sum(2 * (i + 2) * target.hidden**2 for i in range(heads)) / heads
+        each = (maps + rows * target.hidden) / target.total
+        return [DraftCost("hydra", f"{heads} heads", recipe, 0.0, each, heads, tree=True)]
+
+
+class EarlyExitDraft(DraftConfig):
+    """The target itself, trained so that its first layers predict what the whole model does (LayerSkip)."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    exits: list[Annotated[int, Field(ge=1)]] = Field(
+        min_length=1,
+        description="[k, ...], rising: exits after the first k layers, through the final norm and the LM head. The "
+        "merged model is target and draft at once; the first exit drafts, and --draft exit:K chooses another.",
+    )
+    scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="LayerSkip's e_scale: an exit after k of L layers weighs scale (0 + ... + k-1), the whole model "
+        "L-1 + scale (0 + ... + L-2), in the loss as shares of their sum; null: all weigh the same.",
+    )
+    curriculum: Literal["rotational", "gradual"] | None = Field(
+        default=None,
+        description="rotational: every R-th exit trains, in the next step those after them; gradual: the exits join "
+        "one by one in the first half of the steps, the last one first; null: all train in every step.",
+    )
+    every: int = Field(default=2, ge=2, description="rotational: R.")
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Layer dropout: layer l of L is left out for a row with probability dropout (2^(l/(L-1)) - 1), "
+        "from the third step on.",
+    )
+    dropout_schedule: Literal["constant", "exponential"] = Field(
+        default="constant",
+        description="constant: the same in all steps; exponential: times 2^(t/(T-1)) - 1 in step t of T.",
+    )
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if self.exits != sorted(set(self.exits)):
+            yield "draft.exits", f"{self.exits} is not a rising list of different numbers"
+        if self.scale is not None and self.exits[0] == 1:
+            yield "draft.scale", "an exit after one layer would weigh nothing; remove the exit or the scale"
+        if self.curriculum == "rotational" and self.every > len(self.exits):
+            yield "draft.every", f"{self.every} of {len(self.exits)} exits: some steps would train none"
+        yield from self.needs_pair(recipe, "an early exit trains", "there is none with an early exit")
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what an exit after an eighth of the layers costs."""
+        exit_ = max(1, target.layers // 8)
+        each = (exit_ * target.layer + target.vocabulary * target.hidden) / target.total
+        return [DraftCost("early_exit", f"exit {exit_}", f"kind: early_exit, exits: [{exit_}]", 0.0, each)]
+
+
+class GatedLoraDraft(DraftConfig):
+    """A LoRA on the target that acts on masks alone, which predict several tokens in one pass (arXiv 2609.04010)."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    kind: Literal["gated_lora"] = "gated_lora"
+    language_model: ClassVar[bool] = False
+    blocks: list[Annotated[int, Field(ge=2)]] = Field(
+        default=[2, 4],
+        min_length=1,
+        description="Tokens of a block, rising: the target's own next one, and one for each mask behind it. Each "
+        "number trains for an equal share of the steps; the last one drafts.",
+    )
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token id that masks read; null: that of the draft that from names, else the highest id that the "
+        "training text does not contain.",
+    )
+    noise: bool = Field(
+        default=False,
+        description="Masks read token ids drawn uniformly in place of mask_token, as Uno trains and SGLang serves.",
+    )
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
+    )
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from super().problems(recipe)
+        if self.blocks != sorted(set(self.blocks)):
+            yield "draft.blocks", f"{self.blocks} is not a rising list of different numbers"
+        if self.noise and self.mask_token is not None:
+            yield "draft.mask_token", "with noise: true masks have no id of their own; remove one of them"
+        if recipe.method is not None and recipe.method.name != "lora":
+            yield (
+                "method",
+                f"{recipe.method.name}: gated_lora trains by lora, which can act on some rows alone",
+            )
+        objective = recipe.objective
+        if objective.name == "topk_kl" or objective.selective is not None or recipe.data.on_policy:
+            yield "objective", "gated_lora trains without topk_kl, selective and on_policy"
+        if recipe.acceptance_head:
+            yield "acceptance_head", "reads the states of a model that drafts token by token; gated_lora does not"
+        if recipe.policy.row.needs in (DRAWN, HEAD, TIMES):
+            yield "policy", f"{recipe.policy.text}: needs a draft that draws token by token; masks predict all at once"
+        if recipe.draft_window is not None:
+            yield "draft_window", "limits the cache of a draft; gated_lora drafts in the target's"
+        if recipe.merge:
+            yield "merge", "the LoRA acts on masks alone, and the target stays as it is; there is nothing to merge"
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what masks cost in a pass of their own, a target step over as many tokens, and in the verification."""
+        return [
+            DraftCost("gated_lora", "two passes", "kind: gated_lora, blocks: [2, 4, 8]", 0.0, 0.0, 8, passes=2),
+            DraftCost("gated_lora", "one pass", "kind: gated_lora", 0.0, 0.0, 3, passes=1),
+        ]
+
+
+class StateConfig(DraftConfig):
+    """What kinds of networks on the target's states have in common."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    usual_method: ClassVar[str | None] = None
+    language_model: ClassVar[bool] = False
+    steps: int = Field(
+        default=3,
+        ge=1,
+        description="Tokens that each position drafts in training, one after the other, on its own states "
+        "(training-time test).",
+    )
+    decay: float = Field(default=1.0, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+    vocabulary: int | None = Field(
+        default=8192,
+        ge=1,
+        description="Draft N tokens only, the most frequent of the target's text, and report the ceiling p(V_d). null, "
+        "or as many as the target has: all.",
+    )
+    store_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Compute the target's states of the training text once, keep them in bf16 beside the text "
+        "(data.cache), in at most this many GB, and read them in every step; null: compute them anew in every step.",
+    )
+    from_: str | None = Field(
+        default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
+    )
+
+    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+        yield from self.needs_pair(recipe, f"{self.kind} trains", f"{self.kind} is not a model of its own")
+        if recipe.policy.row.needs == TIMES:
+            reason = f"needs the time of a draft step; {self.kind} is not a model of its own"
+            yield "policy", f"{recipe.policy.text}: {reason}"
+        if recipe.method is not None and self.from_ is None:
+            what = f"a new {self.kind} layer trains whole"
+            yield "method", f"{what}; write method: null, or tune a trained layer: draft.from"
+        elif recipe.method is not None and not METHODS[recipe.method.name].folds:
+            yield "method", f"{recipe.method.name} has no linear fold, and an {self.kind} layer is stored folded"
+        if recipe.merge:
+            reason = "leaves the target as it is and stores its layer folded; there is nothing to merge"
+            yield "merge", f"{self.kind} {reason}"
+
+
+class Eagle3Draft(StateConfig):
+    """One decoder layer that reads three of the target's states and the next token (EAGLE-3, arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    regression: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the SmoothL1 distance between what the LM head reads of the layer and of the target, "
+        "beside the objective. EAGLE-1's loss on its one feature: features: [L], steps: 1, regression: 10.",
+    )
+    features: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="Layers of the target, from 0 and rising, whose entering states are read, L for the state that the "
+        "LM head reads; null: 2, L/2 and L - 3.",
+    )
+
+    @field_validator("features")
+    @classmethod
+    def _rising(cls, layers: list[int] | None) -> list[int] | None:
+        if layers is not None and (min(layers) < 0 or layers != sorted(set(layers))):
+            raise ValueError("must be layer numbers from 0, rising")
+        return layers
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what a layer over [embedding; feature] costs: q, k and v twice as wide, and a reduced head.
+
+        The fusion of the target's states is read once per step. Each level reads the layer and the head once, whether
+        it is one link of a chain or several nodes of a tree.
+        """
+        return [layer_cost("eagle3", target, once=3 * target.hidden**2 / target.total)]
+
+
+def layer_cost(kind: str, target: TargetWeights, once: float = 0.0) -> DraftCost:
+    """Return what a layer, the map of embedding and state into it and a reduced head cost at each level, and ``once``.
+
+    The map's 2H² weights are as many as queries, keys and values of twice the width add to a layer.
+    """
+    rows = min(target.vocabulary, REDUCED)
+    recipe = f"kind: {kind}" + (f", vocabulary: {rows}" if rows < target.vocabulary else "")
+    each = (target.layer + 2 * target.hidden**2 + rows * target.hidden) / target.total
+    return DraftCost(kind, "1 layer", recipe, once, each, tree=True, width=FEATURE_TREE)
+
+
+class MtpDraft(StateConfig):
+    """One transformer layer on the target's last state, used for every drafted token (FastMTP, arXiv 2509.18362)."""
+
+    kind: Literal["mtp"] = "mtp"
+    decay: float = Field(default=0.6, gt=0, le=1, description="The loss of step k (from 0) is weighted decay^k.")
+
+    @classmethod
+    def costs(cls, target: TargetWeights) -> list[DraftCost]:
+        """Return what a layer, the map into it, and a reduced head cost; each level reads them once."""
+        return [layer_cost("mtp", target)]

@@ -17,10 +17,10 @@ from peftlab.decoding.parallel_drafters import AheadDrafter, Masks, ParallelDraf
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
 from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork, Heads, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
+from peftlab.drafting.base import Opened, Opening, OwnLayers
 from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import Opened, Opening, OwnLayers
-from peftlab.drafting.kinds.table import DRAFTS, DraftKind
+from peftlab.drafting.states import head_weight
+from peftlab.drafting.table import DRAFTS, DraftKind
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_tokenizer
@@ -139,8 +139,7 @@ def target_weights(model: PreTrainedModel) -> TargetWeights:
 
 def draft_costs(target: TargetWeights) -> list[DraftCost]:
     """Return what drafting for a target costs with each kind, in the order of the table."""
-    rows = [DRAFTS[name] for name in DRAFTS]
-    return [cost for row in rows if row.costs is not None for cost in resolve(row.costs)(target)]
+    return [cost for kind in DRAFTS.values() for cost in resolve(kind.config).costs(target)]
 
 
 def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree | None = None) -> Drafter:

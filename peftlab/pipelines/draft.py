@@ -17,16 +17,13 @@ from peftlab.checkpoints.merge.config import into, times
 from peftlab.checkpoints.merge.options import MergeOptions
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
-from peftlab.drafting.acceptance_head import save_acceptance_head, train_acceptance_head
+from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
+from peftlab.drafting.base import Draft, DraftJob, Loss, Saved, ScheduledLoss
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Saved, ScheduledLoss
-from peftlab.drafting.kinds.table import DRAFTS, DraftKind
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.text.continuations import Collate
-from peftlab.drafting.text.repetition import repetition
-from peftlab.drafting.text.target_text import weights_digest
-from peftlab.drafting.vocabulary import ceiling
+from peftlab.drafting.table import DRAFTS, DraftKind
+from peftlab.drafting.text import Collate, repetition, weights_digest
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Claim, staged_directory, write_json, write_text
 from peftlab.hardware import describe_cpu

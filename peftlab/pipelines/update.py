@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.kinds.table import DRAFTS
+from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed, write_text
 from peftlab.models.pretrained import load_tokenizer

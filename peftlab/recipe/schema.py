@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.decoding.table import HEAD, POLICIES, policy, spelled, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
-from peftlab.drafting.kinds.table import DRAFTS
+from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.lora.config import LoraConfig

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peftlab.decoding.planning import AcceptanceGain, BatchPlan, DraftPlan
     from peftlab.decoding.statistics import BenchmarkResult, DrafterResult, Interval
     from peftlab.decoding.theory import Theory
-    from peftlab.drafting.text.stream_windows import StreamResults, WindowResult
+    from peftlab.drafting.live import StreamResults, WindowResult
 
 PUBLISHED = Path(__file__).with_name("published_drafts.json")
 _POSITIONS = "acceptance by position"

@@ -26,9 +26,8 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peftlab.drafting.config import DraftData
-from peftlab.drafting.text.endpoint_text import Target, served_continuations
-from peftlab.drafting.text.request_forms import ServedPrompt
-from peftlab.drafting.text.target_text import Writing
+from peftlab.drafting.endpoint import ServedPrompt, Target, served_continuations
+from peftlab.drafting.text import Writing
 from tests.benchmarks.bench_merge import ROOT
 from tests.text_server import put_into_cache, transformers_serve
 

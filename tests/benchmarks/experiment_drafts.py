@@ -37,12 +37,9 @@ from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.statistics import DrafterResult, Timings
 from peftlab.drafting.acceptance import Acceptance, measure
 from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.medusa.head_files import read_medusa
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, ReducedHeads
-from peftlab.drafting.kinds.medusa.heads_loss import measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.text.continuations import make_dataset
+from peftlab.drafting.heads import HeadedModel, MedusaHeads, ReducedHeads, measure_heads, read_medusa
+from peftlab.drafting.states import head_weight
+from peftlab.drafting.text import make_dataset
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.draft import run_draft
 from peftlab.recipe.schema import DraftRecipe

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import peftlab
 from peftlab.checkpoints.folded import load_model
 from peftlab.cli.app import app
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import find_model

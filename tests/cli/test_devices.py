@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from peftlab import PeftlabError
 from peftlab.cli.app import app
-from peftlab.drafting.kinds.base import Opening
+from peftlab.drafting.base import Opening
+from peftlab.drafting.heads import write_medusa
 from peftlab.drafting.kinds.medusa import head_draft
-from peftlab.drafting.kinds.medusa.head_files import write_medusa
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base, load_tokenizer
 from tests.drafting.draft_models import medusa

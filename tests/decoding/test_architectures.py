@@ -18,7 +18,7 @@ from peftlab.decoding.model_free import Recycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.statistics import acceptance_statistics
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
+from peftlab.drafting.eagle import EagleStep
 from tests.eagle_models import eagle
 
 NEW, CONTEXT, WINDOW = 20, 64, 10

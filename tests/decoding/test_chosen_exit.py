@@ -14,7 +14,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.own_layers import ChosenExit, Exit, ExitChoice, tokens_per_layer
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.kinds.early_exit.self_speculation import possible_exits
+from peftlab.drafting.early_exit import possible_exits
 
 LAYERS, EXITS = 4, [1, 2, 3]
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [10, 11], [12, 3, 12, 3, 12]]

@@ -16,8 +16,8 @@ from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heurist
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
 from peftlab.drafting.checks import check_tokens, common_vocabulary
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.heads import MedusaHeads
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 
 

@@ -17,10 +17,10 @@ from peftlab.decoding.model_free import Recycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import Overlap, acceptance_statistics
-from peftlab.drafting.kinds.medusa.config import MedusaDraft
+from peftlab.drafting.config import MedusaDraft
+from peftlab.drafting.heads import write_medusa
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
-from peftlab.drafting.kinds.medusa.head_files import write_medusa
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.hardware import describe_cpu

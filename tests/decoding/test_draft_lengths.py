@@ -15,8 +15,8 @@ from peftlab.decoding.policies import Confidence, Fixed, Goodput
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import DRAWN, POLICIES, policy
 from peftlab.decoding.timing import MeasuredTimes, measure_times
-from peftlab.drafting.acceptance_head import AcceptancePredictor, save_acceptance_head
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, draft_lengths
 from tests.command_line import invoke

@@ -13,7 +13,7 @@ from peftlab.decoding import theory
 from peftlab.decoding.advice import DraftCost
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.planning import ALPHAS, best_gamma_at, compare_kinds, plan, plan_from_times
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.reporting.drafts import page, plan_facts, plan_plots, plan_tables, published_theory
 

@@ -16,7 +16,7 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import Window, window
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
+from peftlab.drafting.eagle import EagleStep
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import generate

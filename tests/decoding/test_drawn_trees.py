@@ -15,7 +15,7 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.verify import TOKENS, TRAVERSAL
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 

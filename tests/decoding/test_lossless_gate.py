@@ -27,12 +27,11 @@ from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import acceptance_statistics, divergence
 from peftlab.decoding.timing import MeasuredTimes
-from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
-from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine
-from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.eagle import EagleStep
+from peftlab.drafting.early_exit import exit_engine
+from peftlab.drafting.heads import HydraHeads, MedusaHeads
+from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.states import truncate
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base
 from tests.eagle_models import eagle, trained_eagle

@@ -16,7 +16,7 @@ from peftlab.decoding.model_free import Recycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import RandomSource, Sampling, certain, probabilities
 from peftlab.decoding.table import LOSSY, lossy
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke
 

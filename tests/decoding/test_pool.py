@@ -20,9 +20,9 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
-from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.heads import MedusaHeads
+from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 

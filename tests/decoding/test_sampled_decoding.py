@@ -22,8 +22,8 @@ from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_t
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.timing import MeasuredTimes
 from peftlab.decoding.verify import TOKENS, TRAVERSAL
-from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 

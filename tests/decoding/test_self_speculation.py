@@ -27,7 +27,7 @@ from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.load import load_pair, make_drafter
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 
 LAYERS, EXIT = 4, 2

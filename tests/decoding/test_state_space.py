@@ -17,7 +17,7 @@ from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.generate import generate

@@ -19,8 +19,8 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.verify import verify_traversal, verify_tree
 from peftlab.drafting.load import Pair, make_drafter
-from peftlab.drafting.text.corpus import index_corpus, read_documents
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
+from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)

@@ -16,7 +16,7 @@ from peftlab.decoding.own_layers import Skipping, SkipSearch, Swift, upper_bound
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.kinds.early_exit.self_speculation import flat
+from peftlab.drafting.early_exit import flat
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.errors import PeftlabError
 from tests.command_line import invoke

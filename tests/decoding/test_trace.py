@@ -14,7 +14,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import Recycling
 from peftlab.decoding.policies import Fixed
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
 from tests.byte_tokens import byte_tokenizer
 
 NEW, GAMMA = 56, 3

@@ -21,7 +21,7 @@ from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy
 from peftlab.decoding.timing import Clock, TimedDrafter
 from peftlab.decoding.trees import RankRates
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.drafting.heads import MedusaHeads
 from peftlab.errors import PeftlabError
 from tests.decoding.test_architectures import make
 from tests.decoding.test_feature_trees import row

@@ -23,8 +23,8 @@ from peftlab.decoding.table import (
     tree,
     verifier,
 )
-from peftlab.drafting.kinds.table import DRAFTS as KINDS
 from peftlab.drafting.load import ONE_PASS, PEARL
+from peftlab.drafting.table import DRAFTS as KINDS
 from peftlab.hardware import Cpu
 from peftlab.recipe.loading import load_recipe
 from tests.benchmarks.measure_systems import PAGE, cells, figures, filled, short_name, words

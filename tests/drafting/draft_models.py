@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peftlab.drafting.kinds.medusa.config import MedusaDraft
+from peftlab.drafting.config import MedusaDraft
+from peftlab.drafting.heads import HeadedModel
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel
 from peftlab.methods.injection import inject, make_config
 from peftlab.tasks.prompts import Request
 

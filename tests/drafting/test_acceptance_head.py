@@ -13,15 +13,16 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import AcceptanceHead
-from peftlab.drafting.acceptance import each_token, measure
-from peftlab.drafting.acceptance_head import (
+from peftlab.drafting.acceptance import (
     AcceptancePredictor,
+    each_token,
     load_acceptance_head,
+    measure,
     save_acceptance_head,
     train_acceptance_head,
 )
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
+from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peftlab.drafting.chunked_loss import chunked_loss
+from peftlab.drafting.losses import chunked_loss
 from peftlab.drafting.objectives import OBJECTIVES, TopK, topk_targets, weighted_mean
 from peftlab.errors import PeftlabError
 
@@ -154,7 +154,7 @@ def test_mistakes_are_told(batch):
 
 MEASURE = """
     import torch
-    from peftlab.drafting.chunked_loss import chunked_loss
+    from peftlab.drafting.losses import chunked_loss
     from peftlab.drafting.objectives import kl
 
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
-from peftlab.drafting.acceptance_head import load_acceptance_head
+from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base

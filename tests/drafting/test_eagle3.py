@@ -14,18 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 from peftlab.decoding.cache import KVCache
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.trees import RankRates
-from peftlab.drafting.hidden_states import forward_hidden, head_weight, input_embedding
-from peftlab.drafting.kinds.eagle3.eagle_files import read_eagle, write_eagle
-from peftlab.drafting.kinds.eagle3.eagle_network import usual_features
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
-from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, measure_features, predictions, unroll
-from peftlab.drafting.kinds.eagle3.stored_states import store_states
-from peftlab.drafting.kinds.eagle3.target_identity import TargetIdentity, write_ranks
-from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
+from peftlab.drafting.acceptance import RANKS, ceiling
+from peftlab.drafting.checks import TargetIdentity, write_ranks
+from peftlab.drafting.eagle import EagleStep, read_eagle, write_eagle
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.rank_rates import RANKS
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.vocabulary import ceiling
+from peftlab.drafting.state_network import (
+    EagleModel,
+    FeatureLoss,
+    measure_features,
+    measure_ranks,
+    predictions,
+    store_states,
+    unroll,
+    usual_features,
+)
+from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import Request
 from tests.eagle_models import eagle

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.drafting.hidden_states import input_embedding
-from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, tensors_of
+from peftlab.drafting.eagle import is_eagle, read_eagle, tensors_of
 from peftlab.drafting.load import load_pair, make_drafter
+from peftlab.drafting.states import input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe

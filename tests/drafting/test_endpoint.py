@@ -14,13 +14,18 @@ import pytest
 from draft_models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from peftlab.drafting import endpoint
 from peftlab.drafting.config import DraftData
-from peftlab.drafting.text import endpoint_client
-from peftlab.drafting.text.endpoint_client import Pace, served_model
-from peftlab.drafting.text.endpoint_text import Target, served_continuations
-from peftlab.drafting.text.request_forms import ServedPrompt
-from peftlab.drafting.text.retokenised import likeliest, readings
-from peftlab.drafting.text.target_text import Writing, write_continuations
+from peftlab.drafting.endpoint import (
+    Pace,
+    ServedPrompt,
+    Target,
+    likeliest,
+    readings,
+    served_continuations,
+    served_model,
+)
+from peftlab.drafting.text import Writing, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.draft_parts import with_served_model
 from peftlab.recipe.loading import load_recipe
@@ -73,7 +78,7 @@ def server(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_client, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
 
 
 def prompts(target: Target, texts: list[str] = TEXTS) -> list[ServedPrompt]:

@@ -13,11 +13,10 @@ from draft_models import requests, tiny
 from torch import nn
 
 from peftlab.drafting.acceptance import measure
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
-from peftlab.drafting.kinds.early_exit.exits import find_exit
+from peftlab.drafting.early_exit import EarlyExitLoss, find_exit, measure_exits
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import truncate
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
 from peftlab.pipelines import run_recipe

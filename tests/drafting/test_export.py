@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
-from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.heads import read_medusa, write_medusa
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from peftlab.drafting.kinds.model.config import NewModel
-from peftlab.drafting.kinds.model.fresh_model import FAMILIES, fresh_config, fresh_model
+from peftlab.drafting.config import NewModel
+from peftlab.drafting.model import FAMILIES, fresh_config, fresh_model
 from peftlab.errors import PeftlabError
 
 SIZES = {

@@ -34,11 +34,11 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
+from peftlab.drafting.gated_lora import GatedLoss, block_rows, measure_masks
 from peftlab.drafting.kinds.gated_lora.gated_draft import check_targets, continue_from, refuse_states
-from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, block_rows, measure_masks
-from peftlab.drafting.kinds.pard.mask_rows import check_parallel
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.pard import check_parallel
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import disabled, make_config
 from peftlab.methods.lora.gate import Gate
@@ -321,7 +321,7 @@ def test_an_update_begins_with_the_values_of_the_stored_lora(tmp_path: Path) -> 
 
 
 def test_the_file_says_what_masks_read(tmp_path: Path) -> None:
-    from peftlab.drafting.kinds.gated_lora.gated_files import read_masks_of_gate, write_masks_of_gate
+    from peftlab.drafting.gated_lora import read_masks_of_gate, write_masks_of_gate
 
     for masks in (Masks(7, 4), Masks(40, 2, noise=True)):
         write_masks_of_gate(tmp_path, masks)

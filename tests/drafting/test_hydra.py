@@ -11,15 +11,12 @@ import torch
 from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 
-from peftlab.drafting.hidden_states import head_weight, last_hidden
-from peftlab.drafting.kinds.hydra.config import HydraDraft
+from peftlab.drafting.config import HydraDraft
+from peftlab.drafting.heads import HeadsLoss, ReducedHeads, measure_heads, measure_ranks, read_hydra, write_hydra
 from peftlab.drafting.kinds.hydra.hydra_draft import put_heads
-from peftlab.drafting.kinds.hydra.hydra_files import read_hydra, write_hydra
-from peftlab.drafting.kinds.medusa.calibration import measure_ranks
-from peftlab.drafting.kinds.medusa.head_stack import ReducedHeads
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from draft_models import requests, tiny
 
-from peftlab.drafting.kinds.model.config import Truncation
-from peftlab.drafting.kinds.model.layer_gates import choose_layers, draw_gates, gated
-from peftlab.drafting.kinds.model.search import Search
+from peftlab.drafting.config import Truncation
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.pruning import Search, choose_layers, draw_gates, gated
+from peftlab.drafting.states import truncate
+from peftlab.drafting.text import make_dataset
 
 IDS = torch.arange(3, 13).view(2, 5)
 

@@ -11,19 +11,19 @@ import torch
 from draft_models import requests, tiny
 from safetensors.torch import load_file
 
-from peftlab.drafting.hidden_states import forward_hidden
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss
-from peftlab.drafting.kinds.early_exit.exits import find_exit
-from peftlab.drafting.kinds.early_exit.layerskip import (
+from peftlab.drafting.early_exit import (
+    EarlyExitLoss,
     LayerDropout,
     dropout_growth,
     dropout_rates,
     enabled,
     exit_weights,
+    find_exit,
     shares,
 )
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.states import forward_hidden
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config
 from peftlab.recipe.loading import load_recipe

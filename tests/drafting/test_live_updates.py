@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.drafting.kinds.model.config import ModelDraft
+from peftlab.drafting.config import ModelDraft
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe

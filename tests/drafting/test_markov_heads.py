@@ -13,14 +13,19 @@ from torch.nn import functional as F
 
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.trees import RankRates, best_tree
-from peftlab.drafting.hidden_states import head_weight, last_hidden
-from peftlab.drafting.kinds.medusa.calibration import measure_ranks
-from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa, write_ranks
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
+from peftlab.drafting.acceptance import RANKS
+from peftlab.drafting.heads import (
+    HeadsLoss,
+    MedusaHeads,
+    measure_heads,
+    measure_ranks,
+    read_medusa,
+    write_medusa,
+    write_ranks,
+)
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.rank_rates import RANKS
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks.prompts import Request

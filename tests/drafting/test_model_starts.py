@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from peftlab.drafting.kinds.model.search import Search
+from peftlab.drafting.pruning import Search
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults

@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from peftlab.decoding.cache import KVCache
-from peftlab.drafting.hidden_states import forward_hidden, head_weight, input_embedding
-from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss, predictions, unroll
 from peftlab.drafting.kinds.mtp.mtp_draft import new_network
-from peftlab.drafting.kinds.mtp.mtp_files import read_mtp, write_mtp
-from peftlab.drafting.kinds.mtp.mtp_network import Mtp, MtpStep
+from peftlab.drafting.mtp import Mtp, MtpStep, read_mtp, write_mtp
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.state_network import EagleModel, FeatureLoss, predictions, unroll
+from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
 from peftlab.methods.merging import merge

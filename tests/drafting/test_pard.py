@@ -17,14 +17,21 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.hidden_states import last_hidden
-from peftlab.drafting.kinds.model.pair_loss import PairLoss
-from peftlab.drafting.kinds.pard.mask_rows import MaskRows, check_parallel, drawn_places, parallel_states
 from peftlab.drafting.kinds.pard.pard_draft import ParallelDraft, choose_mask
-from peftlab.drafting.kinds.pard.pard_files import read_masks, write_masks
-from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
+from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.pard import (
+    MaskRows,
+    PardLoss,
+    check_parallel,
+    drawn_places,
+    measure_depths,
+    parallel_states,
+    read_masks,
+    write_masks,
+)
+from peftlab.drafting.states import last_hidden
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import Request
 

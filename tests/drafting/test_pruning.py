@@ -12,13 +12,21 @@ from draft_models import requests, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from peftlab.drafting.kinds.model.config import Pruning
-from peftlab.drafting.kinds.model.early_bird import choose_units, distance, largest, pruned_draft
-from peftlab.drafting.kinds.model.prunable import kept_units, parts, pruned, scaled
-from peftlab.drafting.kinds.model.search import Search
+from peftlab.drafting.config import Pruning
 from peftlab.drafting.objectives import Objective
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.truncation import layer_stack
+from peftlab.drafting.pruning import (
+    Search,
+    choose_units,
+    distance,
+    kept_units,
+    largest,
+    parts,
+    pruned,
+    pruned_draft,
+    scaled,
+)
+from peftlab.drafting.states import layer_stack
+from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 
 IDS = torch.arange(3, 15)[None]

@@ -13,13 +13,13 @@ from peftlab.decoding.decode import Step, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
-from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, FeatureLoss
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss
-from peftlab.drafting.kinds.model.pair_loss import PairLoss
-from peftlab.drafting.kinds.pard.pard_loss import PardLoss
+from peftlab.drafting.heads import HeadsLoss
+from peftlab.drafting.live import KeptTopK, LiveRequest, rejected_tokens, rejection_dataset
+from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.objectives import Objective, topk_targets
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.text.rejections import KeptTopK, LiveRequest, rejected_tokens, rejection_dataset
+from peftlab.drafting.pard import PardLoss
+from peftlab.drafting.state_network import EagleModel, FeatureLoss
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.tasks.prompts import Request
 from tests.eagle_models import eagle
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.text.repetition import repetition
+from peftlab.drafting.text import make_dataset, repetition
 from peftlab.tasks.prompts import Request
 
 answers = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=4)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peftlab.drafting.acceptance import measure
-from peftlab.drafting.text.continuations import make_dataset
+from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
 from peftlab.recipe.loading import load_recipe

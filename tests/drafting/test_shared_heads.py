@@ -24,13 +24,11 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
-from peftlab.drafting.hidden_states import head_weight, last_hidden
+from peftlab.drafting.heads import HeadsLoss, MedusaHeads, measure_heads, read_medusa, write_medusa
 from peftlab.drafting.kinds.medusa.head_draft import check_trunk
-from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
 from peftlab.drafting.objectives import Objective, kl
-from peftlab.drafting.text.continuations import Collate, make_dataset
+from peftlab.drafting.states import head_weight, last_hidden
+from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, disabled, is_injected, make_config, trainable_parameters
 from peftlab.models.pretrained import load_base

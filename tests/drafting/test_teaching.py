@@ -13,16 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from peftlab.decoding.theory import acceptance_rate
 from peftlab.drafting.acceptance import measure
 from peftlab.drafting.checks import check_head
-from peftlab.drafting.hidden_states import forward_hidden, head_weight
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
-from peftlab.drafting.kinds.early_exit.exits import find_exit
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
-from peftlab.drafting.kinds.model.on_policy import OnPolicy
-from peftlab.drafting.kinds.model.pair_loss import PairLoss
+from peftlab.drafting.early_exit import EarlyExitLoss, find_exit, measure_exits
+from peftlab.drafting.heads import HeadsLoss, measure_heads
+from peftlab.drafting.losses import PairLoss
+from peftlab.drafting.model import OnPolicy
 from peftlab.drafting.objectives import OBJECTIVES, Objective, selective_mask, topk_targets
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.text.stored_top_k import stored_topk
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.states import forward_hidden, head_weight, truncate
+from peftlab.drafting.text import Collate, make_dataset, stored_topk
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import count_parameters, inject, make_config, trainable_parameters
 from peftlab.tasks.prompts import Request

@@ -29,7 +29,7 @@ class AheadDraft(DraftConfig):
             yield "method", "the target stays as it is; write method: null"
 '''
 ROW = """
-from peftlab.drafting.kinds.table import DraftKind
+from peftlab.drafting.table import DraftKind
 
 NAMES = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
 AHEAD = DraftKind(config="toy.config:AheadDraft", heads=True, **{name: f"toy.ahead:{name}" for name in NAMES})
@@ -43,9 +43,9 @@ from torch import nn
 from torch.nn import functional as F
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.text.continuations import Collate
-from peftlab.drafting.hidden_states import frozen_hidden, last_hidden
-from peftlab.drafting.kinds.base import Draft, Opened, Served
+from peftlab.drafting.text import Collate
+from peftlab.drafting.states import frozen_hidden, last_hidden
+from peftlab.drafting.base import Draft, Opened, Served
 from peftlab.errors import PeftlabError
 
 class Ahead(nn.Module):

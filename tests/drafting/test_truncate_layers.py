@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.truncation import truncate
+from peftlab.drafting.heads import MedusaHeads
+from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from peftlab.drafting.kinds.medusa.head_files import read_medusa, write_medusa
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.vocabulary import ceiling, frequent_tokens
+from peftlab.drafting.acceptance import ceiling, frequent_tokens
+from peftlab.drafting.heads import read_medusa, write_medusa
+from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 
 

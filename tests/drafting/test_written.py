@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from peftlab.drafting.objectives import topk_targets
-from peftlab.drafting.text import target_text as written
-from peftlab.drafting.text.continuations import Collate, make_dataset
-from peftlab.drafting.text.stored_top_k import stored_topk
-from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
+from peftlab.drafting.text import Collate, Writing, check_room, make_dataset, stored_topk, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import read_prompt_ids, read_requests
 
@@ -36,7 +33,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperat
     directory, whole = write_continuations(target, PROMPTS, writing, tmp_path / "whole", EOS)
 
     calls = []
-    real = written.decode
+    real = text.decode
 
     def stops(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -44,7 +41,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperat
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(written, "decode", stops)
+    monkeypatch.setattr(text, "decode", stops)
     with pytest.raises(KeyboardInterrupt):
         write_continuations(target, PROMPTS, writing, tmp_path / "cut", EOS)
     done = len(calls)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import peftlab
 from peftlab.cli.app import app
-from peftlab.drafting.text.target_text import written_once
+from peftlab.drafting.text import written_once
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.table import missing_cells
 from peftlab.recipe.loading import dump_recipe, load_recipe

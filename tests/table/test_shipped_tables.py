@@ -20,8 +20,8 @@ from transformers import (
 )
 
 import peftlab
-from peftlab.drafting.kinds.model.config import ModelDraft
-from peftlab.drafting.kinds.model.prunable import kept_units
+from peftlab.drafting.config import ModelDraft
+from peftlab.drafting.pruning import kept_units
 from peftlab.methods.injection import count_parameters
 from peftlab.methods.targets import layer_index
 from peftlab.methods.task_head import parameters_under, task_head

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.text import weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base

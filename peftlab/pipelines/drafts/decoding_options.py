@@ -11,7 +11,7 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier, window
 from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.drafting.load import Pair, check_tree, drafts_with_heads, load_pair
-from peftlab.drafting.text.corpus import index_corpus, read_documents
+from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import torch_dtype
 from peftlab.registry import resolve

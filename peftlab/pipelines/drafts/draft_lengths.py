@@ -14,7 +14,7 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.policies import MakePolicy, Parts, fixed
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
 from peftlab.decoding.timing import MeasuredTimes, measure_times
-from peftlab.drafting.acceptance_head import load_acceptance_head
+from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
 

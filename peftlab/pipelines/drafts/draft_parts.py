@@ -13,14 +13,10 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.drafting.base import Draft, DraftJob
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.kinds.base import Draft, DraftJob
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.text.endpoint_client import served_model
-from peftlab.drafting.text.endpoint_text import ServedText, Target, served_continuations
-from peftlab.drafting.text.request_forms import ServedPrompt
-from peftlab.drafting.text.stored_top_k import stored_topk
-from peftlab.drafting.text.target_text import Writing, check_room, write_continuations
+from peftlab.drafting.endpoint import ServedPrompt, ServedText, Target, served_continuations, served_model
+from peftlab.drafting.text import Writing, check_room, make_dataset, stored_topk, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import load_config, load_tokenizer

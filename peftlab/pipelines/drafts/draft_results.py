@@ -9,8 +9,8 @@ from peftlab.checkpoints.merge.verify import Latency, MergeCheck
 from peftlab.decoding.benchmark import DraftedText
 from peftlab.decoding.statistics import Interval, MeasuredGain, TimeShares
 from peftlab.decoding.timing import Conditions
-from peftlab.drafting.text.endpoint_text import ServedText
-from peftlab.drafting.text.repetition import Repetition
+from peftlab.drafting.endpoint import ServedText
+from peftlab.drafting.text import Repetition
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu
 from peftlab.models.costs import Cost

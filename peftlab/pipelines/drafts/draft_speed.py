@@ -13,7 +13,7 @@ from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import SuffixLookup, with_copies
 from peftlab.decoding.table import HEAD, Window, policy, window
-from peftlab.drafting.kinds.base import Served
+from peftlab.drafting.base import Served
 from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
 from peftlab.pipelines.drafts.draft_lengths import draft_lengths
 from peftlab.pipelines.drafts.draft_results import DecodingSpeed

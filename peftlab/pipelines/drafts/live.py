@@ -22,15 +22,21 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine, read_tokens
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
+from peftlab.drafting.base import Draft, DraftJob, Saved, Served
 from peftlab.drafting.checks import check_method, end_ids
 from peftlab.drafting.config import DraftConfig
-from peftlab.drafting.kinds.base import Draft, DraftJob, Saved, Served
-from peftlab.drafting.kinds.table import DRAFTS, DraftKind
+from peftlab.drafting.live import (
+    KeptTopK,
+    LiveRequest,
+    StreamResults,
+    Window,
+    rejection_dataset,
+    stream_results,
+    window_result,
+)
 from peftlab.drafting.load import with_window
-from peftlab.drafting.text.continuations import make_dataset
-from peftlab.drafting.text.rejections import KeptTopK, LiveRequest, rejection_dataset
-from peftlab.drafting.text.stream_windows import StreamResults, Window, stream_results, window_result
-from peftlab.drafting.text.target_text import weights_digest
+from peftlab.drafting.table import DRAFTS, DraftKind
+from peftlab.drafting.text import make_dataset, weights_digest
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, claimed, read_object, staged_directory, to_json, write_json, write_text
 from peftlab.methods.injection import inject

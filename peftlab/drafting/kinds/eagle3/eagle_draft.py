@@ -12,18 +12,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.structure import structure_of
-from peftlab.drafting.hidden_states import head_weight, input_embedding
-from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.base import DraftJob, Loss, Opened, Opening, Saved, Served, check_start, found_in, newest_in
+from peftlab.drafting.config import Eagle3Draft
+from peftlab.drafting.eagle import Eagle3, EagleExport, EagleStep, is_eagle, read_eagle, write_eagle
 from peftlab.drafting.kinds.eagle3 import state_draft
-from peftlab.drafting.kinds.eagle3.config import Eagle3Draft
-from peftlab.drafting.kinds.eagle3.eagle_export import EagleExport
-from peftlab.drafting.kinds.eagle3.eagle_files import is_eagle, read_eagle, write_eagle
-from peftlab.drafting.kinds.eagle3.eagle_network import Eagle3, shape_for
-from peftlab.drafting.kinds.eagle3.eagle_step import EagleStep
-from peftlab.drafting.kinds.eagle3.feature_loss import FeatureLoss
 from peftlab.drafting.kinds.eagle3.state_draft import StateDraft, check_stored, load_network, storing
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in
 from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.state_network import FeatureLoss, shape_for
+from peftlab.drafting.states import head_weight, input_embedding
 from peftlab.errors import PeftlabError
 
 FOLDER = "eagle3"  # of a run

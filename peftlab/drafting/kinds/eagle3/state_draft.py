@@ -14,17 +14,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftlab.decoding.state_drafters import FeatureDrafter
-from peftlab.drafting.acceptance import by_depth
-from peftlab.drafting.checks import end_ids
-from peftlab.drafting.hidden_states import head_weight, input_embedding
-from peftlab.drafting.kinds.base import Draft, DraftJob, Opening
-from peftlab.drafting.kinds.eagle3.config import StateConfig
-from peftlab.drafting.kinds.eagle3.eagle_network import StateNetwork
-from peftlab.drafting.kinds.eagle3.feature_loss import EagleModel, measure_features
-from peftlab.drafting.kinds.eagle3.stored_states import StoredStates, store_states
-from peftlab.drafting.kinds.eagle3.target_identity import check_target, check_tokenizer, identify, write_ranks
-from peftlab.drafting.kinds.eagle3.tree_rates import measure_ranks
-from peftlab.drafting.vocabulary import response_tokens
+from peftlab.drafting.acceptance import by_depth, response_tokens
+from peftlab.drafting.base import Draft, DraftJob, Opening
+from peftlab.drafting.checks import check_target, check_tokenizer, end_ids, identify, write_ranks
+from peftlab.drafting.config import StateConfig
+from peftlab.drafting.state_network import (
+    EagleModel,
+    StateNetwork,
+    StoredStates,
+    measure_features,
+    measure_ranks,
+    store_states,
+)
+from peftlab.drafting.states import head_weight, input_embedding
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory
 from peftlab.methods.injection import is_injected

@@ -12,15 +12,22 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.drafting.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.early_exit.config import EarlyExitDraft
-from peftlab.drafting.kinds.early_exit.exit_loss import EarlyExitLoss, measure_exits
-from peftlab.drafting.kinds.early_exit.exits import Exit, find_exit
-from peftlab.drafting.kinds.early_exit.layerskip import LayerDropout, exit_weights
-from peftlab.drafting.kinds.early_exit.self_speculation import exit_engine, names_own_layers, open_own_layers
+from peftlab.drafting.config import EarlyExitDraft
+from peftlab.drafting.early_exit import (
+    EarlyExitLoss,
+    Exit,
+    LayerDropout,
+    exit_engine,
+    exit_weights,
+    find_exit,
+    measure_exits,
+    names_own_layers,
+    open_own_layers,
+)
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import layer_stack
+from peftlab.drafting.states import layer_stack
 from peftlab.errors import PeftlabError
 
 

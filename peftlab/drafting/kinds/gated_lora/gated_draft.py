@@ -17,22 +17,33 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
 from peftlab.decoding.recurrent import mix_of
 from peftlab.drafting.acceptance import by_depth
-from peftlab.drafting.checks import end_ids
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, OwnLayers, Saved, Served
-from peftlab.drafting.kinds.eagle3.target_identity import TargetIdentity, check_target, check_tokenizer, identify
-from peftlab.drafting.kinds.gated_lora.config import GatedLoraDraft
-from peftlab.drafting.kinds.gated_lora.gated_files import (
+from peftlab.drafting.base import (
+    Draft,
+    DraftJob,
+    Loss,
+    Opened,
+    Opening,
+    OwnLayers,
+    Saved,
+    Served,
+    check_start,
+    found_in,
+    newest_in,
+)
+from peftlab.drafting.checks import TargetIdentity, check_target, check_tokenizer, end_ids, identify
+from peftlab.drafting.config import GatedLoraDraft
+from peftlab.drafting.gated_lora import (
     FOLDER,
+    GatedLoss,
     UnoExport,
     is_gated,
+    measure_masks,
     read_masks_of_gate,
     write_masks_of_gate,
 )
-from peftlab.drafting.kinds.gated_lora.gated_loss import GatedLoss, measure_masks
-from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in
 from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.pard import check_parallel, unused_token
+from peftlab.drafting.states import head_weight
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory
 from peftlab.methods.config import MethodConfig

@@ -11,19 +11,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.state_drafters import HeadsDrafter
+from peftlab.drafting.acceptance import response_tokens
+from peftlab.drafting.base import DraftJob, Opened, Opening, Saved, Served, check_start, found_in, says
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.hidden_states import input_embedding
-from peftlab.drafting.kinds.base import DraftJob, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.hydra.config import HydraDraft
-from peftlab.drafting.kinds.hydra.hydra_files import read_hydra, write_hydra
-from peftlab.drafting.kinds.hydra.hydra_heads import HydraHeads
+from peftlab.drafting.config import HydraDraft
+from peftlab.drafting.heads import (
+    HeadedModel,
+    HydraHeads,
+    ReducedHeads,
+    check_heads,
+    measure_ranks,
+    read_hydra,
+    write_hydra,
+    write_ranks,
+)
 from peftlab.drafting.kinds.medusa import head_draft
-from peftlab.drafting.kinds.medusa.calibration import measure_ranks
 from peftlab.drafting.kinds.medusa.head_draft import HeadDraft, check_trunk, continue_from, continuing, first_rows
-from peftlab.drafting.kinds.medusa.head_files import check_heads, write_ranks
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, ReducedHeads
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, says
-from peftlab.drafting.vocabulary import response_tokens
+from peftlab.drafting.states import input_embedding
 from peftlab.errors import PeftlabError
 
 FOLDER = "heads"  # of a run

@@ -15,18 +15,36 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.state_drafters import HeadsDrafter
-from peftlab.drafting.acceptance import by_depth
+from peftlab.drafting.acceptance import by_depth, response_tokens
+from peftlab.drafting.base import (
+    Draft,
+    DraftJob,
+    Loss,
+    Opened,
+    Opening,
+    Saved,
+    Served,
+    check_start,
+    found_in,
+    newest_in,
+    says,
+)
 from peftlab.drafting.checks import end_ids
-from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.medusa.calibration import measure_ranks
-from peftlab.drafting.kinds.medusa.config import HeadsConfig, MedusaDraft
-from peftlab.drafting.kinds.medusa.head_files import check_heads, read_medusa, write_medusa, write_ranks
-from peftlab.drafting.kinds.medusa.head_stack import HeadedModel, HeadStack, ReducedHeads
-from peftlab.drafting.kinds.medusa.heads_loss import HeadsLoss, measure_heads
-from peftlab.drafting.kinds.medusa.medusa_heads import MedusaHeads
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in, says
+from peftlab.drafting.config import HeadsConfig, MedusaDraft
+from peftlab.drafting.heads import (
+    HeadedModel,
+    HeadsLoss,
+    HeadStack,
+    MedusaHeads,
+    ReducedHeads,
+    check_heads,
+    measure_heads,
+    measure_ranks,
+    read_medusa,
+    write_medusa,
+    write_ranks,
+)
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.vocabulary import response_tokens
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.leaf import trainable_dtype

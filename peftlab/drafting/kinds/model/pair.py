@@ -17,7 +17,8 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import ReducedVocabulary, build_engine, read_tokens, write_tokens
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.structure import structure_of
-from peftlab.drafting.acceptance import measure
+from peftlab.drafting.acceptance import measure, response_tokens
+from peftlab.drafting.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.checks import (
     check_dtypes,
     check_head,
@@ -28,20 +29,12 @@ from peftlab.drafting.checks import (
     common_vocabulary,
     end_ids,
 )
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
-from peftlab.drafting.kinds.model.config import ModelDraft
-from peftlab.drafting.kinds.model.early_bird import choose_units, pruned_draft
-from peftlab.drafting.kinds.model.fresh_model import fresh_config, fresh_model
-from peftlab.drafting.kinds.model.layer_gates import choose_layers
-from peftlab.drafting.kinds.model.on_policy import OnPolicy
-from peftlab.drafting.kinds.model.pair_loss import PairLoss
-from peftlab.drafting.kinds.model.prunable import kept_units
-from peftlab.drafting.kinds.model.search import Search
-from peftlab.drafting.kinds.model.shared_layers import opened_beside, shared_layers
+from peftlab.drafting.config import ModelDraft
+from peftlab.drafting.losses import PairLoss
+from peftlab.drafting.model import OnPolicy, fresh_config, fresh_model, opened_beside, shared_layers
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.truncation import layer_stack, truncate
-from peftlab.drafting.vocabulary import response_tokens
+from peftlab.drafting.pruning import Search, choose_layers, choose_units, kept_units, pruned_draft
+from peftlab.drafting.states import head_weight, layer_stack, truncate
 from peftlab.errors import PeftlabError
 from peftlab.models.dtypes import DTYPES
 from peftlab.models.pretrained import load_config, load_tokenizer

@@ -12,17 +12,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.structure import structure_of
-from peftlab.drafting.hidden_states import head_weight, input_embedding
-from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.base import DraftJob, Loss, Opened, Opening, Saved, Served, check_start, found_in, newest_in
+from peftlab.drafting.config import MtpDraft
 from peftlab.drafting.kinds.eagle3 import state_draft
-from peftlab.drafting.kinds.eagle3.eagle_network import shape_for
-from peftlab.drafting.kinds.eagle3.feature_loss import FeatureLoss
 from peftlab.drafting.kinds.eagle3.state_draft import StateDraft, check_stored, load_network, storing
-from peftlab.drafting.kinds.mtp.config import MtpDraft
-from peftlab.drafting.kinds.mtp.mtp_files import is_mtp, read_mtp, write_mtp
-from peftlab.drafting.kinds.mtp.mtp_network import Mtp, MtpLayer, MtpStep
-from peftlab.drafting.kinds.stored_drafts import check_start, found_in, newest_in
+from peftlab.drafting.mtp import Mtp, MtpLayer, MtpStep, is_mtp, read_mtp, write_mtp
 from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.state_network import FeatureLoss, shape_for
+from peftlab.drafting.states import head_weight, input_embedding
 from peftlab.errors import PeftlabError
 
 FOLDER = "mtp"  # of a run

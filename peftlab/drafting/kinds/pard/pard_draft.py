@@ -12,18 +12,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.drafting.acceptance import by_depth
-from peftlab.drafting.hidden_states import head_weight
-from peftlab.drafting.kinds.base import DraftJob, Loss, Opened, Opening, Saved, Served
+from peftlab.drafting.base import DraftJob, Loss, Opened, Opening, Saved, Served, found_in, newest_in
+from peftlab.drafting.config import PardDraft, Truncation, eighth
 from peftlab.drafting.kinds.model import pair
-from peftlab.drafting.kinds.model.config import Truncation
-from peftlab.drafting.kinds.model.on_policy import OnPolicy
 from peftlab.drafting.kinds.model.pair import PairDraft, draft_engine
-from peftlab.drafting.kinds.pard.config import PardDraft, eighth
-from peftlab.drafting.kinds.pard.mask_rows import check_parallel, unused_token
-from peftlab.drafting.kinds.pard.pard_files import PardExport, is_pard, read_masks, write_masks
-from peftlab.drafting.kinds.pard.pard_loss import PardLoss, measure_depths
-from peftlab.drafting.kinds.stored_drafts import found_in, newest_in
+from peftlab.drafting.model import OnPolicy
 from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.pard import (
+    PardExport,
+    PardLoss,
+    check_parallel,
+    is_pard,
+    measure_depths,
+    read_masks,
+    unused_token,
+    write_masks,
+)
+from peftlab.drafting.states import head_weight
 from peftlab.errors import PeftlabError
 
 find = partial(found_in, folder="merged", known=is_pard)

@@ -1,0 +1,428 @@
+"""EAGLE-3: one decoder layer over a token's embedding and three of the target's states (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.flat import fold_heads, rotate, unfold_heads
+from peftlab.decoding.packed import pack_linears
+from peftlab.drafting.base import says
+from peftlab.drafting.checks import check_tokenizer, read_ranks
+from peftlab.drafting.state_network import (
+    FORMAT,
+    WEIGHTS,
+    Attend,
+    EagleShape,
+    LayerAttention,
+    LayerMLP,
+    RMSNorm,
+    StateNetwork,
+    check_embedding,
+    check_shapes,
+    check_written,
+    decoding_config,
+    drafted_tokens,
+    layer_config,
+    sizes,
+    token_maps,
+)
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, member, read_object, write_json
+from peftlab.models.pretrained import load_config, load_tokenizer
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer over [norm(E(x_{t+1})); norm(g_t)]; by ``norm_before_residual`` the residual is the latter."""
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        self.norm_before_residual = shape.norm_before_residual
+        self.self_attn, self.mlp = LayerAttention(shape, 2 * shape.hidden_size), LayerMLP(shape)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            RMSNorm(shape.hidden_size, shape.eps) for _ in range(3)
+        )
+
+    def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = self.hidden_norm(states)
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        hidden = (normed if self.norm_before_residual else states) + self.self_attn(both, rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(StateNetwork):
+    """g_t = fc[h_a; h_b; h_c] of the target's states, one layer over it and the next token, and rows of the LM head.
+
+    The output, before the final norm, is the next g. Norms before ``fc``, in the residual and after the output are
+    EAGLE 3.1's, see ``EagleShape``. Parameters are named as in the files of speculators' ``eagle3``; the embeddings are
+    the target's and no parameter.
+    """
+
+    norm: RMSNorm
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__(shape, embedding, head, tokens)
+        width = len(shape.features) * shape.hidden_size
+        self.fc = nn.Linear(width, shape.hidden_size, bias=False)
+        if shape.norm_before_fc:
+            self.input_norm = RMSNorm(width, shape.eps)
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.eps) for _ in shape.features)
+        self.layers = nn.ModuleList([EagleLayer(shape)])
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See ``StateNetwork``."""
+        return self.fc(norm_features(self, features.to(self.fc.weight.dtype)))
+
+    def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """See ``StateNetwork``."""
+        output = self.layers[0](embedded, states, rotation, attend)
+        return self.norm(output) if self.shape.norm_output else output
+
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """See ``StateNetwork``; with ``norm_output`` the outputs are normed already."""
+        return states if self.shape.norm_output else self.norm(states)
+
+
+def norm_features(network: Eagle3, features: Tensor) -> Tensor:
+    """Return the target's states [..., m·H] as ``fc`` of a network reads them: normed together, each alone, or not."""
+    if network.shape.norm_before_fc:
+        return network.input_norm(features)
+    if network.shape.fc_norm:
+        parts = features.chunk(len(network.fc_norm), -1)
+        return torch.cat([norm(part) for norm, part in zip(network.fc_norm, parts, strict=True)], -1)
+    return features
+
+
+class EagleStep(nn.Module):
+    """What ``Eagle3`` computes row by row, with a cache; see ``decoding.state_drafters.FeatureNetwork``.
+
+    Queries, keys and values are one product, and so are gate and up.
+
+    Args:
+        network: trained; its weights must not change any more. pack: pack them for the CPU.
+    """
+
+    def __init__(self, network: Eagle3, pack: bool = True):
+        super().__init__()
+        shape, layer = network.shape, network.layers[0]
+        assert isinstance(layer, EagleLayer)
+        self.features, self.vocab_size, self.ranks = network.features, network.vocab_size, network.ranks
+        self._heads, self._kv_heads, self._dim, self._eps = shape.heads, shape.kv_heads, shape.head_dim, shape.eps
+        self.tokens, self._embedding, self._angles = network.tokens, network.embedding, network.angles
+        self._norm_before_residual, self._norm_output = shape.norm_before_residual, shape.norm_output
+        self._norm_features = partial(norm_features, network) if shape.norm_before_fc or shape.fc_norm else None
+        self._first_norms = torch.stack((layer.input_layernorm.weight, layer.hidden_norm.weight)).detach()
+        self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), network.norm.weight.detach()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.fc, self.out, self.down = _stacked(network.fc), _stacked(attention.o_proj), _stacked(mlp.down_proj)
+        self.qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.up = _stacked(mlp.gate_proj, mlp.up_proj)
+        self.lm_head = _stacked(network.lm_head)
+        self._turns = self._angles.new_empty(0)
+        if pack:
+            pack_linears(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._embedding.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return g for the target's states, [..., F] -> [..., H]."""
+        features = features.to(self._norm.dtype)
+        return self.fc(features if self._norm_features is None else self._norm_features(features))
+
+    def advance(
+        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        """Return the outputs of rows, and store their keys and values."""
+        b, n = tokens.shape
+        heads, kv, dim = self._heads, self._kv_heads, self._dim
+        both = torch.stack((F.embedding(tokens, self._embedding).to(states.dtype), states), 2)
+        both = F.rms_norm(both, both.shape[-1:], eps=self._eps).mul_(self._first_norms)
+        residual = both[:, :, 1] if self._norm_before_residual else states
+        x = self.qkv(both.flatten(2)).view(b, n, heads + 2 * kv, dim)
+        cos, sin = self._rotation(positions, cache.capacity, x.dtype)
+        rotate(x[:, :, : heads + kv], cos, sin)
+        keys, values = cache.write(0, x[:, :, heads:].transpose(1, 2), block)
+        mask = visible if visible is None or n == 1 else visible.repeat(1, 1, heads // kv, 1)
+        seen = F.scaled_dot_product_attention(fold_heads(x[:, :, :heads], kv), keys, values, attn_mask=mask)
+        hidden = residual + self.out(unfold_heads(seen, n))
+        gate, factor = self.up(F.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)).chunk(2, -1)
+        output = hidden + self.down(F.silu(gate).mul_(factor))
+        return F.rms_norm(output, self._norm.shape, self._norm, self._eps) if self._norm_output else output
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
+        if not self._norm_output:
+            states = F.rms_norm(states, self._norm.shape, self._norm, self._eps)
+        return self.lm_head(states)
+
+    def _rotation(self, positions: Tensor, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b or 1, n, 1, D], of a table of all positions."""
+        if len(self._turns) < capacity:
+            angles = torch.arange(capacity, device=self.device)[:, None] * self._angles
+            # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
+            cos, sin = angles.cos(), angles.sin()
+            self._turns = torch.stack((cos, cos, -sin, sin), 1).unflatten(1, (2, 2)).flatten(2).to(dtype)
+        cos, sin = self._turns[positions].unbind(2)
+        return cos[:, :, None], sin[:, :, None]
+
+
+def _stacked(*linears: nn.Linear) -> nn.Linear:
+    """Return linear maps of the same input as one, their outputs next to one another."""
+    with torch.device("meta"):
+        whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False)
+    weights = [linear.weight.detach() for linear in linears]
+    whole.weight = nn.Parameter(torch.cat(weights) if len(weights) > 1 else weights[0], requires_grad=False)
+    return whole
+
+
+_SGLANG = ["LlamaForCausalLMEagle3"]
+
+# In the files of EAGLE's authors and of SpecForge.
+_OTHER_NAMES = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE 3.1, see ``EagleShape``
+
+
+def is_eagle(directory: str | Path) -> bool:
+    """Whether a directory contains a draft of speculators' type ``eagle3``, or one for SGLang."""
+    return says(directory, "speculators_model_type", "eagle3") or says(directory, "architectures", _SGLANG)
+
+
+def tensors_of(network: Eagle3) -> dict[str, Tensor]:
+    """Return the tensors of the file by speculators' names.
+
+    The embeddings are the target's and not written: engines share them.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    return tensors | token_maps(network)
+
+
+def norm_flags(shape: EagleShape) -> dict[str, Json]:
+    """Return EAGLE 3.1's flags, each written out: readers differ in what they take an absent one for."""
+    flags: dict[str, Json] = {name: bool(getattr(shape, name)) for name in FLAGS}
+    return flags
+
+
+def speculators_config(network: Eagle3, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
+    """Return the configuration of a network in speculators' layout; arguments as for ``write_eagle``."""
+    shape = network.shape
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": FORMAT,
+        "transformer_layer_config": layer_config(shape, network.fc.weight.dtype),
+        "draft_vocab_size": len(network.lm_head.weight),
+        "target_hidden_size": shape.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.features),
+        **norm_flags(shape),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "speculators_config": decoding_config("eagle3", target=target, architecture=architecture, tokens=tokens),
+    }
+
+
+def write_eagle(network: Eagle3, directory: Path, *, target: str, architecture: str, tokens: int) -> None:
+    """Write a network into an existing directory, and check the round trip.
+
+    Args:
+        target: reference of the model it drafts for, of class ``architecture``.
+        tokens: how many tokens a server is to draft per step unless told otherwise.
+
+    Raises:
+        PeftlabError: the files differ from the network.
+    """
+    tensors = tensors_of(network)
+    config = speculators_config(network, target=target, architecture=architecture, tokens=tokens)
+    write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
+    write_json(directory / "config.json", config)
+    check_written(tensors, tensors_of(read_eagle(directory, network.embedding)), directory)
+
+
+def read_shape(directory: Path) -> tuple[EagleShape, int]:
+    """Return the sizes of the network in a directory, and how many tokens it drafts.
+
+    An absent flag of EAGLE 3.1 is false, as for speculators' own class and for SGLang. (vLLM takes an absent
+    ``norm_before_residual`` of speculators' layout for true; speculators' trainer writes all of them.)
+
+    Raises:
+        PeftlabError: it is of another type, or computes what is not computed here.
+    """
+    file = directory / "config.json"
+    config = read_object(file)
+    if not is_eagle(directory):
+        raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not eagle3")
+    layer = config if config.get("architectures") == _SGLANG else member(config, "transformer_layer_config", dict, file)
+    if config.get("embed_requires_grad"):
+        raise PeftlabError(f"{file}: embed_requires_grad is true, and embeddings of the draft's own are not supported")
+    flags = _flags(config, file)
+    if (layer.get("model_type"), layer.get("num_hidden_layers", 1)) != ("llama", 1):
+        raise PeftlabError(f"{file}: not one layer of a Llama")
+    window = member(layer, "sliding_window", int, file) if layer.get("layer_types") == ["sliding_attention"] else None
+    shape = replace(sizes(layer, file), features=_features(config, file), window=window, **flags)
+    return shape, member(config, "draft_vocab_size", int, file)
+
+
+def _flags(config: dict[str, Json], file: Path) -> dict[str, bool]:
+    """Return EAGLE 3.1's flags, some of which may be in ``eagle_config``; ``use_aux_norm`` is SGLang's ``fc_norm``."""
+    nested = config.get("eagle_config")
+    places = [config, nested] if isinstance(nested, dict) else [config]
+    flags = {}
+    for name in FLAGS:
+        keys = (name, "use_aux_norm") if name == "fc_norm" else (name,)
+        values = [place[key] for place in places for key in keys if place.get(key) is not None]
+        if any(type(value) is not bool for value in values) or len(set(map(str, values))) > 1:
+            raise PeftlabError(f"{file}: {' or '.join(keys)} must be one of true and false")
+        flags[name] = bool(values and values[0])
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise PeftlabError(f"{file}: norm_before_fc and fc_norm exclude each other")
+    return flags
+
+
+def _features(config: dict[str, Json], file: Path) -> tuple[int, ...]:
+    """Return the layers whose entering states a configuration names; SGLang numbers them by the state before."""
+    other = config.get("eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    before = isinstance(other, dict) and key in other
+    layers = other[key] if isinstance(other, dict) and before else config.get(key)
+    ids = [layer + before for layer in layers if type(layer) is int] if isinstance(layers, list) else []
+    if not ids or not isinstance(layers, list) or len(ids) < len(layers) or min(ids) < 0 or ids != sorted(set(ids)):
+        raise PeftlabError(f"{file}: {key} must be layer numbers, rising")
+    return tuple(ids)
+
+
+def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
+    """Return the network in a directory; every key is used exactly once.
+
+    Args:
+        embedding: the target's, [V, H].
+
+    Raises:
+        PeftlabError: it is for another vocabulary or width, or a key is missing, unknown or of another shape.
+    """
+    directory = Path(directory)
+    shape, drafted = read_shape(directory)
+    check_embedding(shape, embedding, directory)
+    tensors, _ = read_tensors(directory / WEIGHTS)
+    for old, new in _OTHER_NAMES.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    tokens = drafted_tokens(tensors, drafted, shape.vocab_size, directory)
+    tensors.pop("embed_tokens.weight", None)  # others write the target's own
+    with torch.device("meta"):
+        blank = Eagle3(shape, torch.empty(0), torch.empty(drafted, shape.hidden_size))
+    check_shapes(blank.state_dict(), tensors, directory)
+    network = Eagle3(shape, embedding, tensors["lm_head.weight"], tokens)
+    network.load_state_dict(tensors, assign=True)
+    network.lm_head.weight = nn.Parameter(tensors["lm_head.weight"], requires_grad=False)
+    network.ranks = read_ranks(directory)
+    return network.eval()
+
+
+@dataclass(frozen=True)
+class EagleExport:
+    """See ``kinds.base.Exporting``.
+
+    Attributes:
+        place: directory of the draft. consumer: ``vllm`` or ``sglang``.
+    """
+
+    place: Path
+    consumer: str
+
+    def write(self, target: str, directory: Path, gamma: int) -> float:
+        shape, _ = read_shape(self.place)
+        check_tokenizer(self.place, load_tokenizer(target))
+        config = load_config(target).get_text_config(decoder=True)
+        own, wanted = (config.vocab_size, config.hidden_size), (shape.vocab_size, shape.hidden_size)
+        if own != wanted or max(shape.features) >= config.num_hidden_layers:
+            raise PeftlabError(
+                f"{self.place}: for a target of {wanted[0]} tokens, states of {wanted[1]} and more than "
+                f"{max(shape.features)} layers; {target} has {own[0]}, {own[1]} and {config.num_hidden_layers}"
+            )
+        if len(shape.features) != 3:
+            raise PeftlabError(
+                f"--for {self.consumer}: the draft reads {len(shape.features)} states; engines give three"
+            )
+        if self.consumer == "sglang" and shape.norm_before_residual:
+            raise PeftlabError(
+                f"--for sglang: {self.place} has norm_before_residual, which SGLang does not read: it would "
+                "compute other logits without a word; vllm loads the draft"
+            )
+        embedding = torch.ones(1).expand(shape.vocab_size, shape.hidden_size)
+        network = read_eagle(self.place, embedding)
+        if self.consumer == "vllm":
+            architecture = (config.architectures or [""])[0]
+            values = speculators_config(network, target=target, architecture=architecture, tokens=gamma)
+        else:
+            values = sglang_config(network)
+        shutil.copyfile(self.place / WEIGHTS, directory / WEIGHTS)
+        write_json(directory / "config.json", values)
+        difference = float((_logits(network) - _logits(read_eagle(directory, embedding))).abs().max())
+        if difference > 0:
+            raise PeftlabError(f"{directory}: computes other logits than {self.place} (by {difference:.2g})")
+        return difference
+
+    def command(self, target: str, directory: str, gamma: int) -> str:
+        if self.consumer == "vllm":
+            settings = {"method": "eagle3", "model": directory, "num_speculative_tokens": gamma}
+            return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        window = read_shape(self.place)[0].window  # which SGLang does not read from the file
+        return (
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {shlex.quote(directory)} --speculative-num-steps {gamma} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}"
+            + (f" --speculative-draft-window-size {window}" if window is not None else "")
+        )
+
+
+def sglang_config(network: Eagle3) -> dict[str, Json]:
+    """Return the configuration that SGLang reads: a Llama's, with the size of the drafted vocabulary."""
+    # SGLang numbers layers by the state that leaves them, and without numbers takes 2, L/2 and L - 3 as they enter.
+    layers: list[Json] = [layer - 1 for layer in network.features]
+    flags = {name: flag for name, flag in norm_flags(network.shape).items() if flag}
+    return (
+        layer_config(network.shape, network.fc.weight.dtype)
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(network.lm_head.weight),
+            "target_hidden_size": network.shape.hidden_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+        }
+        | flags
+    )
+
+
+@torch.no_grad()
+def _logits(network: Eagle3) -> Tensor:
+    """Return logits of the drafted tokens for one text, by the target's ids, computed in float32."""
+    network.parts_to(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 8, len(network.features) * network.shape.hidden_size, generator=generator)
+    tokens = torch.arange(8)[None] % network.vocab_size
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    states = network.rows(tokens, network.fuse(features), torch.arange(8)[None], attend)
+    logits = network.logits(states).float()
+    whole = torch.zeros(1, 8, network.vocab_size)
+    return logits if network.tokens is None else whole.index_copy_(-1, network.tokens, logits)

@@ -1,0 +1,393 @@
+"""The target's own layers as its draft: early exits (LayerSkip), and exit:K, del and swift, which train nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.model_drafter import ModelDrafter
+from peftlab.decoding.own_layers import ChosenExit, ExitChoice, Skipping, SkipSearch, Swift
+from peftlab.decoding.own_layers import Exit as ExitEngine
+from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches
+from peftlab.drafting.base import Opened, OwnLayers
+from peftlab.drafting.losses import chunked_loss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, layer_stack, truncate, unwrapped
+from peftlab.drafting.text import following
+from peftlab.errors import PeftlabError
+from peftlab.methods.injection import disabled
+from peftlab.methods.modes import eval_mode
+from peftlab.training.faults import STEPS
+
+
+@dataclass(frozen=True)
+class Exit:
+    """What a model predicts after its first layers: LM head of ``states``.
+
+    Attributes:
+        layers: how many of the first layers run.
+        final: names of the modules that take the last layer's output to the LM head: a norm, in some models
+            also a projection.
+    """
+
+    layers: int
+    final: tuple[str, ...]
+
+    def states(self, model: nn.Module, hidden: Sequence[Tensor], places: Tensor) -> Tensor:
+        """Return the LM head's inputs [T, H] at ``places`` [b, n] of ``hidden``, the states of every layer."""
+        exited = hidden[self.layers][places]
+        for name in self.final:
+            exited = model.get_submodule(name)(exited)
+        return exited
+
+
+@torch.no_grad()
+def find_exit(model: PreTrainedModel, layers: int, tolerance: float = 1e-4) -> Exit:
+    """Return the exit after the first ``layers`` layers, which computes what the model cut to those layers does.
+
+    Args:
+        model: a causal language model. tolerance: allowed difference, relative to the largest logit.
+
+    Raises:
+        PeftlabError: all layers are named, or the exit computes other logits than the cut model.
+    """
+    name, count = type(model).__name__, len(layer_stack(model))
+    if layers >= count:
+        raise PeftlabError(f"draft.exits: the exit runs all {count} layers of {name}; leave out at least the last one")
+    weight = head_weight(model)
+    ids = torch.arange(min(16, len(weight)), device=weight.device)[None]
+    with eval_mode(model):
+        exit_ = Exit(layers, _final_modules(model, ids))
+        hidden = forward_hidden(model, ids, torch.ones_like(ids))
+        own = nn.functional.linear(exit_.states(model, hidden, ids >= 0), weight).float()
+        cut = truncate(model, range(layers), share=True)(input_ids=ids, use_cache=False).logits[0].float()
+    gap = float((own - cut).abs().max() / cut.abs().max().clamp_min(1e-6))
+    if not gap <= tolerance:
+        raise PeftlabError(
+            f"draft.exits: {name} cut to {layers} layers computes other logits than its hidden state after them, "
+            f"through {', '.join(exit_.final) or 'nothing'} and the LM head (off by {gap:.1e} of the largest); early "
+            "exits of such models cannot be trained"
+        )
+    return exit_
+
+
+def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
+    """Return which modules a forward pass over ``ids`` calls, one on the other's output, from last layer to LM head."""
+    last, head = layer_stack(model)[-1], model.get_output_embeddings()
+    assert head is not None
+    names: list[str] = []
+    state: object = None
+    running: nn.Module | None = None
+    reached: object = None
+
+    def enter(name: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        nonlocal running, reached
+        if module is head:
+            reached = inputs[0]
+        elif running is None and inputs and _same(state, inputs[0]):
+            running = module
+            names.append(name)
+
+    def leave(module: nn.Module, output: object) -> None:
+        nonlocal running, state
+        if module is last or module is running:
+            state, running = output[0] if isinstance(output, tuple) else output, None
+
+    inside = set(last.modules()) - {last}
+    hooks = []
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        if module is not last:
+            hooks.append(module.register_forward_pre_hook(lambda m, x, name=name: enter(name, m, x)))
+        hooks.append(module.register_forward_hook(lambda m, x, output: leave(m, output)))
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not _same(state, reached):
+        raise PeftlabError(
+            f"draft.exits: between the last layer and the LM head {type(model).__name__} computes something outside "
+            "its modules; early exits of such models cannot be trained"
+        )
+    return tuple(names)
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether both are tensors of the same numbers; models reshape on the way."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    if one.numel() != other.numel() or not one.is_floating_point():
+        return False
+    return torch.equal(one.flatten(), other.flatten())
+
+
+def dropout_rates(layers: int, most: float) -> list[float]:
+    """Return how often each layer is left out: ``most``·(2^(l / (L - 1)) - 1), from 0 to ``most``."""
+    return [most * (2 ** (layer / max(1, layers - 1)) - 1) for layer in range(layers)]
+
+
+def dropout_growth(schedule: str, step: int, steps: int) -> float:
+    """Return S(t), the factor of the rates: 1 for ``constant``, 2^(t / (T - 1)) - 1 for ``exponential``."""
+    return 1.0 if schedule == "constant" else 2 ** (step / max(1, steps - 1)) - 1
+
+
+def exit_weights(exits: Sequence[int], layers: int, scale: float | None) -> list[float]:
+    """Return e of each exit and, behind them, of the last layer.
+
+    e(l) = ``scale``·(0 + 1 + ... + l), and of the last layer L - 1 + ``scale``·(0 + 1 + ... + L - 2).
+
+    Args:
+        exits: layers before each exit. layers: L. scale: None: all weigh the same.
+    """
+    if scale is None:
+        return [1.0] * (len(exits) + 1)
+    last = layers - 1 + scale * (layers - 2) * (layers - 1) / 2
+    return [*(scale * (exit_ - 1) * exit_ / 2 for exit_ in exits), last]
+
+
+def enabled(curriculum: str | None, exits: int, step: int, steps: int, every: int) -> list[bool]:
+    """Return which exits train in a step; the last layer always does.
+
+    ``rotational``: every R-th exit, and in the next step the exits after these. ``gradual``: the last layer alone at
+    first, and in the first half of the steps one exit more after the other, the last one first.
+
+    Args:
+        exits: how many there are. steps: T. every: R.
+    """
+    if curriculum == "rotational":
+        return [i % every == step % every for i in range(exits)]
+    if curriculum == "gradual":
+        return [2 * step * (exits + 1) >= (exits - i) * steps for i in range(exits)]
+    return [True] * exits
+
+
+def shares(weights: Sequence[float], active: Sequence[bool]) -> list[float]:
+    """Return what each exit, and the last layer behind them, is of the loss: C·e / Σ C·e."""
+    counted = [weight * on for weight, on in zip(weights, [*active, True], strict=True)]
+    return [weight / sum(counted) for weight in counted]
+
+
+class LayerDropout:
+    """Leaves layers out of a model in training, for each row of a batch on its own; nothing is scaled.
+
+    What is left out is fixed by ``draw`` until the next call, so that a checkpointed layer is computed again as it was.
+
+    Args:
+        model: a causal language model; each of its layers gets a hook. most: see ``dropout_rates``.
+    """
+
+    def __init__(self, model: PreTrainedModel, most: float):
+        stack = layer_stack(model)
+        self._rates = torch.tensor(dropout_rates(len(stack), most))
+        self._kept: Tensor | None = None  # [L, b]
+        # Before the hooks by which transformers records the states, which are to be those that the next layer reads.
+        self._hooks = [
+            layer.register_forward_hook(partial(self._leave_out, i), with_kwargs=True, prepend=True)
+            for i, layer in enumerate(stack)
+        ]
+
+    def draw(self, rows: int, growth: float, device: torch.device) -> None:
+        """Draw which layers the next batch of ``rows`` leaves out, at ``growth`` times the rates."""
+        self._kept = (torch.rand(len(self._rates), rows) >= growth * self._rates[:, None]).to(device)
+
+    def remove(self) -> None:
+        """Remove the hooks: the model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave_out(
+        self,
+        number: int,
+        layer: nn.Module,
+        inputs: tuple[Tensor, ...],
+        named: dict[str, Tensor],
+        output: Tensor | tuple[Tensor, ...],
+    ) -> Tensor | tuple[Tensor, ...]:
+        if self._kept is None or not layer.training:
+            return output
+        entered = inputs[0] if inputs else named["hidden_states"]
+        kept = self._kept[number].view(-1, *[1] * (entered.dim() - 1))
+        if isinstance(output, tuple):
+            return (torch.where(kept, output[0], entered), *output[1:])
+        return torch.where(kept, output, entered)
+
+
+@dataclass
+class EarlyExitLoss:
+    """LayerSkip's loss: Σ ẽ_k·objective(exit k) + ẽ_L·KL(base ‖ the trained model), shared LM head.
+
+    Elhoushi et al. 2024 (arXiv 2404.16710), with the base model's own distribution as the teacher. An exit
+    computes head(norm(h_k)), h_k the state after k layers: what a draft of the first layers computes.
+
+    Attributes:
+        objective: what the exits minimise against the base model's distribution.
+        exits: where they are. weights: e of each, and of the last layer behind them.
+        curriculum, every: see ``layerskip.enabled``.
+        dropout: leaves layers out, in all but the first steps, in which every parameter must learn; None: none.
+        schedule: of the dropout, see ``layerskip.dropout_growth``.
+    """
+
+    objective: Objective
+    exits: Sequence[Exit]
+    weights: Sequence[float]
+    curriculum: str | None = None
+    every: int = 1
+    dropout: LayerDropout | None = None
+    schedule: str = "constant"
+    _shares: list[float] = field(init=False)
+    _growth: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._shares = shares(self.weights, [True] * len(self.exits))
+
+    def at_step(self, step: int, steps: int) -> str:
+        """Choose the exits and the dropout of a step; return the exits where a curriculum chooses them."""
+        active = enabled(self.curriculum, len(self.exits), step, steps, self.every)
+        self._shares = shares(self.weights, active)
+        self._growth = dropout_growth(self.schedule, step, steps) if step >= STEPS else 0.0
+        trained = [str(exit_.layers) for exit_, on in zip(self.exits, active, strict=True) if on]
+        return "" if self.curriculum is None else f" exits {','.join(trained)}"
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum over tokens."""
+        ids, mask, places = inputs["input_ids"], inputs["attention_mask"], inputs["weights"] > 0
+        bare = unwrapped(model)
+        with disabled(bare):
+            base = frozen_hidden(bare, ids, mask)[places]
+        if self.dropout is not None:
+            self.dropout.draw(len(ids), self._growth, ids.device)
+        states = forward_hidden(model, ids, mask)
+        head = head_weight(model)
+        frozen = head.detach()
+        if self.objective.name == "ce":
+            target, target_head = following(ids)[places], None
+        else:
+            target, target_head = base, frozen
+        name, settings = self.objective.name, self.objective.settings
+        *early, last = self._shares
+        loss = last * chunked_loss(states[-1][places], head, base, frozen, "kl")
+        for exit_, share in zip(self.exits, early, strict=True):
+            if share:
+                exited = exit_.states(bare, states, places)
+                loss = loss + share * chunked_loss(exited, head, target, target_head, name, settings=settings)
+        return loss * places.sum()
+
+
+@torch.no_grad()
+def measure_exits(model: nn.Module, exits: Sequence[Exit], data: Dataset, batch_size: int = 16) -> list[Acceptance]:
+    """Return the acceptance of each early exit, and of the whole model as trained behind them.
+
+    All by the base model, which is what ``model`` computes with its injection switched off.
+    """
+    sums = torch.zeros(len(exits) + 1, 4, len(data), dtype=torch.float64)
+    head = head_weight(model)
+    for rows, places, ids, mask in batches(data, batch_size, head.device):
+        with eval_mode(model):
+            states = forward_hidden(model, ids, mask)
+            each = [*(exit_.states(model, states, places) for exit_ in exits), states[-1][places]]
+        with disabled(model):
+            base = frozen_hidden(model, ids, mask)[places]
+        for total, mine in zip(sums, each, strict=True):
+            add_rates(total, rows[places.nonzero()[:, 0].cpu()], base, mine, head, head)
+    return [Acceptance(*total) for total in sums]
+
+
+_EXIT = re.compile(r"exit:([1-9]\d{0,3})")
+
+_CHOICES = 8  # exits that ``del`` chooses from, at most: each costs rows of the LM head in every step
+
+
+def names_own_layers(reference: str) -> bool:
+    """Whether a draft's reference is ``exit:K``, ``del`` or ``swift``."""
+    return reference in ("del", "swift") or _EXIT.fullmatch(reference) is not None
+
+
+def open_own_layers(reference: str, model: PreTrainedModel, *, pack: bool) -> Opened:
+    """Return the draft that a reference names, as decoding takes it; it has no weights of its own.
+
+    Raises:
+        PeftlabError: the target has too few layers.
+    """
+    count, size = len(layer_stack(model)), model.num_parameters()
+    if reference == "swift":
+        if count < 3:
+            raise PeftlabError(f"draft swift: keeps the first and the last layer, and the target has {count} in all")
+        return Opened(size, own=partial(_swift, SkipSearch(count)))
+    if reference == "del":
+        if count < 2:
+            raise PeftlabError("draft del: chooses an exit before the last layer, and the target has one in all")
+        choice = ExitChoice(possible_exits(count), count, _head_cost(model))
+        return Opened(size, own=partial(_del, choice), features=tuple(choice.exits))
+    layers = int(reference.removeprefix("exit:"))
+    if layers >= count:
+        raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
+    smaller = truncate(model, range(layers), share=True).num_parameters()
+    return Opened(smaller, own=partial(_exit, model, layers, pack))
+
+
+def possible_exits(layers: int) -> list[int]:
+    """Return the exits of a model that ``del`` chooses from: at most 8 before the last layer, evenly spread."""
+    count = min(_CHOICES, layers - 1)
+    return [round((i + 1) * layers / (count + 1)) for i in range(count)]
+
+
+def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bool = True) -> Engine:
+    """Return the first layers of a model as a draft in the cache of the model's own engine, ``target``.
+
+    A flattened step continues from the states of the tokens that its first layers have read. Any other engine reads
+    drafted tokens from the embeddings on.
+    """
+    if isinstance(target, FlatEngine):
+        return ExitEngine(target, layers)
+    return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
+
+
+def flat(draft: str, target: Engine) -> FlatEngine:
+    """Return ``target``, which must be a flattened step.
+
+    Raises:
+        PeftlabError: it is another one.
+    """
+    if isinstance(target, FlatEngine):
+        return target
+    raise PeftlabError(
+        f"draft {draft}: needs the flattened step, and this target's kernel is {target.kind}; use --draft exit:K"
+    )
+
+
+def _exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> OwnLayers:
+    engine = exit_engine(model, layers, target, pack=pack)
+
+    def trees(engine: Engine, grow: GrowTree) -> DrawnTrees:
+        return DrawnTrees(engine, shares_cache=True, grow=grow)
+
+    return OwnLayers(engine, partial(ModelDrafter, shares_cache=True), trees)
+
+
+def _swift(search: SkipSearch, target: Engine) -> OwnLayers:
+    skipping = Skipping(flat("swift", target))
+    return OwnLayers(skipping, partial(Swift, layers=skipping, search=search), "swift")
+
+
+def _del(choice: ExitChoice, target: Engine) -> OwnLayers:
+    exit_ = ExitEngine(flat("del", target), choice.exits[0])
+    return OwnLayers(exit_, partial(ChosenExit, exit=exit_, choice=choice), "del")
+
+
+def _head_cost(model: PreTrainedModel) -> float:
+    """What a step of the LM head reads, in layers."""
+    stack = layer_stack(model)
+    return head_weight(model).numel() / (sum(p.numel() for p in stack.parameters()) / len(stack))

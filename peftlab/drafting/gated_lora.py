@@ -1,0 +1,217 @@
+"""A LoRA on the frozen target that acts on masks alone (Uno, arXiv 2609.04010)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from peftlab.checkpoints.adapter import WEIGHTS_FILE, read_adapter
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.parallel_drafters import Masks
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches
+from peftlab.drafting.losses import chunked_loss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.pard import MaskRows, parallel_states
+from peftlab.drafting.states import head_weight
+from peftlab.drafting.text import following
+from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object, write_json
+from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.gate import Gate
+from peftlab.methods.modes import eval_mode
+from peftlab.models.finetuned import CONFIG_FILE, GATED_FILE
+from peftlab.models.pretrained import load_config
+
+
+def block_rows(weights: Tensor, length: int, offsets: Sequence[int]) -> MaskRows:
+    """Return blocks of masks, one behind the other, over the places of texts whose predictions count.
+
+    A block begins with a token of the text, its anchor, and has ``length`` - 1 masks at the places after it. No place
+    has two masks, so that a text has fewer masks than tokens.
+
+    Args:
+        weights: [b, n], above 0 where a prediction counts: one run of places in each text.
+        offsets: the first anchor of each text, counted from its first such place.
+    """
+    depths, places = [], []
+    for line, offset in zip(weights.cpu() > 0, offsets, strict=True):
+        inside = torch.arange(int(line.sum()))
+        depth = (inside - offset) % length
+        masked = (depth > 0) & (inside > offset)
+        depths.append(depth[masked])
+        places.append(int(line.int().argmax()) + inside[masked])
+    depth, place = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (depths, places))
+    return MaskRows(depth.to(weights.device), place.to(weights.device))
+
+
+@dataclass
+class GatedLoss:
+    """The objective of masks against the target's own rows at their places, in one pass of both.
+
+    The rows of the text get no addition: they are the frozen target's, and its predictions are the teacher (Uno, arXiv
+    2609.04010). All masks count alike.
+
+    Attributes:
+        objective: what is minimised. gate: of the target's LoRA. masks: what they read, known as the training text is.
+        blocks: numbers of tokens of a block, each for an equal share of the steps.
+    """
+
+    objective: Objective
+    gate: Gate
+    masks: Callable[[], Masks]
+    blocks: Sequence[int]
+    _length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._length = self.blocks[0]
+
+    def at_step(self, step: int, steps: int) -> str:
+        """Choose the length of the blocks of a step; return it where there are several."""
+        self._length = self.blocks[min(step * len(self.blocks) // max(steps, 1), len(self.blocks) - 1)]
+        return f" blocks of {self._length}" if len(self.blocks) > 1 else ""
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the mean over masks times the tokens of the continuations."""
+        ids, weights = inputs["input_ids"], inputs["weights"]
+        counts = (weights > 0).sum(1).tolist()
+        # A text of two tokens or more has a mask, wherever its blocks begin.
+        offsets = [int(torch.randint(max(1, min(self._length, count - 1)), ())) for count in counts]
+        rows, masks = block_rows(weights, self._length, offsets), self.masks()
+        read = torch.randint_like(rows.depth, masks.token) if masks.noise else masks.token
+        # Not only within this call: with gradient checkpointing backward computes layers again.
+        self.gate.show(_gated(ids, rows))
+        states = parallel_states(model, ids, rows, read)
+        which, place = _texts(rows)
+        head = head_weight(model).detach()
+        own = states[:, : ids.shape[1]].detach()[which, place]
+        target, target_head = (following(ids)[which, place], None) if self.objective.name == "ce" else (own, head)
+        mine, name = states[:, ids.shape[1] :][rows.depth > 0], self.objective.name
+        return chunked_loss(mine, head, target, target_head, name, settings=self.objective.settings) * weights.sum()
+
+
+def _gated(ids: Tensor, rows: MaskRows) -> Tensor:
+    """Return which of n tokens and R rows get the addition, [b, n + R]: the masks."""
+    return torch.cat((torch.zeros_like(ids, dtype=torch.bool), rows.depth > 0), 1)
+
+
+def _texts(rows: MaskRows) -> tuple[Tensor, Tensor]:
+    """Return the text and the place of each mask, [M] each, in the order of ``depth > 0``."""
+    masked = rows.depth > 0
+    which = torch.arange(len(masked), device=masked.device)[:, None].expand_as(masked)
+    return which[masked], rows.place[masked]
+
+
+@torch.no_grad()
+def measure_masks(model: nn.Module, gate: Gate, data: Dataset, masks: Masks, batch_size: int = 16) -> list[Acceptance]:
+    """Return the acceptance of the first, second, ... mask of a block on the continuations of ``data``.
+
+    Every place that counts is an anchor once.
+    """
+    sums = torch.zeros(masks.length - 1, 4, len(data), dtype=torch.float64)
+    head, ids_of = head_weight(model), torch.tensor([0, *masks.ids(masks.length - 1)])
+    for numbers, places, ids, _ in batches(data, batch_size, head.device):
+        for offset in range(masks.length):
+            rows = block_rows(places.float(), masks.length, [offset] * len(ids))
+            with eval_mode(model), gate.over(_gated(ids, rows)):
+                states = parallel_states(model, ids, rows, ids_of.to(ids.device)[rows.depth])
+            which, place = _texts(rows)
+            own, mine = states[which, place], states[:, ids.shape[1] :][rows.depth > 0]
+            depth = rows.depth[rows.depth > 0]
+            for i, total in enumerate(sums, start=1):
+                here = depth == i
+                add_rates(total, numbers[which[here].cpu()], own[here], mine[here], head, head)
+    return [Acceptance(*total) for total in sums]
+
+
+FOLDER = "adapter"  # of a run
+
+_PROJECTIONS = re.compile(
+    r"base_model\.model\.model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.lora_[AB]\.weight"
+)
+
+
+def is_gated(directory: str | Path) -> bool:
+    """Whether a directory contains a gated LoRA."""
+    return (Path(directory) / GATED_FILE).is_file()
+
+
+def write_masks_of_gate(directory: Path, masks: Masks) -> None:
+    """Write what the masks read beside an adapter."""
+    write_json(directory / GATED_FILE, {"mask_token": masks.token, "length": masks.length, "noise": masks.noise})
+
+
+def read_masks_of_gate(directory: str | Path, vocabulary: int | None = None) -> Masks:
+    """Return what ``write_masks_of_gate`` has written.
+
+    Args:
+        vocabulary: of the target; None: not compared.
+
+    Raises:
+        PeftlabError: a value is missing, or is none that masks can have.
+    """
+    file = Path(directory) / GATED_FILE
+    values = read_object(file)
+    token, length = member(values, "mask_token", int, file), member(values, "length", int, file)
+    noise = member(values, "noise", bool, file)
+    most = token if vocabulary is None else vocabulary - (not noise)
+    if not 0 <= token <= most or length < 2:
+        raise PeftlabError(f"{file}: mask_token {token} and length {length} are not those of {vocabulary} tokens")
+    return Masks(token, length, noise)
+
+
+@dataclass(frozen=True)
+class UnoExport:
+    """A gated LoRA in the layout of Uno (arXiv 2609.04010), which SGLang reads; see ``kinds.base.Exporting``.
+
+    Attributes:
+        place: the adapter's directory.
+    """
+
+    place: Path
+
+    def write(self, target: str, directory: Path, gamma: int) -> float:
+        masks = read_masks_of_gate(self.place)
+        if not masks.noise:
+            raise PeftlabError(
+                f"--for sglang: {self.place} was trained with a mask token, and SGLang's masks read tokens drawn at "
+                "random; train it with draft: {kind: gated_lora, noise: true}"
+            )
+        masks.check_gamma(gamma)
+        self._check(target)
+        tensors, header = read_tensors(self.place / WEIGHTS_FILE)
+        odd = next((name for name in tensors if not _PROJECTIONS.fullmatch(name)), None)
+        if odd is not None:
+            raise PeftlabError(
+                f"--for sglang: {odd} is no factor of a Llama's q, k, v, o, gate, up or down projection, which alone "
+                "SGLang reads"
+            )
+        write_tensors(directory / WEIGHTS_FILE, tensors, header)
+        write_json(directory / CONFIG_FILE, read_object(self.place / CONFIG_FILE) | {"base_model_name_or_path": target})
+        mine, back = (read_adapter(place).tensors for place in (self.place, directory))
+        return max(float((tensor - back[name]).abs().max()) for name, tensor in mine.items())
+
+    def _check(self, target: str) -> None:
+        adapter = read_adapter(self.place)
+        config = adapter.config
+        assert isinstance(config, LoraConfig)
+        if config.use_dora or config.lora_bias or config.start is not None:
+            raise PeftlabError(f"--for sglang: {self.place} has use_dora, lora_bias or a start of W, which Uno has not")
+        theirs = load_config(target)
+        known = member(adapter.base, "config", dict, self.place) if adapter.base else {}
+        for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+            here = getattr(theirs, key, None)
+            if key in known and known[key] != here:
+                raise PeftlabError(f"{self.place}: trained for a target with {key} {known[key]}; {target} has {here}")
+
+    def command(self, target: str, directory: str, gamma: int) -> str:
+        return (
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm UNO "
+            f"--uno-lora-path {shlex.quote(directory)} --speculative-num-draft-tokens {gamma}"
+        )

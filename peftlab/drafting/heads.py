@@ -1,0 +1,607 @@
+"""Heads on the target's last hidden state: Medusa, Hydra and the Markov bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from peftlab.checkpoints.tensors import read_tensors, write_tensors
+from peftlab.decoding.state_drafters import grown_tokens, tree_tokens
+from peftlab.decoding.trees import Path as TreePath
+from peftlab.decoding.trees import RankRates
+from peftlab.drafting.acceptance import (
+    KEY,
+    RANKS,
+    Acceptance,
+    add_rates,
+    batches,
+    greedy_tokens,
+    rates_on_disk,
+    read_rates,
+    reduce_heads,
+    right_choices,
+)
+from peftlab.drafting.losses import chunked_loss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.states import frozen_hidden, head_weight, last_hidden, unwrapped
+from peftlab.drafting.text import continued, following
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, member, read_object, staged_directory, write_json
+from peftlab.methods.injection import disabled, is_injected
+from peftlab.methods.modes import eval_mode
+
+
+class HeadStack(nn.Module):
+    """K heads; head i (from 0) predicts token t+2+i from the state at t: a block, and W2 [V, H] on its output.
+
+    Parameters are ``blocks.i...`` and ``lm_heads.i.weight``; where W2 is shared, ``lm_heads.0.weight`` is the only one.
+
+    Args:
+        lm_head: the target's LM head [V, H], with which each W2 starts.
+        blocks: of each head.
+        shared: all heads have one W2, ``lm_head`` itself, which must be a parameter, and not a copy: multi-token
+            prediction's shared unembedding (Gloeckle et al. 2024, arXiv 2404.19737). Whether it trains is left
+            to its owner.
+
+    Attributes:
+        ranks: how often each head's choices are right, as measured; None: not measured.
+    """
+
+    def __init__(self, lm_head: Tensor, blocks: Sequence[nn.Module], shared: bool):
+        super().__init__()
+        self.ranks: RankRates | None = None
+        vocab_size, hidden_size = lm_head.shape
+        self.blocks = nn.ModuleList(blocks)
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size, bias=False, device="meta") for _ in range(1 if shared else len(blocks))
+        )
+        for head in self.lm_heads:
+            head.weight = lm_head if shared else nn.Parameter(lm_head.detach().clone())
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Yield each head's block and W2 [V, H]."""
+        weights = [head.get_parameter("weight") for head in self.lm_heads]
+        return zip(self.blocks, cycle(weights), strict=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.lm_heads[0].get_parameter("weight").shape[0]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return len(self.blocks)
+
+    def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return what a head's W2 reads, [..., H].
+
+        Args:
+            hidden: [..., H], the states that the target's LM head reads.
+            before: [..., head + 1], the tokens between these and those that are predicted.
+        """
+        raise NotImplementedError
+
+    def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return factors [T, r] and [V, r] of what is added to a head's logits after these tokens; None: nothing."""
+        return None
+
+    def product(self, head: int, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features [T, F] and weights [V, F] whose product is a head's logits; arguments as for ``states``."""
+        features, weight, addend = self.states(head, hidden, before), [*self][head][1], self.addend(before)
+        if addend is None:
+            return features, weight
+        return torch.cat((features, addend[0]), -1), torch.cat((weight, addend[1]), -1)
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
+        """Return the tokens of a tree, see ``decoding.state_drafters.Heads.tokens``: [b, H], [b] -> [b, N].
+
+        Args:
+            ids: the token of each row of W2, [V]; None: its own number.
+        """
+        raise NotImplementedError
+
+
+def as_parameters(block: nn.Module, states: Tensor) -> Tensor:
+    """Return states in the dtype of a block's parameters: those that train on a 16-bit target are in fp32."""
+    dtype = next((parameter.dtype for parameter in block.parameters()), states.dtype)
+    return states.to(dtype)
+
+
+class HeadedModel(nn.Module):
+    """A language model and the heads on its last hidden state, as they train together.
+
+    The forward pass is the language model's own; the loss applies the heads to the hidden states.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, heads: HeadStack):
+        super().__init__()
+        self.trunk, self.heads = trunk, heads
+
+    def forward(self, **inputs: object) -> ModelOutput:
+        """Return what the language model returns."""
+        return self.trunk(**inputs)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the language model's LM head."""
+        return self.trunk.get_output_embeddings()
+
+
+class ReducedHeads(nn.Module):
+    """Heads over some of the vocabulary; they draft no other token.
+
+    Args:
+        heads: with ``len(tokens)`` rows a head. tokens: their ids, [V_d]. vocab_size: V.
+    """
+
+    def __init__(self, heads: HeadStack, tokens: Tensor, vocab_size: int):
+        super().__init__()
+        self.heads, self.vocab_size = heads, vocab_size
+        self.kept: Tensor
+        self.register_buffer("kept", tokens, persistent=False)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.heads.depth
+
+    @property
+    def ranks(self) -> RankRates | None:
+        """How often each head's choices are right, as measured; None: not measured."""
+        return self.heads.ranks
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath]) -> Tensor:
+        """Return the tokens of a tree, see ``Heads.tokens``: [b, H], [b] -> [b, N]."""
+        return self.heads.tokens(hidden, last, tree, self.kept)
+
+
+class MedusaBlock(nn.Module):
+    """h -> h + SiLU(W1 h), [..., H] -> [..., H]."""
+
+    def __init__(self, hidden_size: int, bias: bool):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(hidden_size, hidden_size, bias=bias)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden
+
+
+class MarkovBias(nn.Module):
+    """W2 W1[x], x the token before: a bias of rank r on the next token's logits, [...] -> [..., V].
+
+    Successive heads draft without knowing what the head before has chosen; this tells them (DSpark's Markov head). W2
+    starts at 0.
+
+    Args:
+        vocabulary: tokens x. rows: V, the tokens that are drafted. rank: r.
+    """
+
+    def __init__(self, vocabulary: int, rows: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, rows, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, before: Tensor) -> Tensor:
+        return self.markov_w2(self.markov_w1(before))
+
+
+class MedusaHeads(HeadStack):
+    """K heads; head i (from 0) predicts position t+2+i: softmax(W2(SiLU(W1 h) + h)), h the state at t.
+
+    Medusa (Cai et al. 2024, arXiv 2401.10774). Parameters are named as in the files of heads:
+    ``blocks.i.layers.0.weight`` (and ``.bias``), ``lm_heads.i.weight``.
+
+    Args:
+        lm_head, shared: see ``HeadStack``. W1 starts at 0, so that an untrained head repeats the target's own
+            next-token distribution.
+        heads: K.
+        bias: whether W1 has a bias.
+        markov: rank of a ``MarkovBias``, one for all heads, whose parameters are ``markov_head.markov_w1.weight`` and
+            ``markov_head.markov_w2.weight``; None: no bias.
+        vocabulary: tokens of the text, where ``lm_head`` has fewer rows; None: V.
+    """
+
+    def __init__(
+        self,
+        lm_head: Tensor,
+        heads: int,
+        bias: bool = False,
+        shared: bool = False,
+        markov: int | None = None,
+        vocabulary: int | None = None,
+    ):
+        vocab_size, hidden_size = lm_head.shape
+        super().__init__(lm_head, [MedusaBlock(hidden_size, bias) for _ in range(heads)], shared)
+        for block in self.blocks:
+            for parameter in block.parameters():
+                nn.init.zeros_(parameter)
+        self.markov_head = MarkovBias(vocabulary or vocab_size, vocab_size, markov) if markov is not None else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits of every head without the Markov bias: [..., H] -> [K, ..., V]."""
+        if len(self.lm_heads) == 1:  # one product reads a shared W2 once, not K times
+            return self.lm_heads[0](torch.stack([block(hidden) for block in self.blocks]))
+        return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)])
+
+    def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
+        """See ``HeadStack``; the tokens before are not read."""
+        return self.blocks[head](as_parameters(self.blocks[head], hidden))
+
+    def addend(self, before: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of the Markov bias after the last of these tokens; None for heads without one."""
+        markov = self.markov_head
+        return None if markov is None else (markov.markov_w1(before[:, -1]), markov.markov_w2.weight)
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
+        """See ``HeadStack``."""
+        return tree_tokens(self(hidden), last, tree, self.markov_head, ids)
+
+
+class HydraBlock(nn.Module):
+    """x -> R x + SiLU(A x), [..., H + W] -> [..., H]: x is a state [H] and embeddings [W] behind it.
+
+    R starts as the map to the state, and A at 0: an untrained block returns the state, as an untrained Medusa block.
+    """
+
+    def __init__(self, hidden_size: int, width: int):
+        super().__init__()
+        self.residual = nn.Linear(hidden_size + width, hidden_size, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(hidden_size + width, hidden_size, bias=False)])
+        nn.init.eye_(self.residual.weight)
+        nn.init.zeros_(self.layers[0].get_parameter("weight"))
+
+    def forward(self, both: Tensor) -> Tensor:
+        hidden = self.residual(both)
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(both))
+        return hidden
+
+
+class HydraHeads(HeadStack):
+    """K heads; head i (from 0) predicts token t+2+i from x = [h_t; E(x_{t+1}); ...; E(x_{t+1+i})]: W2(R x + SiLU(A x)).
+
+    Hydra (Ankner et al. 2024, arXiv 2402.05109). Parameters are ``blocks.i.residual.weight``,
+    ``blocks.i.layers.0.weight`` and ``lm_heads.i.weight``; the embeddings are the target's and no parameter.
+
+    Args:
+        lm_head, shared: see ``HeadStack``. heads: K.
+        embedding: the target's, [V, D]; it is not copied.
+    """
+
+    def __init__(self, lm_head: Tensor, heads: int, embedding: Tensor, shared: bool = False):
+        width, wide = lm_head.shape[1], embedding.shape[1]
+        super().__init__(lm_head, [HydraBlock(width, (i + 1) * wide) for i in range(heads)], shared)
+        self.embedding: Tensor
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+
+    def states(self, head: int, hidden: Tensor, before: Tensor) -> Tensor:
+        """See ``HeadStack``."""
+        embedded = F.embedding(before, self.embedding).flatten(-2).to(hidden.dtype)
+        return self.blocks[head](as_parameters(self.blocks[head], torch.cat((hidden, embedded), -1)))
+
+    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[TreePath], ids: Tensor | None = None) -> Tensor:
+        """See ``HeadStack``; each node's children follow from the tokens on its path."""
+
+        def following(level: int, before: Tensor) -> Tensor:
+            every = hidden[:, None].expand(-1, before.shape[1], -1)
+            return self.lm_heads[level % len(self.lm_heads)](self.states(level, every, before))
+
+        return grown_tokens(following, last, tree, ids)
+
+
+@dataclass
+class HeadsLoss:
+    """The loss of heads: Σ_i decay^i · D(p at t+1+i ‖ head i at t), one head's logits at a time.
+
+    ``chunked_loss`` takes each head's gradient to its states before the next head's logits are made; the
+    trunk's backward pass runs once, with the heads' sum.
+
+    Head i reads the state at t, and where it reads tokens the text's t+1 to t+1+i, and predicts token t+2+i. The target
+    of its objective is what the frozen base model predicts at t+1+i, or for ``ce`` the token itself. With a trained
+    trunk (Medusa-2) ``preserve``·KL(base's next-token distribution ‖ the trunk's) keeps the model what it was.
+
+    Attributes:
+        objective: what each head minimises. decay: λ of the weights λ^i.
+        preserve: weight of the KL of a trunk that has a method injected.
+    """
+
+    objective: Objective
+    decay: float = 0.8
+    preserve: float = 5.0
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum over tokens and heads."""
+        ids, mask, weights = inputs["input_ids"], inputs["attention_mask"], inputs["weights"]
+        headed = unwrapped(model)
+        base_weight, trained = head_weight(headed).detach(), is_injected(headed.trunk)
+        if trained:
+            hidden = last_hidden(model, ids, mask)
+            with disabled(headed.trunk):
+                base = frozen_hidden(headed.trunk, ids, mask)
+        else:
+            # The heads alone train: no graph goes into the trunk, which is read as it will decode. The gradient mode
+            # stays on, because DDP prepares to gather gradients only then.
+            with eval_mode(model):
+                hidden = base = last_hidden(model, ids, mask).detach()
+        total, drafted = hidden.new_zeros(()), continued(inputs)
+        n = ids.shape[1]
+        for i, (_, weight) in enumerate(headed.heads):
+            ahead = i + 1
+            if n - ahead < 2:
+                continue
+            # Place t counts if its prediction, that of place t+1+i, does and the prompt has been read.
+            places = drafted[:, : n - ahead] & (weights[:, ahead:] > 0)
+            if not places.any():
+                continue
+            before = known_tokens(ids, ahead)[places]
+            states = headed.heads.states(i, hidden[:, : n - ahead][places], before)
+            if self.objective.name == "ce":
+                target, target_head = following(ids)[:, ahead:][places], None
+            else:
+                target, target_head = base[:, ahead:][places], base_weight
+            mean = chunked_loss(
+                states,
+                weight,
+                target,
+                target_head,
+                self.objective.name,
+                settings=self.objective.settings,
+                addend=headed.heads.addend(before),
+            )
+            total = total + self.decay**i * mean * len(states)
+        if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
+            total = total + 0 * sum(p.sum() for p in headed.heads.parameters())
+        if trained:
+            places = weights > 0
+            kept = chunked_loss(hidden[places], base_weight, base[places], base_weight, "kl")
+            total = total + self.preserve * kept * places.sum()
+        return total
+
+
+def known_tokens(ids: Tensor, ahead: int) -> Tensor:
+    """Return the ``ahead`` tokens after each place of texts [b, n] that has them, [b, n - ahead, ahead]."""
+    return ids[:, 1:].unfold(1, ahead, 1)
+
+
+@torch.no_grad()
+def measure_heads(model: HeadedModel, data: Dataset, batch_size: int = 16) -> tuple[list[Acceptance], Acceptance]:
+    """Return the acceptance of each head by the base model, and of the model as trained by the base model.
+
+    Head i's prediction at place t, of token t+2+i, is compared with the base model's at t+1+i; examples too
+    short for a head have no predictions of it. The second is exactly 1 everywhere with a frozen trunk; with a
+    trained one it measures how much of the model is preserved: the tokens of a collapsed trunk are easy to predict.
+    """
+    head, count = head_weight(model), model.heads.depth
+    sums = torch.zeros(count + 1, 4, len(data), dtype=torch.float64)
+    for rows, places, ids, mask in batches(data, batch_size, head.device):
+        hidden = frozen_hidden(model, ids, mask)
+        base = hidden
+        if is_injected(model.trunk):
+            with disabled(model.trunk):
+                base = frozen_hidden(model, ids, mask)
+        for i in range(count):
+            both = places[:, : -(i + 1)] & places[:, i + 1 :]
+            late = base[:, i + 1 :][both]
+            early, weight = model.heads.product(i, hidden[:, : -(i + 1)][both], known_tokens(ids, i + 1)[both])
+            add_rates(sums[i], rows[both.nonzero()[:, 0].cpu()], late, early, head, weight)
+        kept = rows[places.nonzero()[:, 0].cpu()]
+        add_rates(sums[-1], kept, base[places], hidden[places], head, head)
+    *heads, trunk = (Acceptance(*part) for part in sums)
+    return heads, trunk
+
+
+@torch.no_grad()
+def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dataset, batch_size: int) -> RankRates:
+    """Return how often the choice of each rank is the model's own greedy token, head by head.
+
+    Head i counts at a place where the right tokens of all earlier heads were among their choices and are the text's
+    own: there a tree can reach it. Heads that read tokens read the text's.
+
+    Args:
+        model: the target as served. heads: on it, as they draft.
+        data: held-out rows as ``continuations.make_dataset`` makes them.
+    """
+    inner = heads.heads if isinstance(heads, ReducedHeads) else heads
+    width = min(RANKS, len(inner.lm_heads[0].get_parameter("weight")))
+    right, tried = torch.zeros(inner.depth, width, dtype=torch.float64), torch.zeros(inner.depth, dtype=torch.float64)
+    head = head_weight(model)
+    for _, places, ids, mask in batches(data, batch_size, head.device):
+        hidden = frozen_hidden(model, ids, mask)
+        own = greedy_tokens(hidden, head)
+        alive = places[:, :-1]
+        for i in range(inner.depth):
+            n = ids.shape[1] - i - 1
+            if n < 1:
+                break
+            # The token before is known, or it is what the head before had to find.
+            alive = alive[:, :n] & places[:, i + 1 :]
+            if i:
+                alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
+            hits = _hits(heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive])
+            right[i] += hits.sum(0).cpu().double()
+            tried[i] += len(hits)
+            alive = alive.masked_scatter(alive, hits.any(-1))
+    return RankRates.counted(right.tolist(), tried.tolist())
+
+
+def _hits(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
+    """Return which of a head's best choices are right: [T, H], [T, i + 1], [T] -> booleans [T, ranks]."""
+    inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
+    features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
+    return right_choices(features, weight, right, ids)
+
+
+_SIZES = ("truncated_vocab_size", "hidden_size", "num_heads", "vocab_size")
+
+Read = Callable[[Path], HeadStack | ReducedHeads]
+
+Make = Callable[[dict[str, Json], Tensor, int, bool, int], HeadStack]
+"""(configuration, blank W2 [V_d, H], K, whether W2 is shared, V) -> heads of these sizes."""
+
+
+def write_medusa(heads: HeadStack, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
+    """Write Medusa heads as ``write_heads`` does.
+
+    A Markov bias is ``markov_head.markov_w1.weight`` [V, r] and ``markov_head.markov_w2.weight`` [V_d, r], with
+    ``markov_rank`` in the configuration.
+    """
+    assert isinstance(heads, MedusaHeads)
+    config: dict[str, Json] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "medusa_fc_bias": any(name.endswith(".bias") for name in heads.state_dict()),
+        "markov_rank": None if heads.markov_head is None else heads.markov_head.markov_w1.embedding_dim,
+    }
+    return write_heads(heads, config, out, read_medusa, tokens=tokens, overwrite=overwrite)
+
+
+def write_heads(
+    heads: HeadStack,
+    config: dict[str, Json],
+    out: Path,
+    read: Read,
+    *,
+    tokens: Tensor | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write heads, and check the round trip key for key.
+
+    Keys are those of the heads' parameters; for a reduced vocabulary also ``token_map``, with ``truncated_vocab_size``
+    in the configuration. A shared W2 is written once, with ``original_lm_head`` in the configuration.
+
+    Args:
+        config: what their configuration has beside sizes. read: reads the directory back.
+        tokens: ids of the reduced vocabulary, [V_d]; None for all.
+
+    Raises:
+        PeftlabError: the files differ from the heads.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    vocab_size, hidden_size = tensors["lm_heads.0.weight"].shape
+    if tokens is not None and len(tokens) < vocab_size:
+        tensors = reduce_heads(tensors, tokens)
+    sizes: dict[str, Json] = {
+        "num_heads": heads.depth,
+        "num_hidden_layers": 1,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": len(tensors["lm_heads.0.weight"]),
+        "original_lm_head": len(heads.lm_heads) < heads.depth,
+    }
+    with staged_directory(out, "model", overwrite=overwrite) as staging:
+        write_tensors(staging / "model.safetensors", tensors, {"format": "pt"})
+        write_json(staging / "config.json", config | sizes)
+        read(staging)
+        back, _ = read_tensors(staging / "model.safetensors")
+        if any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
+            raise PeftlabError(f"{out}: what was written is not what was trained; nothing was left behind")
+    return out
+
+
+def read_medusa(directory: str | Path) -> HeadStack | ReducedHeads:
+    """Return the heads in a directory that ``write_medusa`` wrote; see ``read_heads``."""
+    file = Path(directory) / "config.json"
+
+    def make(config: dict[str, Json], blank: Tensor, count: int, shared: bool, vocabulary: int) -> HeadStack:
+        rank = None if config.get("markov_rank") is None else member(config, "markov_rank", int, file)
+        if rank is not None and not 1 <= rank < 2**31:
+            raise PeftlabError(f"{file}: markov_rank is {rank}, not that of the heads beside it")
+        return MedusaHeads(blank, count, bool(config.get("medusa_fc_bias", False)), shared, rank, vocabulary)
+
+    return read_heads(directory, "medusa", make)
+
+
+def read_heads(directory: str | Path, model_type: str, make: Make) -> HeadStack | ReducedHeads:
+    """Return the heads in a directory; every key is used exactly once.
+
+    Raises:
+        PeftlabError: the configuration is of another type, or a key is missing or unknown.
+    """
+    directory = Path(directory)
+    file = directory / "config.json"
+    config = read_object(file)
+    if config.get("model_type") != model_type:
+        raise PeftlabError(f"{directory}: model_type is {config.get('model_type')!r}, not {model_type}")
+    tensors, _ = read_tensors(directory / "model.safetensors")
+    rows, width, count, vocabulary = (member(config, key, int, file) for key in _SIZES)
+    if min(rows, width) < 1 or max(rows, width) >= 2**31 or not 1 <= count <= len(tensors):
+        raise PeftlabError(f"{file}: {', '.join(_SIZES[:3])} are not those of the heads beside it")
+    with torch.device("meta"):
+        blank = nn.Parameter(torch.empty(rows, width))
+        heads = make(config, blank, count, bool(config.get("original_lm_head", False)), vocabulary)
+    reduced = rows < vocabulary
+    expected = set(heads.state_dict()) | ({"token_map"} if reduced else set())
+    if expected != set(tensors):
+        odd = sorted(expected ^ set(tensors))
+        raise PeftlabError(f"{directory}: keys that do not fit its configuration: {', '.join(odd[:5])}")
+    tokens = tensors.pop("token_map", None)
+    for name, parameter in heads.state_dict().items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, its configuration says {tuple(parameter.shape)}"
+            raise PeftlabError(f"{directory}: {name} has shape {shapes}")
+    heads.load_state_dict(tensors, assign=True)
+    heads.ranks = read_rates(config.get(KEY), file)
+    return heads.eval() if tokens is None else ReducedHeads(heads, tokens, vocabulary).eval()
+
+
+def write_ranks(directory: Path, ranks: RankRates) -> None:
+    """Store with the heads in ``directory`` how often their choices are right, as ``rank_acceptance``."""
+    config = read_object(directory / "config.json")
+    write_json(directory / "config.json", {**config, KEY: rates_on_disk(ranks)})
+
+
+def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
+    """Raise ``PeftlabError`` for heads of another vocabulary or width than the target's."""
+    config, (rows, width) = read_object(Path(directory) / "config.json"), head_weight(target).shape
+    tokens, states = config.get("vocab_size"), config.get("hidden_size")
+    if (tokens, states) != (rows, width):
+        raise PeftlabError(
+            f"{directory}: heads for states of {states} and {tokens} tokens, but the target has {width} and {rows}"
+        )
+
+
+def write_hydra(heads: HydraHeads, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
+    """Write heads without the target's embeddings; arguments as for ``medusa.head_files.write_heads``."""
+    config: dict[str, Json] = {
+        "architectures": ["HydraModel"],
+        "model_type": "hydra",
+        "embedding_size": heads.embedding.shape[1],
+    }
+    return write_heads(
+        heads, config, out, lambda place: read_hydra(place, heads.embedding), tokens=tokens, overwrite=overwrite
+    )
+
+
+def read_hydra(directory: str | Path, embedding: Tensor) -> HeadStack | ReducedHeads:
+    """Return the heads in a directory; see ``medusa.head_files.read_heads``.
+
+    Args:
+        embedding: the target's, [V, D].
+
+    Raises:
+        PeftlabError: they read embeddings of another width or vocabulary.
+    """
+
+    def make(config: dict[str, Json], blank: Tensor, count: int, shared: bool, vocabulary: int) -> HydraHeads:
+        stored = (vocabulary, config.get("embedding_size"))
+        if stored != tuple(embedding.shape):
+            raise PeftlabError(
+                f"{directory}: heads that read embeddings of {stored[0]} tokens and width {stored[1]}, but the target "
+                f"has {embedding.shape[0]} of {embedding.shape[1]}"
+            )
+        return HydraHeads(blank, count, embedding, shared)
+
+    return read_heads(directory, "hydra", make)

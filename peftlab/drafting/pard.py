@@ -1,0 +1,288 @@
+"""A draft model that writes several tokens in one pass, reading masks in their place (PARD, arXiv 2504.18583)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from peftlab.decoding.cache import additive
+from peftlab.decoding.parallel_drafters import Masks
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches
+from peftlab.drafting.base import says
+from peftlab.drafting.export import check_plain, copy_plain
+from peftlab.drafting.losses import Inputs, chunked_loss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, unwrapped
+from peftlab.drafting.text import continued, following
+from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object, write_json
+from peftlab.methods.modes import eval_mode
+
+
+def drawn_places(count: int, length: int, retain: float, least: float) -> list[Tensor]:
+    """Return which places keep a row with i masks, for i = 0, ..., length - 1: conditional dropping (COD).
+
+    Of ``count`` places i = 0 keeps all; a later i keeps ⌊count · max(retain^i, least)⌋ drawn from the places after
+    those that i - 1 keeps, or all of these where there are fewer. So every row's masks before its last one are rows,
+    too.
+    Randomness comes from torch's global generator, whose state checkpoints contain.
+
+    Returns:
+        For each i its places, rising.
+    """
+    kept = [torch.arange(count)]
+    for i in range(1, length):
+        possible = kept[-1] + 1
+        possible = possible[possible < count]
+        wanted = math.floor(count * max(retain**i, least) + 1e-9)  # 100 · 0.7² is a little less than 49
+        drawn = torch.randperm(len(possible))[:wanted]
+        kept.append(possible[drawn].sort().values)
+    return kept
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """Rows of masks behind the texts of a batch.
+
+    Row (i, t) stands at position t, is the i-th of i masks behind the text up to t - i, and predicts token t + 1.
+
+    Attributes:
+        depth: i of each row, [b, R]; 0 where there is no row. place: t of each row, [b, R].
+    """
+
+    depth: Tensor
+    place: Tensor
+
+    @classmethod
+    def drawn(cls, continued: Tensor, length: int, retain: float, least: float) -> MaskRows:
+        """Draw rows behind the places of a batch that are above 0 [b, n], one run of places a text."""
+        depths, places = [], []
+        for line in continued.cpu() > 0:
+            first, count = int(line.int().argmax()), int(line.sum())
+            kept = drawn_places(count, length, retain, least)[1:]
+            places.append(torch.cat([torch.zeros(0, dtype=torch.long), *(first + each for each in kept)]))
+            depths.append(torch.cat([torch.zeros(0, dtype=torch.long), *map(torch.full_like, kept, range(1, length))]))
+        depth, place = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (depths, places))
+        return cls(depth.to(continued.device), place.to(continued.device))
+
+    def visible(self, n: int) -> Tensor:
+        """Return what each of n tokens and R rows sees of them, [b, n + R, n + R] booleans.
+
+        A row sees the text up to t - i and the masks (1, t - i + 1) to (i, t): itself and those before it.
+        """
+        b, rows = self.depth.shape
+        anchor = torch.where(self.depth > 0, self.place - self.depth, -1)  # no row: sees its like alone
+        text = torch.arange(n, device=anchor.device)
+        seen = torch.zeros(b, n + rows, n + rows, dtype=torch.bool, device=anchor.device)
+        seen[:, :n, :n] = text <= text[:, None]
+        seen[:, n:, :n] = text <= anchor[..., None]
+        seen[:, n:, n:] = (anchor[:, None] == anchor[..., None]) & (self.depth[:, None] <= self.depth[..., None])
+        return seen
+
+
+def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
+    """Return the highest of ``size`` token ids that no text contains, as a mask.
+
+    Rows of the LM head past the tokenizer's tokens come first, then special tokens, which text seldom contains.
+
+    Raises:
+        PeftlabError: the texts contain every token.
+    """
+    used = {token for text in texts for token in text}
+    free = next((token for token in reversed(range(size)) if token not in used), None)
+    if free is None:
+        raise PeftlabError("draft.mask_token: the training text contains every token; name one to use as the mask")
+    return free
+
+
+def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int | Tensor) -> Tensor:
+    """Return the states that the LM head reads of texts [b, n], padded on the right, and of the rows: [b, n + R, H].
+
+    Args:
+        mask: the token that the rows read, or each row's own [b, R].
+    """
+    b, n = ids.shape
+    tokens = torch.cat((ids, mask if isinstance(mask, Tensor) else torch.full_like(rows.depth, mask)), 1)
+    positions = torch.cat((torch.arange(n, device=ids.device).expand(b, -1), rows.place), 1)
+    bare = unwrapped(model)
+    return forward_hidden(model, tokens, _as_model(bare.config, rows.visible(n), positions, bare.dtype), positions)[-1]
+
+
+def _as_model(
+    config: PretrainedConfig, visible: Tensor, positions: Tensor, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None] | None:
+    """Return a mask as models of transformers take it, or one for each type of layer, with the model's windows."""
+    text = config.get_text_config(decoder=True)
+    window, types = getattr(text, "sliding_window", None), set(getattr(text, "layer_types", None) or ())
+
+    def within(window: int | None) -> Tensor | None:
+        near = visible if window is None else visible & (positions[..., None] - positions[:, None] < window)
+        return additive(near[:, None], dtype)
+
+    if len(types) > 1:
+        return {"full_attention": within(None), "sliding_attention": within(window)}
+    return within(None if types == {"full_attention"} else window)
+
+
+@torch.no_grad()
+def check_parallel(model: nn.Module, kind: str = "pard", tolerance: float = 1e-3) -> None:
+    """Refuse a model whose rows of masks are not what it computes with the masks appended to the text.
+
+    Args:
+        kind: of the draft, for messages.
+
+    Raises:
+        PeftlabError: it does not take the mask or the positions that such rows need.
+    """
+    size = len(head_weight(model))
+    ids = torch.arange(1, 7, device=head_weight(model).device)[None] % size
+    rows = MaskRows.drawn(torch.ones(1, 6), 3, 1.0, 1.0)
+    depth, place = (each.to(ids.device) for each in (rows.depth, rows.place))
+    name, at = type(model).__name__, 3  # the row of two masks behind the first ``at`` tokens
+    with eval_mode(model):
+        try:
+            found = parallel_states(model, ids, MaskRows(depth, place), 0)[0, 6:]
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as fault:
+            raise PeftlabError(
+                f"draft.kind {kind}: {name} does not read rows of masks beside a text: {fault}"
+            ) from fault
+        appended = torch.cat((ids[:, :at], torch.zeros_like(ids[:, :2])), 1)
+        wanted = forward_hidden(model, appended, torch.ones_like(appended))[-1][0, -1]
+    mine = found[(depth[0] == 2) & (place[0] == at + 1)][0]
+    gap = float((mine.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6))
+    if gap > tolerance * (30 if wanted.dtype != torch.float32 else 1):
+        raise PeftlabError(
+            f"draft.kind {kind}: {name} computes other states for rows of masks than with the masks appended (off by "
+            f"{gap:.1e} of the largest): it places tokens by their order. Train draft: {{kind: model}} for it"
+        )
+
+
+@dataclass
+class PardLoss:
+    """The objective at every token of the continuations and at rows of masks, against the target's own at its place.
+
+    Row (i, t) is behind i masks (``mask_rows.MaskRows``), and i = 0 is the text: with K = 1 it is ``PairLoss``. All
+    rows count alike, however many were dropped.
+
+    Attributes:
+        objective: what is minimised. target: a frozen causal language model.
+        length: K. retain, least: see ``mask_rows.drawn_places``. mask: gives the token that rows read; it is known
+            when the training text is.
+        rewrite: exchanges some rows for continuations of the draft's own; None for none.
+    """
+
+    objective: Objective
+    target: nn.Module
+    length: int
+    retain: float
+    least: float
+    mask: Callable[[], int]
+    rewrite: Callable[[nn.Module, Inputs], Inputs] | None = None
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the sum over tokens and rows."""
+        if self.rewrite is not None:
+            inputs = self.rewrite(model, inputs)
+        ids, weights = inputs["input_ids"], inputs["weights"]
+        rows = MaskRows.drawn(continued(inputs), self.length, self.retain, self.least)
+        states = parallel_states(model, ids, rows, self.mask())
+        places, masked = weights > 0, rows.depth > 0
+
+        def each(values: Tensor) -> Tensor:
+            """Return the values [b, n, ...] at the places of tokens and rows, [T, ...]."""
+            which = torch.arange(len(values), device=values.device)[:, None].expand_as(rows.place)
+            return torch.cat((values[places], values[which[masked], rows.place[masked]]))
+
+        mine = torch.cat((states[:, : ids.shape[1]][places], states[:, ids.shape[1] :][masked]))
+        if self.objective.name == "ce":
+            target, head = each(following(ids)), None
+        else:
+            target, head = each(frozen_hidden(self.target, ids, inputs["attention_mask"])), head_weight(self.target)
+        shares = each(weights)
+        loss = chunked_loss(
+            mine, head_weight(model), target, head, self.objective.name, shares, settings=self.objective.settings
+        )
+        return loss * shares.sum()
+
+
+@torch.no_grad()
+def measure_depths(
+    target: nn.Module, draft: nn.Module, data: Dataset, length: int, mask: int, batch_size: int = 16
+) -> list[Acceptance]:
+    """Return the acceptance of the tokens behind 0, 1, ..., ``length`` - 1 masks on the continuations of ``data``."""
+    sums = torch.zeros(length, 4, len(data), dtype=torch.float64)
+    heads = head_weight(target), head_weight(draft)
+    for numbers, places, ids, attention in batches(data, batch_size, heads[0].device):
+        state = torch.random.get_rng_state()
+        rows = MaskRows.drawn(places.float(), length, 1.0, 1.0)
+        torch.random.set_rng_state(state)  # nothing is dropped: what training draws must not change
+        with eval_mode(draft):
+            states = parallel_states(draft, ids, rows, mask)
+        own, n = frozen_hidden(target, ids, attention), ids.shape[1]
+        add_rates(sums[0], numbers[places.nonzero()[:, 0].cpu()], own[places], states[:, :n][places], *heads)
+        for i in range(1, length):
+            here = rows.depth == i
+            which = here.nonzero()[:, 0]
+            add_rates(sums[i], numbers[which.cpu()], own[which, rows.place[here]], states[:, n:][here], *heads)
+    return [Acceptance(*part) for part in sums]
+
+
+_TYPE = "pard"  # the value of spd_type, as its authors write it
+
+
+def write_masks(directory: Path, masks: Masks) -> None:
+    """Name the mask in the configuration of a model, as ``pard_token``, which vLLM reads; and K."""
+    config = read_object(directory / "config.json")
+    added = {"pard_token": masks.token, "spd_type": _TYPE, "pard_length": masks.length}
+    write_json(directory / "config.json", {**config, **added})
+
+
+def is_pard(directory: str | Path) -> bool:
+    """Whether a directory contains a model whose configuration names a mask."""
+    return says(directory, "spd_type", _TYPE)
+
+
+def read_masks(directory: str | Path) -> Masks:
+    """Return what ``write_masks`` has written; of the files of others, which name no K, 8 tokens.
+
+    Raises:
+        PeftlabError: it is no token of the model, or no number.
+    """
+    file = Path(directory) / "config.json"
+    config = read_object(file)
+    token, size = member(config, "pard_token", int, file), member(config, "vocab_size", int, file)
+    length = member(config, "pard_length", int, file) if "pard_length" in config else 8
+    if not 0 <= token < size or length < 1:
+        raise PeftlabError(f"{file}: pard_token {token} and pard_length {length} are not those of {size} tokens")
+    return Masks(token, length)
+
+
+@dataclass(frozen=True)
+class PardExport:
+    """See ``kinds.base.Exporting``; vLLM alone drafts so.
+
+    Attributes:
+        place: the model's directory.
+    """
+
+    place: Path
+
+    def write(self, target: str, directory: Path, gamma: int) -> float:
+        masks = read_masks(self.place)
+        masks.check_gamma(gamma)
+        check_plain(self.place, target, "vllm")
+        return copy_plain(self.place, directory)
+
+    def command(self, target: str, directory: str, gamma: int) -> str:
+        settings = {"method": "draft_model", "model": directory, "num_speculative_tokens": gamma}
+        speculative = json.dumps(settings | {"parallel_drafting": True})
+        return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"

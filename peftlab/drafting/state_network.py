@@ -1,0 +1,652 @@
+"""Networks on the target's states: their parts, training on their own output, and what their files share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from peftlab.checkpoints.tensors import map_tensors, write_tensors
+from peftlab.decoding.trees import RankRates
+from peftlab.drafting.acceptance import RANKS, Acceptance, add_rates, batches, greedy_tokens, right_choices
+from peftlab.drafting.losses import chunked_loss
+from peftlab.drafting.objectives import Objective
+from peftlab.drafting.states import forward_hidden, head_weight, unwrapped
+from peftlab.drafting.text import continued, weights_digest, written_once
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, member, replacing
+from peftlab.methods.modes import eval_mode
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [b, heads, n, D], keys and values [b, kv_heads, n, D] of new rows -> what they read, [b, heads, n, D]."""
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """The sizes of a network, those of a layer of a Llama.
+
+    Attributes:
+        features: layers of the target, rising, whose entering states are fused.
+        theta: base of the rotary angles. eps: of the norms. limit: positions of the target.
+        norm_before_fc: the target's states are normed together before ``fc``. fc_norm: each is normed on its own.
+        norm_before_residual: the residual of the layer is the normed state, which attention reads, too.
+        norm_output: the next row reads the output after the final norm, as the LM head does.
+        window: how many tokens the layer was trained to see; None: all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    limit: int
+    features: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    window: int | None = None
+
+
+def usual_features(layers: int) -> tuple[int, ...]:
+    """Return which of the target's layers give their entering states: 2, L/2 and L - 3, spread out below 7 layers."""
+    three = (2, layers // 2, layers - 3) if layers >= 7 else (layers // 4, layers // 2, layers - 1)
+    return tuple(sorted(set(three)))
+
+
+def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None) -> EagleShape:
+    """Return the sizes of a network for a target: those of its own layers, where it names them as a Llama does."""
+    config = target.get_text_config(decoder=True)
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:  # a state-space model, whose ``head_dim`` is not that of an attention
+        heads, head_dim = max(1, width // 64), None
+    else:
+        head_dim = getattr(config, "head_dim", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    return EagleShape(
+        vocab_size=config.vocab_size,
+        hidden_size=width,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * width,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim or width // heads,
+        eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
+        theta=float(theta),
+        limit=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 2048,
+        features=features or usual_features(config.num_hidden_layers),
+    )
+
+
+class RMSNorm(nn.Module):
+    """h / rms(h) · w, the root mean square in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+
+
+class LayerAttention(nn.Module):
+    """Attention of a layer.
+
+    Args:
+        width: of what queries, keys and values are read from. norms: whether queries and keys of each head are normed.
+    """
+
+    def __init__(self, shape: EagleShape, width: int, *, norms: bool = False):
+        super().__init__()
+        self.head_dim = shape.head_dim
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(width, wide, bias=False)
+        self.k_proj = nn.Linear(width, narrow, bias=False)
+        self.v_proj = nn.Linear(width, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(shape.head_dim, shape.eps) if norms else nn.Identity() for _ in ("queries", "keys")
+        )
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        b, n = hidden.shape[:2]
+        q, k, v = (
+            project(hidden).view(b, n, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        seen = attend(_rotated(self.q_norm(q), *rotation), _rotated(self.k_norm(k), *rotation), v)
+        return self.o_proj(seen.transpose(1, 2).reshape(b, n, -1))
+
+
+class LayerMLP(nn.Module):
+    """down(SiLU(gate h) · up h)."""
+
+    def __init__(self, shape: EagleShape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class StateNetwork(nn.Module):
+    """What drafts from the target's states with frozen rows of its LM head, token by token on its own output.
+
+    Row t reads token t + 1 and a state of the target, or in its place the output of row t - 1; its output is the state
+    of the next row and gives the logits of token t + 2.
+
+    Args:
+        shape: sizes. embedding: the target's, [V, H]. head: rows of the target's LM head, [V_d, H], frozen.
+        tokens: whose rows they are, rising, [V_d]; None for all.
+
+    Attributes:
+        norm: between an output and the LM head. ranks: how often each choice is right at each depth, as measured; None:
+            not measured.
+    """
+
+    ranks: RankRates | None = None
+    norm: nn.Module
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, head: Tensor, tokens: Tensor | None = None):
+        super().__init__()
+        self.shape, self.features, self.vocab_size = shape, shape.features, shape.vocab_size
+        self.lm_head = nn.Linear(shape.hidden_size, len(head), bias=False, device="meta")
+        self.embedding: Tensor
+        self.tokens: Tensor | None
+        self.angles: Tensor
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        halves = torch.arange(0, shape.head_dim, 2, device=embedding.device) / shape.head_dim
+        self.register_buffer("angles", shape.theta ** -halves.float(), persistent=False)
+        self.register_buffer("tokens", None, persistent=False)
+        self.draft_only(head, tokens)
+
+    def draft_only(self, head: Tensor, tokens: Tensor | None) -> None:
+        """Draft ``tokens`` [V_d] alone, with these rows [V_d, H] of the LM head; None for all."""
+        self.lm_head.weight = nn.Parameter(head.detach(), requires_grad=False)
+        self.lm_head.out_features = len(head)
+        self.tokens = tokens
+
+    def parts_to(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Convert the layer, its norms and the rows of the LM head; the embeddings stay as the target has them."""
+        for part in self.children():
+            part.to(device, dtype)
+
+    def round(self) -> None:
+        """Convert to bfloat16, in which drafts are stored: their steps then read half the bytes.
+
+        Rows of the LM head that bfloat16 would round stay as the target has them.
+        """
+        head = self.lm_head.weight.detach()
+        self.parts_to(torch.bfloat16)
+        if not torch.equal(self.lm_head.weight.to(head.dtype), head):
+            self.draft_only(head, self.tokens)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the rows of the LM head, which no method takes for a linear map of the layer."""
+        return self.lm_head
+
+    def draft_ids(self, ids: Tensor) -> Tensor:
+        """Return the places of token ids among ``tokens``, -1 for those that cannot be drafted."""
+        if self.tokens is None:
+            return ids
+        places = torch.full((self.vocab_size,), -1, device=ids.device)
+        places[self.tokens] = torch.arange(len(self.tokens), device=ids.device)
+        return places[ids]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.lm_head.weight.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the states that are read for the target's, [..., F] -> [..., H]."""
+        raise NotImplementedError
+
+    def layer(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the outputs of rows that read these embeddings and states, [b, n, H] each."""
+        raise NotImplementedError
+
+    def rows(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the outputs of rows that read these tokens [b, n] and states [b, n, H] at [b or 1, n], [b, n, H]."""
+        embedded = F.embedding(tokens, self.embedding).to(states.dtype)
+        return self.layer(embedded, states, self._rotation(positions, states.dtype), attend)
+
+    def read_by_head(self, states: Tensor) -> Tensor:
+        """Return what the LM head reads of outputs, [..., H] -> [..., H]."""
+        return self.norm(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of ``tokens``, [..., H] -> [..., V_d]."""
+        return self.lm_head(self.read_by_head(states))
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [b or 1, 1, n, D]."""
+        angles = (positions[:, None, :, None].float() * self.angles).repeat(1, 1, 1, 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class EagleModel(nn.Module):
+    """A frozen target and the network on its states, as they train together."""
+
+    def __init__(self, trunk: PreTrainedModel, network: StateNetwork):
+        super().__init__()
+        self.trunk, self.network = trunk, network
+
+    def forward(self, known: Tensor | None = None, **inputs: object) -> ModelOutput | Tensor:
+        """Return what the target returns, or what is known already: DDP gathers gradients after a forward pass only."""
+        return self.trunk(**inputs) if known is None else known
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the target's LM head."""
+        return self.trunk.get_output_embeddings()
+
+
+@dataclass
+class StepAttention:
+    """Attention of the training-time test, called once for each step.
+
+    Row t of step k sees the keys of step 0 up to its own position, and its own rows of steps 1 to k: what it would see
+    when it drafts its k + 1st token after the target has read t tokens. Rows are padded on the right, so that no row of
+    a text sees padding.
+    """
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, n, D], k and v [b, kv_heads, n, D] -> [b, heads, n, D]."""
+        groups = q.shape[1] // k.shape[1]
+        self.keys.append(k.repeat_interleave(groups, 1))
+        self.values.append(v.repeat_interleave(groups, 1))
+        first, *own = self.keys
+        if not own:
+            return F.scaled_dot_product_attention(q, first, self.values[0], is_causal=True)
+        n, q = q.shape[2], q * q.shape[-1] ** -0.5
+        later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        earlier = (q @ first.mT).masked_fill(later, -torch.inf)  # [b, heads, n, n]
+        mine = torch.stack([(q * key).sum(-1) for key in own], -1)  # [b, heads, n, k]
+        shares = torch.cat((earlier, mine), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        seen = shares[..., :n] @ self.values[0]
+        for step, value in enumerate(self.values[1:]):
+            seen = seen + shares[..., n + step, None] * value
+        return seen
+
+
+def unroll(network: StateNetwork, features: Tensor, ids: Tensor, steps: int) -> Iterator[Tensor]:
+    """Yield the outputs [b, n, H] of each step of the training-time test.
+
+    In step k row t reads token t + 1 + k of the text, at position t + k, and its own output of the step before: step 0
+    reads the target's states. Its output predicts token t + 2 + k.
+
+    Args:
+        features: the target's states, [b, n, F]. ids: the text, [b, n].
+    """
+    attend, states = StepAttention(), network.fuse(features)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    for k in range(steps):
+        tokens = F.pad(ids[:, k + 1 :], (0, min(k + 1, ids.shape[1])))
+        states = network.rows(tokens, states, positions + k, attend)
+        yield states
+
+
+def predictions(places: Tensor, ahead: int) -> Tensor:
+    """Return which rows count of those that are ``ahead`` of the target's, [b, n] -> [b, n - ahead].
+
+    Row t is compared with the target's row t + ahead. It counts if that one predicts a token of the continuation, and
+    if the first token that row t drafts is one, too: drafting starts after the prompt.
+
+    Args:
+        places: which of the target's rows predict a token of the continuation, [b, n].
+    """
+    n = places.shape[1]
+    return (places[:, 1 : n - ahead + 1] > 0) & (places[:, ahead:] > 0)
+
+
+class KnownStates(Protocol):
+    """States of texts that were computed before."""
+
+    def read(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the states of a batch that ``target_states`` returns, next to each other, [b, n, F + H]."""
+        ...
+
+
+def target_states(
+    model: nn.Module, ids: Tensor, mask: Tensor, known: KnownStates | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the frozen target's states that the network reads, [b, n, F], and those its LM head reads, [b, n, H].
+
+    Gradients are on, as far as they are for the caller: DDP prepares to gather gradients only then.
+
+    Args:
+        known: where they are read from; None: the target computes them.
+    """
+    if known is not None:
+        both = model(known=known.read(ids, mask))
+        width = head_weight(model).shape[1]
+        return both[..., :-width], both[..., -width:]
+    with eval_mode(model):
+        hidden = forward_hidden(model, ids, mask)
+    network = unwrapped(model).network
+    return torch.cat([hidden[layer] for layer in network.features], -1).detach(), hidden[-1].detach()
+
+
+@dataclass
+class FeatureLoss:
+    """Σ_k decay^k · (D(p_{t+1+k} ‖ q of step k at row t) + ρ · SmoothL1), over the tokens that the network can draft.
+
+    The target's distribution is restricted to these tokens, and its logits are those of the network's own frozen rows
+    of the LM head; for ``ce`` a token of the text that cannot be drafted does not count. SmoothL1 is the mean
+    over the numbers of the states that the LM head reads, the network's and the target's: EAGLE-1's regression
+    (arXiv 2401.15077).
+
+    Attributes:
+        objective: D, what each step minimises. steps: of the training-time test. decay: of their weights.
+        regression: ρ. known: the target's states of the training text; None: it computes them.
+    """
+
+    objective: Objective
+    steps: int
+    decay: float
+    regression: float = 0.0
+    known: KnownStates | None = None
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum over tokens and steps."""
+        ids, weights = inputs["input_ids"], inputs["weights"]
+        features, final = target_states(model, ids, inputs["attention_mask"], self.known)
+        network: StateNetwork = unwrapped(model).network
+        head, drafted = network.lm_head.weight, continued(inputs)
+        total = head.new_zeros(())
+        for k, states in enumerate(unroll(network, features, ids, min(self.steps, ids.shape[1] - 1))):
+            ahead = k + 1
+            places = predictions(drafted, ahead) & (weights[:, ahead:] > 0)
+            mine, theirs = network.read_by_head(states[:, :-ahead][places]), final[:, ahead:][places]
+            if self.regression:
+                distance = F.smooth_l1_loss(mine, theirs.to(mine.dtype), reduction="sum") / mine.shape[-1]
+                total = total + self.decay**k * self.regression * distance
+            if self.objective.name == "ce":
+                labels = network.draft_ids(F.pad(ids[:, ahead + 1 :], (0, 1))[places])
+                mine, target, target_head = mine[labels >= 0], labels[labels >= 0], None
+            else:
+                target, target_head = theirs.to(head.dtype), head
+            mean = chunked_loss(mine, head, target, target_head, self.objective.name, settings=self.objective.settings)
+            total = total + self.decay**k * mean * len(mine)
+        if not total.requires_grad:  # every continuation is too short to look ahead: nothing to learn, but a graph
+            total = total + 0 * sum(p.sum() for p in network.parameters())
+        return total
+
+
+@torch.no_grad()
+def measure_features(model: EagleModel, data: Dataset, steps: int, batch_size: int = 16) -> list[Acceptance]:
+    """Return the acceptance of each step's predictions by the target, as in training: the text is read, not drafted."""
+    network, head = model.network, head_weight(model)
+    sums = torch.zeros(steps, 4, len(data), dtype=torch.float64)
+    for rows, places, ids, mask in batches(data, batch_size, head.device):
+        features, final = target_states(model, ids, mask)
+        for k, states in enumerate(unroll(network, features, ids, min(steps, ids.shape[1] - 1))):
+            both = predictions(places, k + 1)
+            mine = network.read_by_head(states[:, : -(k + 1)][both])
+            which = rows[both.nonzero()[:, 0].cpu()]
+            add_rates(sums[k], which, final[:, k + 1 :][both], mine, head, network.lm_head.weight, network.tokens)
+    return [Acceptance(*part) for part in sums]
+
+
+_PART = 32  # texts per file
+
+_BATCH = 8  # texts that the target reads together
+
+
+class StoredStates:
+    """States of texts, mapped from files: what is not read takes no memory.
+
+    Args:
+        states: [n, F + H] in bfloat16 of each text, by its n tokens: the states that the network reads, and the one
+            that the LM head reads.
+    """
+
+    def __init__(self, states: Mapping[tuple[int, ...], Tensor]):
+        self._states = states
+
+    def read(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the states of a batch of these texts, [b, n, F + H]; zeros where the mask [b, n] is 0."""
+        lines = zip(ids.tolist(), mask.sum(1).tolist(), strict=True)
+        found = pad_sequence([self._states[tuple(line[:length])] for line, length in lines], batch_first=True)
+        return F.pad(found, (0, 0, 0, ids.shape[1] - found.shape[1])).to(ids.device)
+
+
+@torch.no_grad()
+def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path, most: float) -> StoredStates:
+    """Compute what is not in ``cache`` yet, file by file, each whole; return the states of all texts.
+
+    Args:
+        cache: directory of data sets; the states are in one named by a digest of weights, layers and text.
+        most: GB (1e9 bytes) that they may take.
+
+    Raises:
+        PeftlabError: they would take more, or the disk has no room for them.
+    """
+    distinct = list(dict.fromkeys(map(tuple, texts)))
+    features = model.network.features
+    known = json.dumps([weights_digest(model.trunk), features, distinct])
+    directory = cache / f"states-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+    parts = {
+        directory / f"part-{start // _PART:06d}.safetensors": distinct[start : start + _PART]
+        for start in range(0, len(distinct), _PART)
+    }
+    each = (len(features) + 1) * head_weight(model).shape[1] * torch.bfloat16.itemsize
+    missing = {path: part for path, part in parts.items() if not path.exists()}
+    _check_room(cache, each, _tokens(parts.values()), _tokens(missing.values()), most)
+
+    def write() -> None:
+        for path in [path for path in missing if not path.exists()]:
+            with replacing(path) as temporary:
+                write_tensors(temporary, _computed(model, missing[path]), {})
+
+    written_once([*parts], write)
+    states: dict[tuple[int, ...], Tensor] = {}
+    for path, part in parts.items():
+        stored = map_tensors(path)
+        states |= {text: stored[str(i)] for i, text in enumerate(part)}
+    return StoredStates(states)
+
+
+def _tokens(parts: Iterable[Sequence[tuple[int, ...]]]) -> int:
+    return sum(len(text) for part in parts for text in part)
+
+
+def _check_room(cache: Path, each: int, tokens: int, missing: int, most: float) -> None:
+    size = f"the target's states of {tokens:,} tokens take {tokens * each / 1e9:.3g} GB ({each:,} bytes per token)"
+    if tokens * each > most * 1e9:
+        raise PeftlabError(
+            f"draft.store_gb: {size}, more than {most:g}; raise it, train on less text, or leave it out to compute the "
+            "states anew in every step"
+        )
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if missing * each > free:
+        raise PeftlabError(f"draft.store_gb: {size}, but {cache} has room for {free / 1e9:.3g} GB")
+
+
+def _computed(model: EagleModel, texts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return each text's states by its number."""
+    device = head_weight(model).device
+    found: dict[str, Tensor] = {}
+    for start in range(0, len(texts), _BATCH):
+        some = [torch.tensor(text, device=device) for text in texts[start : start + _BATCH]]
+        mask = pad_sequence([torch.ones_like(text) for text in some], batch_first=True)
+        states = torch.cat(target_states(model, pad_sequence(some, batch_first=True), mask), -1).bfloat16()
+        found |= {str(start + i): states[i, : len(text)] for i, text in enumerate(some)}
+    return found
+
+
+@torch.no_grad()
+def measure_ranks(model: EagleModel, data: Dataset, batch_size: int, depth: int) -> RankRates:
+    """Return how often the choice of each rank is the target's own greedy token, depth by depth.
+
+    Depth k counts at a place where the right tokens of all depths before were among their choices and are the text's
+    own: there a tree can reach it.
+
+    Args:
+        data: held-out rows as ``continuations.make_dataset`` makes them. depth: how many tokens ahead.
+    """
+    network, head = model.network, head_weight(model)
+    weight = network.lm_head.weight
+    right = torch.zeros(depth, min(RANKS, len(weight)), dtype=torch.float64)
+    tried = torch.zeros(depth, dtype=torch.float64)
+    for _, places, ids, mask in batches(data, batch_size, head.device):
+        features, final = target_states(model, ids, mask)
+        own, alive = greedy_tokens(final, head), torch.ones_like(places)
+        for k, states in enumerate(unroll(network, features, ids, min(depth, ids.shape[1] - 1))):
+            n = ids.shape[1] - k - 1
+            alive = alive[:, :n] & predictions(places, k + 1)
+            if k:  # the token read last is the text's, and must be the one that was right
+                alive = alive & (ids[:, k + 1 :] == own[:, k : k + n])
+            hits = right_choices(
+                network.read_by_head(states[:, :n][alive]), weight, own[:, k + 1 :][alive], network.tokens
+            )
+            right[k] += hits.sum(0).cpu().double()
+            tried[k] += len(hits)
+            alive = alive.masked_scatter(alive, hits.any(-1))
+    return RankRates.counted(right.tolist(), tried.tolist())
+
+
+WEIGHTS = "model.safetensors"
+
+FORMAT = "0.9.0"  # of speculators, whose names these are
+
+
+def token_maps(network: StateNetwork) -> dict[str, Tensor]:
+    """Return which tokens a network drafts, as it is written; nothing where it drafts all.
+
+    ``d2t`` is the target's id of each drafted token less its place, ``t2d`` which of the target's tokens are drafted.
+    """
+    if network.tokens is None:
+        return {}
+    tokens = network.tokens.cpu()
+    drafted = torch.zeros(network.vocab_size, dtype=torch.bool)
+    drafted[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
+
+
+def drafted_tokens(tensors: dict[str, Tensor], drafted: int, vocabulary: int, directory: Path) -> Tensor | None:
+    """Take ``token_maps`` out of a file's tensors; return the tokens [V_d], None for all.
+
+    Raises:
+        PeftlabError: they are not a map of ``drafted`` tokens.
+    """
+    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    tokens = None if offsets is None else offsets + torch.arange(len(offsets))
+    if (tokens is None) != (drafted == vocabulary) or (tokens is not None and len(tokens) != drafted):
+        raise PeftlabError(f"{directory}: d2t is not the map of {drafted} drafted tokens")
+    if tokens is not None:
+        rising = bool((tokens.diff() > 0).all()) and 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+        if not rising or (mask is not None and mask.nonzero().flatten().tolist() != tokens.tolist()):
+            raise PeftlabError(f"{directory}: d2t and t2d are not the same rising token ids below {vocabulary}")
+    return tokens
+
+
+def layer_config(shape: EagleShape, dtype: torch.dtype) -> dict[str, Json]:
+    """Return a network's layer as the configuration of a Llama."""
+    layer: dict[str, Json] = {
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "max_position_embeddings": shape.limit,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if shape.window is not None:
+        layer |= {"layer_types": ["sliding_attention"], "sliding_window": shape.window}
+    return layer
+
+
+def decoding_config(algorithm: str, *, target: str, architecture: str, tokens: int) -> dict[str, Json]:
+    """Return how a draft decodes, in speculators' layout; arguments as for ``write_eagle``."""
+    method: dict[str, Json] = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": target, "architectures": [architecture]},
+    }
+
+
+def check_written(tensors: dict[str, Tensor], back: dict[str, Tensor], directory: Path) -> None:
+    """Raise ``PeftlabError`` where the tensors that were read back are not those that were written."""
+    if back.keys() != tensors.keys() or any(not torch.equal(tensor, back[name]) for name, tensor in tensors.items()):
+        raise PeftlabError(f"{directory}: what was written is not what was trained; nothing was left behind")
+
+
+def sizes(layer: dict[str, Json], file: Path) -> EagleShape:
+    """Return the sizes of a network by the configuration of its layer; it names no features.
+
+    Raises:
+        PeftlabError: they are not those of a layer.
+    """
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    v, width, between, heads, kv_heads, dim = (member(layer, name, int, file) for name in names)
+    if (
+        min(v, width, between, heads, kv_heads, dim) < 1
+        or max(v, width, between) >= 2**31
+        or heads % kv_heads
+        or dim % 2
+    ):
+        raise PeftlabError(f"{file}: {', '.join(names)} are not those of a layer")
+    rope = layer.get("rope_parameters")
+    theta = (rope if isinstance(rope, dict) else layer).get("rope_theta", 10000.0)
+    eps, limit = layer.get("rms_norm_eps", 1e-6), layer.get("max_position_embeddings", 2048)
+    if not isinstance(theta, float | int) or not isinstance(eps, float | int) or not isinstance(limit, int):
+        raise PeftlabError(f"{file}: rope_theta, rms_norm_eps and max_position_embeddings must be numbers")
+    return EagleShape(v, width, between, heads, kv_heads, dim, float(eps), float(theta), limit, features=())
+
+
+def check_embedding(shape: EagleShape, embedding: Tensor, directory: Path) -> None:
+    """Raise ``PeftlabError`` where a target's embeddings [V, H] are not those that a network reads."""
+    if tuple(embedding.shape) != (shape.vocab_size, shape.hidden_size):
+        raise PeftlabError(
+            f"{directory}: for states of {shape.hidden_size} and {shape.vocab_size} tokens, but the target has "
+            f"{embedding.shape[1]} and {embedding.shape[0]}"
+        )
+
+
+def check_shapes(blank: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
+    """Raise ``PeftlabError`` where tensors have other names or shapes than those of an empty network."""
+    wanted, found = ({(name, tuple(tensor.shape)) for name, tensor in of.items()} for of in (blank, tensors))
+    if wanted != found:
+        odd = sorted({name for name, _ in wanted ^ found})
+        raise PeftlabError(f"{directory}: tensors that do not fit its configuration: {', '.join(odd[:5])}")
