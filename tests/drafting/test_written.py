@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from peftlab.drafting import text
 from peftlab.drafting.objectives import topk_targets
 from peftlab.drafting.text import Collate, Writing, check_room, make_dataset, stored_topk, write_continuations
 from peftlab.errors import PeftlabError
