@@ -20,7 +20,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -728,6 +727,8 @@ def staged_directory(
         PeftlabError: ``refuse_loss`` refuses, another process writes ``path``, the system could not write, as on a
             full disk, or the staging directory was removed.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     refuse_loss(path, kind, overwrite=overwrite, inputs=inputs)
     place = real(path)
     with write_errors(path, "nothing was left behind"), scratch_directory(place, "out") as scratch:

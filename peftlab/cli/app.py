@@ -100,7 +100,7 @@ def validate(
 ) -> object:
     """Check a recipe and that its model and data are there, and print it with all its defaults."""
     from peftlab import pipelines
-    from peftlab.recipe.loading import dump_recipe
+    from peftlab.recipe.load import dump_recipe
 
     checked = pipelines.validate(recipe, overrides or [])
     found: dict[str, object] = dict(checked.as_json())
@@ -265,7 +265,7 @@ def inspect_(
 ) -> object:
     """Show what a method would match and train, without loading weights."""
     from peftlab.pipelines.inspect import inspect_model
-    from peftlab.recipe.loading import parse_fields
+    from peftlab.recipe.load import parse_fields
     from peftlab.reporting.console import inspection_table
 
     batch = (batch_size or 32, length or 128) if batch_size or length else None

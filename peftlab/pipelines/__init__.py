@@ -37,7 +37,7 @@ def run_recipe(
     cpus: int | None = None,
 ) -> Results:
     """Run a recipe of any kind and return its results; arguments as in ``run``."""
-    from peftlab.recipe.table_schema import AnyTable
+    from peftlab.recipe.schema import AnyTable
 
     options: dict[str, object] = {}
     if isinstance(recipe, AnyTable):
@@ -66,7 +66,7 @@ def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     from peftlab.pipelines.checks.recipe_data import check_data
     from peftlab.pipelines.checks.recipe_models import check_models
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.load import load_recipe
 
     checked = load_recipe(recipe, overrides)
     check_models(checked)
@@ -105,7 +105,7 @@ def run(
     from peftlab.pipelines.checks.recipe_models import check_models
     from peftlab.pipelines.directory import check_directory, to_continue
     from peftlab.pipelines.table import check_engine
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.load import load_recipe
 
     check_engine(on)
     checked = load_recipe(recipe, overrides)

@@ -25,7 +25,7 @@ from peftlab.errors import PeftlabError, quiet_libraries
 from peftlab.hardware import cores, resolve_device
 from peftlab.pipelines.table import LOCAL, POLL, Engine, has_checkpoint
 from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
-from peftlab.recipe.table_cells import Cell
+from peftlab.recipe.tables import Cell
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext

@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 from peftlab.errors import PeftlabError
 from peftlab.files import WRITTEN, Claim, Inputs, Mark, claimed, real, write_text
 from peftlab.pipelines.provenance import launch, launch_in
-from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
-from peftlab.recipe.table_schema import AnyTable, DraftTableRecipe
+from peftlab.recipe.load import load_recipe
+from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
 from peftlab.references import is_url
 from peftlab.remote import RemoteDirectory, local_place, mirrored
 

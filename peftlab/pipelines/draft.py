@@ -45,7 +45,7 @@ from peftlab.pipelines.drafts.draft_parts import (
 from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults, HeldOutRates
 from peftlab.pipelines.drafts.draft_speed import decoding_speed
 from peftlab.pipelines.provenance import peak_memory, provenance
-from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.console import trainable_line

@@ -36,7 +36,7 @@ from peftlab.pipelines.init_from import start_from
 from peftlab.pipelines.merge_losses import merge_losses
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.pipelines.row_sharing import share_rows
-from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.cards import CardInfo, adapter_card, training

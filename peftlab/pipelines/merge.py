@@ -130,7 +130,7 @@ def _recipe_near(adapter: Path) -> Path | None:
 def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
     from peftlab.checkpoints.merge.verify import EXAMPLES
     from peftlab.models.pretrained import load_tokenizer
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.load import load_recipe
     from peftlab.recipe.schema import FinetuneRecipe
 
     loaded = None if recipe is None else load_recipe(recipe)

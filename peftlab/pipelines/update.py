@@ -16,7 +16,7 @@ from peftlab.models.pretrained import load_tokenizer
 from peftlab.pipelines.directory import RUN
 from peftlab.pipelines.draft import run_draft
 from peftlab.pipelines.drafts.draft_results import DraftResults
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.references import similar_path
 from peftlab.registry import resolve

@@ -15,8 +15,8 @@ from pydantic.json_schema import models_json_schema
 from peftlab.files import write_text
 from peftlab.methods.table import METHODS
 from peftlab.recipe import library
+from peftlab.recipe.errors import describe, fields, sections
 from peftlab.recipe.schema import KINDS
-from peftlab.recipe.wording import describe, fields, sections
 
 _INTRODUCTION = """\
 # Recipes

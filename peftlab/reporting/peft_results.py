@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, parse_json, read_object, read_text
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.reporting import facts
 from peftlab.tasks.conversations import Conversation

@@ -24,7 +24,7 @@ CONTESTANTS = ("peftlab", "peft, dynamic padding", "peft, padded to 128")
 
 def recipe(task: str, out: str) -> Any:
     """Return the recipe of one run: MiniLM, LoRA r=8 on query and value."""
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.load import load_recipe
     from tests.packages import MINILM
 
     return load_recipe(

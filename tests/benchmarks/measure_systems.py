@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from peftlab.hardware import Cpu, describe_cpu
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.reporting.drafts import published_speeds
 from peftlab.reporting.facts import threads
 from peftlab.tasks.prompts import read_prompts

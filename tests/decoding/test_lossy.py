@@ -160,7 +160,7 @@ def test_generate_refuses(stories, arguments, reason):
 
 def test_a_recipe_knows_no_lossy_rule(stories, tmp_path):
     """What a draft run reports is lossless or says how many outputs differ."""
-    from peftlab.recipe.loading import load_recipe
+    from peftlab.recipe.load import load_recipe
 
     assert set(LOSSY) == {"typical", "accept_k"}
     with pytest.raises(PeftlabError, match="lossy: unknown key"):

@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from peftlab.cli.app import app
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from tests.documents.blocks import Block, Command, blocks, commands, programs
 from tests.documents.place import CHAT, ENCODER, furnish
 from tests.training.tiny import environment

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from tests.documents.blocks import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]

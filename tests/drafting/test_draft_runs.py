@@ -33,7 +33,7 @@ from peftlab.pipelines.drafts.decoding_options import DecodingOptions
 from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.update import update_draft
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.remote import RemoteDirectory
 

@@ -23,7 +23,7 @@ from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults
 from peftlab.pipelines.update import update_draft
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 SMALL = ["data.samples=4", "data.max_new_tokens=24", "train.max_length=64", "train.epochs=10", "train.eval_every=20"]
 EAGLE = ["~method", "draft={kind: eagle3, vocabulary: 256}", "train.lr=6e-3"]

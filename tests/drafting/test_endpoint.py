@@ -28,9 +28,8 @@ from peftlab.drafting.endpoint import (
 from peftlab.drafting.text import Writing, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.draft_parts import with_served_model
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe, read_source
 from peftlab.recipe.schema import DraftRecipe
-from peftlab.recipe.source import read_source
 from peftlab.tasks.conversations import chat_ids
 from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids
 from tests.byte_tokens import byte_tokenizer
@@ -145,7 +144,7 @@ class TestTransformersServe:
         results = json.loads((out / "results.json").read_text())
         assert results["served"]["model"] == "local/stories" and results["served"]["answers"] == 10
         assert "text by local/stories: 10 answers (10 by completions of text)" in done.output
-        assert read_source(out / "recipe.yaml", "recipe.yaml").data["data"]["endpoint_model"] == "local/stories"
+        assert read_source(out / "recipe.yaml").data["data"]["endpoint_model"] == "local/stories"
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert written and not [path for path in written if KEY.encode() in path.read_bytes()]
         assert KEY not in done.output

@@ -20,7 +20,7 @@ from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
 from peftlab.pipelines import run_recipe
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 NORMED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 128}, ("transformer.ln_f",)),

@@ -23,7 +23,7 @@ from peftlab.pipelines.draft import run_draft
 from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.drafts.measure_draft import plan_draft
 from peftlab.pipelines.update import update_draft
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
 KINDS = {

@@ -26,7 +26,7 @@ from peftlab.drafting.states import forward_hidden
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 
 

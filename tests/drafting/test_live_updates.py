@@ -22,7 +22,7 @@ from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts import live
 from peftlab.pipelines.drafts.live import update_live
 from peftlab.pipelines.update import continued, draft_run, update_draft, updates
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 pytestmark = pytest.mark.xdist_group("live updates")  # one worker makes the fixtures
 SMALL = [

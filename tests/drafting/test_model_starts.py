@@ -14,7 +14,7 @@ from peftlab.drafting.pruning import Search
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.drafts.draft_results import DraftResults
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from tests.command_line import invoke
 
 SMALL = ["data.samples=2", "data.max_new_tokens=16", "train.epochs=3", "train.max_length=64", "train.eval_every=3"]

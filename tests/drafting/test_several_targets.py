@@ -15,7 +15,7 @@ from peftlab.drafting.acceptance import measure
 from peftlab.drafting.text import make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.tasks.prompts import Request
 
 SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=12", "train.eval_every=6"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peftlab.drafting.config import DraftData, DraftObjective
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS, config_class
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
 from peftlab.tasks.config import DataConfig
 from peftlab.training.config import TrainConfig

@@ -7,8 +7,8 @@ from peftlab.drafting.table import DRAFTS
 from peftlab.methods.table import METHODS, config_class
 from peftlab.recipe import library
 from peftlab.recipe.document import json_schema, reference_markdown
+from peftlab.recipe.errors import fields
 from peftlab.recipe.schema import KINDS, DraftRecipe, FinetuneRecipe
-from peftlab.recipe.wording import fields
 from peftlab.registry import resolve
 from peftlab.training.config import TrainConfig
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peftlab.recipe import library
-from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 
 # Text that YAML could take for something else, and any other text.

@@ -13,8 +13,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.recipe import library
-from peftlab.recipe.loading import load_recipe
-from peftlab.recipe.source import override, read_source
+from peftlab.recipe.load import load_recipe, override, read_source
 from peftlab.tasks.table import TASKS
 
 NAMES = list(library.files())
@@ -94,7 +93,7 @@ def test_listing_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_can_be_removed_by_an_override(name: str) -> None:
-    source = read_source(library.find(name), name)
+    source = read_source(library.find(name))
     for key in list(source.data):
         override(source, f"~{key}")
     assert source.data == {} and source.problems == []

@@ -8,7 +8,7 @@ import pytest
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.references import locate
 from tests.packages import MINILM
 

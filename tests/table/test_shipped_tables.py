@@ -27,9 +27,9 @@ from peftlab.methods.targets import layer_index
 from peftlab.methods.task_head import parameters_under, task_head
 from peftlab.models.costs import count_step
 from peftlab.models.skeleton import empty_model
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
-from peftlab.recipe.table_cells import table_cells
+from peftlab.recipe.tables import table_cells
 from peftlab.references import locate
 from peftlab.reporting.table_scores import published_rows
 from peftlab.training.efficient import Selection

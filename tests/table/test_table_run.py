@@ -20,9 +20,9 @@ from peftlab.files import claimed, locked, read_json, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
 from peftlab.pipelines.table import CellsFailed, Shard, Stopped, run_table
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import TableRecipe
-from peftlab.recipe.table_cells import table_cells
+from peftlab.recipe.tables import table_cells
 from tests.training.tiny import command, save_model
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers.models.bert.modeling_bert
 
 import peftlab.pipelines
-import peftlab.recipe.loading
+import peftlab.recipe.load
 from peftlab.cli.app import main
 from peftlab.tasks.answers import OneClass
 

@@ -20,7 +20,7 @@ import torch
 from killed import command
 
 from peftlab.files import remove
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.training.state import read_checkpoint
 
 

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from peftlab.pipelines import run_recipe
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.tasks.problem import Scores, TrainingProblem
 
 _start = AcceleratorState.__init__

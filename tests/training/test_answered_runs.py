@@ -14,7 +14,7 @@ from peftlab.decoding.generation import answering
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
 from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.tasks.config import GenerateConfig
 
 NAMES = ["Tom", "Lily", "Max", "Anna", "Ben", "Sue", "Tim", "Mia"]

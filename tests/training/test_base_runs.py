@@ -23,9 +23,9 @@ from peftlab.models.pretrained import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
 from peftlab.pipelines import resume, run, run_recipe
 from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
-from peftlab.recipe.table_cells import table_cells
+from peftlab.recipe.tables import table_cells
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

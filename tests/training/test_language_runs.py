@@ -19,7 +19,7 @@ from peftlab.pipelines.finetune import load_task, sample_inputs
 from peftlab.pipelines.recipe_examples import example_inputs
 from peftlab.pipelines.row_sharing import share_rows
 from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.distributed import make_accelerator

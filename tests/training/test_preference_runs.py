@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
 from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 CHATML = (
     "{% for m in messages %}<u>{{ m.role }}\n{{ m.content }}</u>\n{% endfor %}"

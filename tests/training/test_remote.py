@@ -16,7 +16,7 @@ import peftlab
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.merge import run_merge
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.remote import RemoteDirectory, local_place
 from tests.forked import python
 

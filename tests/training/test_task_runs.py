@@ -27,7 +27,7 @@ from peftlab.pipelines.finetune import load_task, sample_inputs
 from peftlab.pipelines.recipe_examples import example_inputs
 from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.pipelines.trained.prediction_files import predict_file
-from peftlab.recipe.loading import dump_recipe, load_recipe
+from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 
 TASKS = ("text/multilabel", "text/tokens", "text/choice", "text/regression")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe, Recipe
-from peftlab.recipe.table_cells import table_cells
-from peftlab.recipe.table_schema import AnyTable
+from peftlab.recipe.schema import AnyTable, DraftRecipe, FinetuneRecipe, Recipe
+from peftlab.recipe.tables import table_cells
 from peftlab.references import locate
 from peftlab.registry import resolve
 from peftlab.tasks.config import DataConfig

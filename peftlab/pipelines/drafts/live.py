@@ -45,7 +45,7 @@ from peftlab.pipelines.draft import load_target, save_draft, training_spec
 from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
 from peftlab.pipelines.drafts.draft_parts import Sets, Text, make_job, make_sets, read_text
 from peftlab.pipelines.update import SETTINGS, STREAM, continued, draft_run, fill_replay, updates, with_overrides
-from peftlab.recipe.loading import dump_recipe
+from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.drafts import stream_page, window_line

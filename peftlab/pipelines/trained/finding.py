@@ -10,7 +10,7 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, Adapter, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_config
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.references import similar_path
 from peftlab.remote import local_copy

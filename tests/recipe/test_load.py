@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.recipe.loading import load_recipe
+from peftlab.recipe.load import load_recipe
 
 BASE = """\
 model: FacebookAI/roberta-base

@@ -1,19 +1,28 @@
-"""A table's cells: every task in every row with every seed, each a complete recipe of a run."""
+"""Tables: their cells, each task in each row with each seed as a complete recipe, and the sweep that makes one."""
 
 from __future__ import annotations
 
+import copy
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json, to_json
 from peftlab.methods.table import METHODS
-from peftlab.recipe.problems import validated
-from peftlab.recipe.schema import DraftRecipe, FinetuneRecipe
-from peftlab.recipe.source import Keys, Place, Source
-from peftlab.recipe.table_schema import AnyTable, DraftTableRecipe, TableRecipe
+from peftlab.recipe.errors import Keys, Place, Problem, Source, all_sections, dotted, validated
+from peftlab.recipe.schema import (
+    AnyTable,
+    DraftRecipe,
+    DraftTableRecipe,
+    FinetuneRecipe,
+    Recipe,
+    TableRecipe,
+    draft_of_a_reference,
+)
 from peftlab.tasks.table import TASKS
 
 PER_TASK = "per_task"
@@ -65,8 +74,7 @@ def table_cells(recipe: AnyTable) -> list[Cell]:
     """
     source = Source({}, {(): Place(0, 0, "table")})
     cells = expand(recipe, source)
-    if source.problems:
-        raise PeftlabError("\n".join(map(str, sorted(source.problems))))
+    source.refuse_problems()
     return cells
 
 
@@ -224,3 +232,143 @@ def _changes(recipe: AnyTable, source: Source) -> dict[Keys, dict[str, object]]:
             continue
         found |= {("rows", row, PER_TASK, task): value for task, value in of_tasks.items()}
     return found
+
+
+# Sweeps
+
+_OF_A_ROW = ("draft", "method", "objective", "init_from", "generate")  # stated whole by each row, not by the table
+_NAMED_WHOLE = ("generate",)  # sections whose keys are never meant by a bare one: theirs change no training
+_SEED: Keys = ("train", "seed")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One swept key, its values, and the override it was written in."""
+
+    keys: Keys
+    values: list[Json]
+    place: Place
+
+
+def sweep(recipe: Recipe, source: Source, asked: Sequence[Axis]) -> Source:
+    """Return the table that the recipe of a run and its ``sweep.KEY=[...]`` overrides describe.
+
+    Its rows are the combinations of all swept keys but the task and the seed, which are the table's own axes.
+    A bare key means the one section that has it: ``lr`` is ``train.lr``, ``r`` is ``method.r``; ``seed`` is
+    ``train.seed``, not the one that answers, or a draft's training text, are sampled with.
+
+    Args:
+        recipe: the validated recipe without the sweeps.
+        source: what it was read from.
+        asked: the swept keys as they were written.
+    """
+    if isinstance(recipe, AnyTable):
+        for axis in asked[:1]:
+            text = f"only recipes of kind finetune and draft are swept, this is a {recipe.kind}"
+            source.problems.append(Problem(axis.place, text))
+        return source
+    axes = []
+    for axis in asked:
+        try:
+            axes.append(replace(axis, keys=_setting(recipe, source, axis.keys)))
+        except PeftlabError as error:
+            source.problems.append(Problem(axis.place, str(error)))
+    if source.problems:
+        return source
+    axes.sort(key=lambda axis: axis.keys != ("method",))  # the method first: it replaces its whole section
+    table = _table(recipe, source)
+    lines: dict[str, Json] = {}
+    table.data["rows"] = lines
+    columns: dict[Keys, str] = {_SEED: "seeds"}
+    if isinstance(recipe, FinetuneRecipe):
+        columns["task",] = "tasks"
+    rows = []
+    for axis in axes:
+        if axis.keys in columns:
+            name = columns[axis.keys]
+            table.data[name] = axis.values
+            table.places |= {(name, *i): axis.place for i in [(), *((n,) for n in range(len(axis.values)))]}
+        else:
+            rows.append(axis)
+    only = recipe.method.name if isinstance(recipe, FinetuneRecipe) else recipe.draft.kind
+    names = _names([axis.keys for axis in rows])
+    for values in product(*(axis.values for axis in rows)):
+        pairs = zip(names, values, strict=True)
+        label = " ".join(f"{name}={_shown(value)}" for name, value in pairs) or only
+        lines[label] = _row(table, source, label, rows, values)
+    return table
+
+
+def _table(recipe: FinetuneRecipe | DraftRecipe, source: Source) -> Source:
+    """Return the table of a recipe, without its rows."""
+    finetuned = isinstance(recipe, FinetuneRecipe)
+    kind: type[AnyTable] = TableRecipe if finetuned else DraftTableRecipe
+    shared = [key for key in shared_keys(kind) if key not in _OF_A_ROW]
+    data = {key: copy.deepcopy(source.data[key]) for key in shared if source.data.get(key) is not None}
+    if isinstance(train := data.get("train"), dict):
+        train.pop("seed", None)
+    data |= {"kind": "table" if finetuned else "draft_table", "seeds": [recipe.train.seed]}
+    data["output_dir"] = f"{recipe.output_dir}-sweep"
+    places = {
+        keys: place for keys, place in source.places.items() if keys[:1] in {(key,) for key in shared} or not keys
+    }
+    if isinstance(recipe, FinetuneRecipe):
+        data["tasks"] = [recipe.task]
+        places["tasks", 0] = source.place(("task",))
+    return Source(data, places)
+
+
+def _setting(recipe: Recipe, source: Source, keys: Keys) -> Keys:
+    """Return the full path of a swept key; ``PeftlabError`` where it is not one setting."""
+    if keys == ("seed",):
+        return _SEED
+    known = all_sections(type(recipe), source.data)
+    owners = [name for name, fields in known.items() if name not in ("", *_NAMED_WHOLE) and keys[0] in fields]
+    if len(keys) == 1 and keys[0] not in known[""] and owners:
+        if len(owners) > 1:
+            raise PeftlabError(f"{keys[0]}: write {' or '.join(f'sweep.{name}.{keys[0]}' for name in owners)}")
+        keys = (owners[0], *keys)
+    if len(keys) > 2:
+        raise PeftlabError(f"{dotted(keys[:2])}: sweep it as a whole: sweep.{dotted(keys[:2])}=[value, value]")
+    if keys in (("data",), ("train",)):
+        raise PeftlabError(f"{dotted(keys)}: is a section; sweep one of its keys")
+    return keys
+
+
+def _row(table: Source, source: Source, label: str, axes: list[Axis], values: Sequence[Json]) -> Json:
+    """Return a row's own keys; the places where they were written are added to ``table``."""
+    row = {key: copy.deepcopy(source.data[key]) for key in _OF_A_ROW if source.data.get(key) is not None}
+    if "draft" in row:
+        row["draft"] = to_json(draft_of_a_reference(row["draft"]))
+    at = ("rows", label)
+    table.places[at] = axes[0].place if axes else table.place(())
+    table.places |= {
+        (*at, *keys): place for keys, place in source.places.items() if keys[:1] in {(key,) for key in _OF_A_ROW}
+    }
+    for axis, value in zip(axes, values, strict=True):
+        if axis.keys == ("method",):
+            own = row.get("method")
+            if not (isinstance(own, dict) and own.get("name") == value):  # the recipe's own method keeps its settings
+                row["method"] = {"name": value} if isinstance(value, str) else value
+        elif len(axis.keys) == 1:
+            row[str(axis.keys[0])] = value
+        else:
+            section, key = map(str, axis.keys)
+            above = row.get(section)
+            row[section] = {**(above if isinstance(above, dict) else {}), key: value}
+        table.places[(*at, *axis.keys)] = axis.place
+    return row
+
+
+def _names(keys: list[Keys]) -> list[str]:
+    """The last of each path of keys, the section of its name or kind; the whole path where two would be equal."""
+    last = [str(path[-2 if path[-1] in ("name", "kind") and len(path) > 1 else -1]) for path in keys]
+    return [name if last.count(name) == 1 else dotted(path) for name, path in zip(last, keys, strict=True)]
+
+
+def _shown(value: Json) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
