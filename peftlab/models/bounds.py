@@ -35,11 +35,16 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, to
 
 
 def check_sizes(config: Mapping[str, object], where: str | Path) -> None:
-    """Refuse sizes below zero, and numbers of layers and labels that no model has.
+    """Refuse sizes below zero, numbers of layers and labels that no model has, and classes that are not named by text.
 
     Raises:
-        PeftlabError: such a number; ``where`` and the key are named.
+        PeftlabError: such a value; ``where`` and the key are named.
     """
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise PeftlabError(f"{where}: architectures is not a list of class names")
     for key, value in _integers(config):
         if value < 0 and _SIZE.search(key):
             raise PeftlabError(f"{where}: {key} is negative")
