@@ -3,6 +3,7 @@ which run is continued."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resu
     Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote`` uploads from.
     """
     path, inputs = recipe.output_dir, recipe_inputs(recipe)
+    if Path(path).parts[:1] and Path(path).parts[0].startswith("~"):  # a directory of that name, not someone's home
+        path = os.path.abspath(path)
     advice = (
         f"choose another output_dir, continue with `peftlab resume {shlex.quote(path)}`, or pass --overwrite to lose it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal, Union
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -47,13 +48,13 @@ def _with_lr(train: TrainConfig, info: ValidationInfo[object]) -> TrainConfig:
 
 
 def _run_place(path: str) -> str:
-    """Return an ``output_dir``, which may be a URL that runs can be stored at."""
+    """Return an ``output_dir``, which may be a URL that runs can be stored at; ``~`` is the home directory."""
     if is_url(path):
         try:
             check_url(path)
         except PeftlabError as error:
             raise ValueError(str(error)) from None
-    return path
+    return os.path.expanduser(path)
 
 
 def injected_method(method: MethodConfig, train: TrainConfig) -> MethodConfig:
@@ -326,10 +327,10 @@ Changes = dict[str, dict[str, object]]
 
 
 def _on_disk(path: str) -> str:
-    """Return the ``output_dir`` of a table, which is no URL."""
+    """Return the ``output_dir`` of a table, which is no URL; ``~`` is the home directory."""
     if is_url(path):
         raise ValueError(f"{path}: the cells of a table or sweep share a directory; only single runs have a URL")
-    return path
+    return os.path.expanduser(path)
 
 
 class TableCosts(Section):

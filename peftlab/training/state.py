@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import zipfile
 import zlib
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 _PATTERN = "step-*.pt"
+_DIGEST = "peftlab-digest"  # the entry of the archive that the others are compared with
 
 
 @dataclass
@@ -149,6 +151,8 @@ def save_checkpoint(
         kept = f"{before[-1].name} is complete" if before else "there is no earlier one"
         with replacing(path, f"{kept}. Is the disk full?") as temporary:
             torch.save(state, temporary)
+            with zipfile.ZipFile(temporary, "a") as archive:
+                archive.writestr(_digest_name(archive), _digest(archive))
         for old in sorted({*before, path})[:-keep]:
             if old not in (path, checkpoint_path(directory, progress.best_step)):
                 old.unlink()
@@ -209,14 +213,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         with zipfile.ZipFile(path) as archive:  # torch itself does not check the checksums
             bad = archive.testzip()
-        if bad is None:
+            unchanged = bad is None and archive.read(_digest_name(archive)) == _digest(archive)
+        if unchanged:
             return unpickle(path)
-        reason = f"wrong checksum of {bad}"
+        reason = f"wrong checksum of {bad}" if bad is not None else "its contents were changed after it was written"
     except FileNotFoundError:
         raise PeftlabError(f"{path}: no such checkpoint") from None
+    except KeyError:
+        reason = f"it has no {_DIGEST}: written by another program"
     except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError, zlib.error) as error:
         reason = _reason(error)
     raise PeftlabError(f"{path}: damaged checkpoint ({reason})")
+
+
+def _digest(archive: zipfile.ZipFile) -> bytes:
+    """Return the digest of a checkpoint's entries: their names, sizes and checksums, which ``testzip`` has compared."""
+    own = _digest_name(archive)
+    entries = sorted((each.filename, each.file_size, each.CRC) for each in archive.infolist() if each.filename != own)
+    return hashlib.sha256(repr(entries).encode()).hexdigest().encode()
+
+
+def _digest_name(archive: zipfile.ZipFile) -> str:
+    return f"{archive.namelist()[0].partition('/')[0]}/{_DIGEST}"  # torch reads archives of one directory only
 
 
 def restore_adapter(model: nn.Module, state: Checkpoint) -> None:

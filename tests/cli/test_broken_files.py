@@ -105,6 +105,26 @@ def test_a_configuration_of_sizes_that_the_weights_do_not_have(
     assert said in message and "base" in message
 
 
+@pytest.mark.parametrize("value", ['[["BertForSequenceClassification"]]', "Infinity", "[null]", '{"a": 1}', '"Bert"'])
+@pytest.mark.parametrize("verb", ["merge", "extract", "inspect"])
+def test_a_configuration_whose_classes_are_no_names(
+    value: str, verb: str, world: worlds.World, base: Path, adapter: Path
+) -> None:
+    tensors.write(adapter / "adapter_model.safetensors", *_without_metadata(adapter / "adapter_model.safetensors"))
+    edited(base / "config.json", architectures="@")
+    text = (base / "config.json").read_text()
+    (base / "config.json").write_text(text.replace('"@"', value))
+    commands = {"merge": ["merge", "adapter", "--base", "base", "-o", "out"], "inspect": ["inspect", "base"],
+                "extract": ["adapter", "extract", "base", "--base", str(world.base), "-o", "out", "--rank", "1"]}  # fmt: skip
+    assert "config.json: architectures is not a list of class names" in refused(base.parent, *commands[verb])
+
+
+def _without_metadata(path: Path) -> tuple[str, bytes]:
+    header, data = tensors.header_and_data(path)
+    header.pop("__metadata__")  # which only peftlab's own adapters have
+    return json.dumps(header), data
+
+
 @pytest.mark.parametrize(("identity", "said"), [(10**9, "there are 17 tokens"), (17, "embeddings of 17 tokens")])
 def test_token_ids_that_the_model_does_not_have(identity: int, said: str, world: worlds.World, base: Path) -> None:
     written = json.loads((base / "tokenizer.json").read_text())

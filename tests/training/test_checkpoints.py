@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import zipfile
+
 import pytest
 import tiny
 import torch
@@ -7,6 +9,7 @@ from accelerate import Accelerator
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
+from peftlab.training import state
 from peftlab.training.state import Progress, load_checkpoint, read_checkpoint, save_checkpoint
 
 
@@ -77,6 +80,25 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(damage, parts, tmp_path, caps
     assert names(tmp_path) == ["step-00000002.pt", "step-00000002.pt.damaged"]
 
 
+def test_a_checkpoint_with_other_contents_is_passed_over(parts, tmp_path, capsys):
+    """Whoever rewrites a checkpoint makes valid checksums, too."""
+    for number in (1, 2, 3):
+        save(tmp_path, parts, number, keep=3)
+    second, third = (tmp_path / f"step-0000000{number}.pt" for number in (2, 3))
+    changed = torch.load(third, weights_only=True)
+    changed["adapter"] = {name: tensor + 1 for name, tensor in changed["adapter"].items()}
+    torch.save(changed, third)  # which writes no digest
+    torch.save({**changed, "progress": 1}, tmp_path / "other.pt")
+    with zipfile.ZipFile(tmp_path / "other.pt", "a") as other, zipfile.ZipFile(second) as archive:
+        name = archive.namelist()[-1]
+        other.writestr(f"other/{name.rpartition('/')[2]}", archive.read(name))
+    (tmp_path / "other.pt").rename(second)
+    assert load_checkpoint(tmp_path, *parts).step == 1
+    said = capsys.readouterr().out
+    assert f"{second}: damaged checkpoint (its contents were changed after it was written)" in said
+    assert f"{third}: damaged checkpoint (it has no peftlab-digest: written by another program)" in said
+
+
 def test_nothing_to_resume_from(parts, tmp_path):
     with pytest.raises(PeftlabError, match="no checkpoint to resume from"):
         load_checkpoint(tmp_path, *parts)
@@ -97,10 +119,9 @@ def test_a_checkpoint_of_other_parameters(parts, tmp_path):
         load_checkpoint(tmp_path, accelerator, model, optimiser)
 
 
-def test_a_checkpoint_of_more_processes(parts, tmp_path):
-    save(tmp_path, parts, 1)
-    path = tmp_path / "step-00000001.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "rng": state["rng"] * 2}, path)
+def test_a_checkpoint_of_more_processes(parts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "gather_object", lambda states: states * 2)
+        save(tmp_path, parts, 1)
     with pytest.raises(PeftlabError, match="was written by 2 processes; resume with the same number, not 1"):
         load_checkpoint(tmp_path, *parts)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from peftlab import pipelines
 from peftlab.cli import app as cli
 from peftlab.errors import PeftlabError
 from peftlab.files import claimed
@@ -83,6 +84,16 @@ def test_the_directory_named_is_the_one_resumed(name, model, rows, tmp_path, mon
     assert (tmp_path / name / "results.json").exists()
     assert tree(tmp_path / "a") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["a", name])
+
+
+def test_a_tilde_is_the_home_directory_in_a_recipe_and_a_name_in_a_command(model, rows, tmp_path, monkeypatch):
+    """``peftlab resume '~'`` of a directory of that name trained on and then looked for its model in the home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    tiny.run({**tiny.recipe(model, rows, "~/run", max_steps=1), "merge": True})
+    Path("home/run").rename("~")
+    results = pipelines.resume("~")
+    assert results.merge is not None and Path(tmp_path, "~", "report.html").exists()
 
 
 def test_a_run_that_is_under_way_is_left_alone(model, rows, tmp_path):
