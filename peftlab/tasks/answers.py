@@ -26,7 +26,15 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import member
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Fault, Table, choice_columns, is_missing, is_unicode, items, refuse
-from peftlab.tasks.labelled_rows import LEAST, NO_ENTITY, Examples, before_choices, entities, of_entities, row_choices
+from peftlab.tasks.labelled_rows import (
+    MIN_CHOICES,
+    NO_ENTITY,
+    Examples,
+    context_texts,
+    entities,
+    is_entity_scheme,
+    row_choices,
+)
 from peftlab.tasks.metrics import (
     Analysis,
     ClassScores,
@@ -44,7 +52,7 @@ from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Batch, Collate, Row, encode_texts, model_inputs
 from peftlab.untyped import Attributes
 
-# ===== What the answers of a labelled task are: their head, their loss, their scores, and what is said of them.
+# --- What the answers of a labelled task are: their head, their loss, their scores, and what is said of them.
 Array = NDArray[np.float32]
 Weights = str | Mapping[str, float]
 """``balanced``, or class name to weight."""
@@ -218,7 +226,7 @@ class Answers(ABC):
         return Examples(list(found[0]), list(found[1]) if pairs else None, None)
 
 
-# ===== One of a task's classes for each text: ``text/classification`` and GLUE.
+# --- One of a task's classes for each text: ``text/classification`` and GLUE.
 class OneClass(Answers):
     """A class by the largest of its logits; the loss is cross-entropy."""
 
@@ -258,7 +266,7 @@ class OneClass(Answers):
         return Predictions([self.task.labels[i] for i in logits.argmax(-1)], self.task.labels, softmax(logits))
 
 
-# ===== A number for each text, or pair of texts: ``text/regression`` and GLUE's STS-B.
+# --- A number for each text, or pair of texts: ``text/regression`` and GLUE's STS-B.
 class Number(Answers):
     """The model's one logit; the loss is the squared error."""
 
@@ -298,7 +306,7 @@ class Number(Answers):
         return Counter()
 
 
-# ===== Any number of a task's classes for each text: ``text/multilabel``.
+# --- Any number of a task's classes for each text: ``text/multilabel``.
 Sets = Sequence[Sequence[int]]
 
 
@@ -408,7 +416,7 @@ def _metrics(said: NDArray[np.bool_], truth: NDArray[np.bool_]) -> dict[str, flo
     }
 
 
-# ===== One of a row's own choices: ``text/choice``.
+# --- One of a row's own choices: ``text/choice``.
 def encode_choices(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
     """Return a list of tokens for each choice, as a pair with the text before it if there is any.
 
@@ -525,9 +533,9 @@ class OneChoice(Answers):
         faults: list[Fault] = []
         choices = row_choices(table, data.choices, faults)
         columns = choice_columns(data.model_copy(update={"text": list(names) or None}), table.columns).inputs
-        before = before_choices(table, [name for name, key in columns.items() if key == "data.text"], faults)
+        before = context_texts(table, [name for name, key in columns.items() if key == "data.text"], faults)
         refuse(faults)
-        bad = [row for row, each in enumerate(choices) if len(each) < LEAST]
+        bad = [row for row, each in enumerate(choices) if len(each) < MIN_CHOICES]
         refuse(table.fault((data.choices or ["choices"])[0], "has fewer than two choices", bad))
         return list(zip(before, choices, strict=True))
 
@@ -537,7 +545,7 @@ class OneChoice(Answers):
         for number, row in enumerate(given):
             text, found = row if isinstance(row, list | tuple) and len(row) == 2 else (None, None)
             found = items(found)
-            if not isinstance(text, str) or found is None or len(found) < LEAST:
+            if not isinstance(text, str) or found is None or len(found) < MIN_CHOICES:
                 raise PeftlabError(f"row {number}: is no pair of a text and a list of two choices or more")
             texts.append(text)
             choices.append(found)
@@ -562,7 +570,7 @@ def _accuracy(answers: Sequence[int], truth: Sequence[int]) -> dict[str, float]:
     return {"accuracy": float(np.mean([a == b for a, b in zip(answers, truth, strict=True)]))}
 
 
-# ===== A tag for each word of a sentence: ``text/tokens``.
+# --- A tag for each word of a sentence: ``text/tokens``.
 Tags = Sequence[Sequence[int]]
 _NO_TOKEN, _NO_WORD = -1, -2  # in ``first``: a word that was cut off or has no token; padding
 _IGNORED = -100
@@ -677,7 +685,7 @@ class WordTags(Answers):
             hard_example(examples, row, self.name(truth[row]), self.name(answers[row]), None, float(losses[row]))
             for row in largest(losses)
         ]
-        if of_entities(self.task.labels):
+        if is_entity_scheme(self.task.labels):
             return Analysis(by_class=self._by_type(answers, truth), hardest=hardest)
         confusion = confusion_of(len(self.task.labels), *(list(chain.from_iterable(each)) for each in (truth, answers)))
         return Analysis(scores_by_class(self.task.labels, confusion), confusion.tolist(), hardest=hardest)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peftlab.tasks.table import Task
 
 
-# ===== The ``data`` section of a finetune recipe.
+# --- The ``data`` section of a finetune recipe.
 Bins = dict[str, tuple[float | None, float | None]] | None
 Count = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)]
 
@@ -193,7 +193,7 @@ def _given(data: DataConfig) -> set[str]:
     return {name for name in (*_TEXT_KEYS, *_LANGUAGE_KEYS) if getattr(data, name) not in (None, False)}
 
 
-# ===== The ``generate`` section of a finetune recipe.
+# --- The ``generate`` section of a finetune recipe.
 class GenerateConfig(Section):
     """Which held-out prompts are answered, how, and by which metrics the answers are scored."""
 
@@ -244,7 +244,7 @@ class GenerateConfig(Section):
         return self.beams == 1 and self.no_repeat_ngram == 0
 
 
-# ===== The ``objective`` section of a finetune recipe.
+# --- The ``objective`` section of a finetune recipe.
 class PreferenceObjective(Section):
     """What text/preference minimises."""
 

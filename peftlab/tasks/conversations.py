@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ===== Conversations formatted by the tokenizer's chat template.
+# --- Conversations formatted by the tokenizer's chat template.
 Message: TypeAlias = dict[str, str]
 """One turn of a conversation, ``role`` and ``content``, in transformers' own type; a template may take more than text
 (a list of parts), which is passed on as it is."""
@@ -51,7 +51,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where:
     return ids
 
 
-# ===== The turns of a conversation, read from the shapes that files have and checked.
+# --- The turns of a conversation, read from the shapes that files have and checked.
 _ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
     "assistant": "assistant", "model": "assistant", "function_call": "function_call", "observation": "tool",
@@ -148,7 +148,7 @@ def check_turns(messages: Sequence[Message], where: str) -> None:
         raise PeftlabError(f"{where}: no assistant turn to train on; its roles are {', '.join(dict.fromkeys(roles))}")
 
 
-# ===== Tools and calls of them, as chat templates take them: calls with a name and arguments that are objects.
+# --- Tools and calls of them, as chat templates take them: calls with a name and arguments that are objects.
 _CALL = ("name", "arguments")
 
 
@@ -233,7 +233,7 @@ def _json(value: object, what: str, where: str) -> Json:
         raise PeftlabError(f"{where}: {what}: not JSON ({error})") from None
 
 
-# ===== From the columns of a table to conversations and completions, whatever the shape is called.
+# --- From the columns of a table to conversations and completions, whatever the shape is called.
 _SHAPES = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
 _NAMED = "messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and completion"
 

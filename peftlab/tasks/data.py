@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 
-# ===== Errors about bad rows: all kinds in one message, with the first few line or row numbers of each.
+# --- Bad rows: all kinds of faults in one message, with the first few line or row numbers of each.
 _LISTED = 10  # places or names that a message lists at most
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
@@ -108,9 +108,10 @@ def quoted(value: object) -> str:
     return _REPR.repr(value)
 
 
-# ===== Reading the text of a data file: bounded in size and UTF-8, or an error that names the file.
+# --- The text of a file: bounded in size and UTF-8, or an error that names the file.
 _CHUNK = 2**20
 _ALWAYS_FITS = 64 * 2**20
+_PARQUET_ROWS = 4096  # rows decoded at once; the bound on memory is checked after each batch
 _EXPANSION = 100  # text compresses 3- to 30-fold, a decompression bomb a thousandfold
 
 
@@ -127,7 +128,11 @@ def read_text(path: Path) -> str:
     try:
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
             while chunk := file.read(_CHUNK):
-                _refuse_binary(path, content, chunk)
+                if not content and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
+                    raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
+                if (place := chunk.find(0)) >= 0:
+                    line = content.count(b"\n") + chunk.count(b"\n", 0, place) + 1
+                    raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
                 content += chunk
                 if packed and len(content) > expansion_limit(size):
                     raise PeftlabError(
@@ -154,15 +159,6 @@ def expansion_limit(size: int) -> int:
     return max(_ALWAYS_FITS, _EXPANSION * size)
 
 
-def _refuse_binary(path: Path, before: bytearray, chunk: bytes) -> None:
-    if not before and chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise PeftlabError(f"{path}: is UTF-16, not UTF-8; save the file as UTF-8")
-    place = chunk.find(0)
-    if place >= 0:
-        line = before.count(b"\n") + chunk.count(b"\n", 0, place) + 1
-        raise PeftlabError(f"{path}:{line}: a NUL byte; the file is damaged, or not UTF-8 text")
-
-
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of every line that is not empty; errors as ``read_text``."""
     # str.splitlines would also break at U+2028 and the like, which are text.
@@ -181,7 +177,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-# ===== Reading tables of examples, the text unchanged.
+# --- Tables.
 @dataclass(frozen=True)
 class Table:
     """Columns of equal length, and the position of each row in its file.
@@ -224,6 +220,29 @@ class Table:
         """Return the named columns at ``rows``, in that order."""
         columns = {name: [values[row] for row in rows] for name in names for values in [self.columns[name]]}
         return Table(self.path, columns, [self.positions[row] for row in rows], self.unit)
+
+
+class LazyColumns(Mapping[str, list[object]]):
+    """Columns that are read on access: as a full table, objects that share no keys would need rows times keys cells.
+
+    Args:
+        names: of the columns, in file order.
+        read: a column's name to its values.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], list[object]]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> list[object]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def read_table(path: Path) -> Table:
@@ -330,21 +349,53 @@ def _read_json(path: Path) -> Table:
 
 
 def _read_parquet(path: Path) -> Table:
-    columns = ParquetColumns(path)
-    return Table(path, columns, range(1, columns.rows + 1), "row")
+    """Return a file's columns, each decoded on access: others may be large or of odd types.
+
+    Raises:
+        PeftlabError: the file is damaged, two columns have one name, or (on access) a column expands beyond
+            ``expansion_limit`` or contains values that Python cannot represent.
+    """
+    limit = expansion_limit(regular_size(path))
+
+    @contextmanager
+    def opened() -> Iterator[ParquetFile]:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            with parquet.ParquetFile(str(path)) as file:
+                yield file
+        except (ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+            raise PeftlabError(f"{path}: not a readable Parquet file ({error})") from None
+
+    def read(name: str) -> list[object]:
+        values: list[object] = []
+        size = 0
+        with opened() as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[name]):
+                size += batch.nbytes
+                if size > limit:
+                    raise PeftlabError(f"{path}: column {quoted(name)} expands to more than {limit:,} bytes")
+                values += batch.column(name).to_pylist()
+        if len(values) != rows:
+            raise PeftlabError(
+                f"{path}: column {quoted(name)} contains {len(values):,} values, and the file claims {rows:,}"
+            )
+        return values
+
+    with opened() as file:
+        names, rows = list(file.schema_arrow.names), int(file.metadata.num_rows)
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise PeftlabError(f"{path}: column {quoted(repeated[0])} appears more than once")
+    if rows > limit:
+        raise PeftlabError(f"{path}: claims to contain {rows:,} rows, more than a file of its size can")
+    return Table(path, LazyColumns(names, read), range(1, rows + 1), "row")
 
 
-_READERS: dict[str, Callable[[Path], Table]] = {
-    ".csv": _read_csv,
-    ".tsv": read_tsv,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv.gz": _read_csv,
-    ".tsv.gz": read_tsv,
-    ".jsonl.gz": _read_jsonl,
-    ".json.gz": _read_json,
-}
+_TEXT_READERS: dict[str, Callable[[Path], Table]] = {
+    ".csv": _read_csv, ".tsv": read_tsv, ".jsonl": _read_jsonl, ".json": _read_json,
+}  # fmt: skip
+_READERS = {**_TEXT_READERS, ".parquet": _read_parquet, **{f"{end}.gz": read for end, read in _TEXT_READERS.items()}}
 
 
 def _tabular(
@@ -376,99 +427,18 @@ def _tabular(
     return Table(path, columns, [number for number, _ in kept])
 
 
-class _ObjectColumns(Mapping[str, list[object]]):
-    """Key to its value in every object, None where an object lacks it.
-
-    A column is built on access: as a full table, objects that share no keys would need rows times keys cells.
-    """
-
-    def __init__(self, rows: Sequence[dict[str, object]]) -> None:
-        self._rows = rows
-        self._names = dict.fromkeys(name for row in rows for name in row)
-
-    def __getitem__(self, name: str) -> list[object]:
-        if name not in self._names:
-            raise KeyError(name)
-        return [row.get(name) for row in self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _from_objects(
     path: Path, rows: Sequence[tuple[int, object]], unit: str, problems: Sequence[tuple[int, str]]
 ) -> Table:
     objects = [(place, row) for place, row in rows if isinstance(row, dict)]
     wrong = [(place, f"not a JSON object but {quoted(row)}") for place, row in rows if not isinstance(row, dict)]
     refuse_rows(path, unit, sorted([*problems, *wrong]))
-    return Table(path, _ObjectColumns([row for _, row in objects]), [place for place, _ in objects], unit)
+    names = dict.fromkeys(name for _, row in objects for name in row)
+    columns = LazyColumns(names, lambda name: [row.get(name) for _, row in objects])
+    return Table(path, columns, [place for place, _ in objects], unit)
 
 
-# ===== Columns of a Parquet file, each read on access.
-_ROWS = 4096  # rows decoded at once; the bound on memory is checked after each batch
-
-
-class ParquetColumns(Mapping[str, list[object]]):
-    """Column name to values; other columns, which may be large or of odd types, are never decoded.
-
-    Args:
-        path: the file.
-
-    Raises:
-        PeftlabError: the file is damaged, two columns have one name, or (on access) a column expands beyond
-            ``expansion_limit`` or contains values that Python cannot represent.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._limit = expansion_limit(regular_size(path))
-        with self._open() as file:
-            self._names = list(file.schema_arrow.names)
-            self.rows = int(file.metadata.num_rows)
-        doubled = sorted({name for name in self._names if self._names.count(name) > 1})
-        if doubled:
-            raise PeftlabError(f"{path}: column {quoted(doubled[0])} appears more than once")
-        if self.rows > self._limit:
-            raise PeftlabError(f"{path}: claims to contain {self.rows:,} rows, more than a file of its size can")
-
-    def __getitem__(self, name: str) -> list[object]:
-        if name not in self._names:
-            raise KeyError(name)
-        values: list[object] = []
-        size = 0
-        with self._open() as file:
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[name]):
-                size += batch.nbytes
-                if size > self._limit:
-                    raise PeftlabError(f"{self.path}: column {quoted(name)} expands to more than {self._limit:,} bytes")
-                values += batch.column(name).to_pylist()
-        if len(values) != self.rows:
-            raise PeftlabError(
-                f"{self.path}: column {quoted(name)} contains {len(values):,} values, and the file claims {self.rows:,}"
-            )
-        return values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @contextmanager
-    def _open(self) -> Iterator[ParquetFile]:
-        from pyarrow import ArrowException, parquet
-
-        try:
-            with parquet.ParquetFile(str(self.path)) as file:
-                yield file
-        except (ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
-            raise PeftlabError(f"{self.path}: not a readable Parquet file ({error})") from None
-
-
-# ===== The files of a task's splits, and their tables.
+# --- The files of a task's splits, and their tables.
 _SPLIT_STEMS = {
     "train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test",
 }  # fmt: skip
@@ -524,7 +494,7 @@ def split_tables(
     return tables
 
 
-# ===== Which columns of the user's files a task reads, and the recipe's keys that name them.
+# --- The columns that a task reads, and the recipe's keys that name them.
 _BEFORE_CHOICES = ("context", "prompt")
 
 
@@ -601,19 +571,18 @@ def _columns(inputs: dict[str, str], labels: dict[str, str]) -> Columns:
     return Columns(inputs, labels)
 
 
-# ===== Converting the values of a label column to class names, bins or numbers.
+# --- The values of a label column as class names, bins or numbers.
 def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
     """Return a column as numbers, NaN where a label is missing; other values are added to ``faults``."""
     values = table.column(column, "data.label")
     found = [_number(value) for value in values]
-    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, math.isfinite(n))]
-    faults += table.fault(column, _no_number(values[bad[0]]) if bad else "", bad)
+    bad = [row for row, value in enumerate(values) if not (math.isfinite(found[row]) or is_missing(value))]
+    if bad:
+        first = values[bad[0]]
+        comma = isinstance(first, str) and "," in first and math.isfinite(_number(first.replace(",", ".", 1)))
+        advice = "; write a decimal point, no comma" if comma else ""
+        faults += table.fault(column, f"is not a finite number ({quoted(first)}{advice})", bad)
     return found
-
-
-def _no_number(value: object) -> str:
-    comma = isinstance(value, str) and "," in value and math.isfinite(_number(value.replace(",", ".", 1)))
-    return f"is not a finite number ({quoted(value)}{'; write a decimal point, no comma' if comma else ''})"
 
 
 def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
@@ -623,14 +592,10 @@ def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
     """
     values = table.column(column, "data.label")
     found = [_name(value) for value in values]
-    bad = [row for row, (value, n) in enumerate(zip(values, found, strict=True)) if not _ok(value, n is not None)]
+    bad = [row for row, value in enumerate(values) if found[row] is None and not is_missing(value)]
     problem = "" if not bad else f"is no class but {quoted(values[bad[0]])}"
     faults += table.fault(column, f"{problem} (make classes with data.bins, or use text/regression)", bad)
     return [name or "" for name in found]
-
-
-def _ok(value: object, readable: bool) -> bool:
-    return readable or is_missing(value)
 
 
 def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, float | None]]) -> list[int | None]:
@@ -644,20 +609,7 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
     return [next((place for place, (low, high) in enumerate(edges) if low <= value <= high), None) for value in values]
 
 
-def _sorted_classes(table: Table, column: str, labels: Iterable[str]) -> tuple[str, ...]:
-    """Return the classes among the training table's labels, sorted, by value if all are numbers.
-
-    Raises:
-        PeftlabError: there is a single class.
-    """
-    known = set(labels)
-    if len(known) < 2:
-        raise PeftlabError(f"{table.path}: column {column!r} contains a single class, {quoted(known.pop())}")
-    numeric = all(math.isfinite(_number(name)) for name in known)
-    return tuple(sorted(known, key=(lambda name: (_number(name), name)) if numeric else None))
-
-
-def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
+def names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
     """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those."""
     unnamed = [f"LABEL_{place}" for place in range(len(classes))] == list(classes)
     if unnamed and not set(classes) & set(labels):
@@ -665,59 +617,51 @@ def as_written(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]
     return tuple(classes)
 
 
-def placed_sets(
+def label_indices(
     tables: Mapping[str, Table],
     column: str,
     labels: Mapping[str, Sequence[Sequence[str]]],
     known: Sequence[str] | None,
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
-    """Return the labels of each table's rows as positions among the classes, and the classes.
+    """Return the labels of each table's rows as indices of the classes, and the classes.
 
     Args:
-        tables, column, labels: labels by split, of each row; the label column.
-        known: a trained model's classes; None: they are those of the training table.
+        tables: the labelled tables by split.
+        column: the label column.
+        labels: labels by split, of each row.
+        known: a trained model's classes; None: those of the training table, sorted, by value if all are numbers.
 
     Raises:
         PeftlabError: there is a single class, or labels are not in ``known``; both sets are listed.
     """
     every = {split: list(chain.from_iterable(found)) for split, found in labels.items()}
-    if known is None:
-        classes, owner = _sorted_classes(tables["train"], column, every["train"]), "the training data"
+    if known is not None:
+        classes, owner = names_in_data(known, chain.from_iterable(every.values())), "the model"
     else:
-        classes, owner = as_written(known, chain.from_iterable(every.values())), "the model"
-    return _places(tables, column, labels, classes, owner), classes
+        there, owner = set(every["train"]), "the training data"
+        if len(there) < 2:
+            raise PeftlabError(
+                f"{tables['train'].path}: column {column!r} contains a single class, {quoted(there.pop())}"
+            )
+        numeric = all(math.isfinite(_number(name)) for name in there)
+        classes = tuple(sorted(there, key=(lambda name: (_number(name), name)) if numeric else None))
 
+    def listing(names: Collection[str]) -> str:
+        return f"{listed(map(quoted, sorted(names)), 50)} ({len(names)})"
 
-def _places(
-    tables: Mapping[str, Table],
-    column: str,
-    labels: Mapping[str, Sequence[Sequence[str]]],
-    classes: Sequence[str],
-    owner: str,
-) -> dict[str, list[list[int]]]:
-    """Return the labels of each table's rows as positions in ``classes``.
-
-    Args:
-        tables, labels: by split.
-        column: the label column.
-        owner: whose classes they are, for the message: ``the model``.
-
-    Raises:
-        PeftlabError: labels that are not in ``classes``; both sets are listed.
-    """
     index = {name: place for place, name in enumerate(classes)}
     problems = []
     for split, found in labels.items():
-        counts = Counter(chain.from_iterable(found))
-        unknown = sorted(counts.keys() - index.keys())
+        unknown = sorted(set(every[split]) - index.keys())
         if unknown:
             rows = [row for row, names in enumerate(found) if not index.keys() >= set(names)]
             hint = did_you_mean(unknown[0], classes)
             problem = f"has labels that are not classes of {owner}, {quoted(unknown[0])}{hint},"
-            problems += [*map(str, tables[split].fault(column, problem, rows)), f"  this file's: {_listing(counts)}"]
+            faults = tables[split].fault(column, problem, rows)
+            problems += [*map(str, faults), f"  this file's: {listing(set(every[split]))}"]
     if problems:
-        raise PeftlabError("\n".join([*problems, f"  those of {owner}: {_listing(classes)}"]))
-    return {split: [[index[name] for name in names] for names in found] for split, found in labels.items()}
+        raise PeftlabError("\n".join([*problems, f"  those of {owner}: {listing(classes)}"]))
+    return {split: [[index[name] for name in names] for names in found] for split, found in labels.items()}, classes
 
 
 def items(value: object, separator: str | None = None) -> list[str] | None:
@@ -739,11 +683,6 @@ def items(value: object, separator: str | None = None) -> list[str] | None:
     texts = [item if isinstance(item, str) else _name(item) for item in value]
     good = [text for text in texts if text is not None and text.strip() and is_unicode(text)]
     return good if len(good) == len(texts) else None
-
-
-def _listing(classes: Iterable[str]) -> str:
-    ordered = sorted(classes)
-    return f"{listed(map(quoted, ordered), 50)} ({len(ordered)})"
 
 
 def _name(value: object) -> str | None:

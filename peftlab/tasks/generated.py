@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ===== Held-out rows as prompts with all their references.
+# --- Held-out rows as prompts with all their references.
 @dataclass(frozen=True)
 class Context:
     """A prompt as text and as token ids, and every answer to it that the data has."""
@@ -121,7 +121,7 @@ def _ends(rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encod
     return frozenset(found)
 
 
-# ===== The scores of generated answers by the metrics of the table.
+# --- The scores of generated answers by the metrics of the table.
 def check_packages(names: Iterable[str]) -> None:
     """Raise ``PeftlabError`` for a metric whose packages are not installed."""
     for name in names:
@@ -159,7 +159,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-# ===== Exact match: of whole answers, and of the final number of an answer to a question of GSM8K.
+# --- Exact match: of whole answers, and of the final number of an answer to a question of GSM8K.
 _FINAL = "#### "
 # In peft's order: the first of these that the text contains decides, wherever it is.
 _PHRASES = ("The answer is: ", "The answer is ", "The final answer is: ", "The final answer is ", _FINAL)
@@ -224,7 +224,7 @@ def _agreement(texts: Sequence[str], answers: Sequence[Answer], read: Callable[[
     return [float(read(text) in gold) for text, gold in zip(texts, golden, strict=True)]
 
 
-# ===== BLEU, NIST and ROUGE-L by the packages of the extra ``metrics``, of lower-case words as in E2E's own script.
+# --- BLEU, NIST and ROUGE-L by the packages of the extra ``metrics``, of lower-case words as in E2E's own script.
 def bleu(answers: Sequence[Answer]) -> float:
     """Return BLEU of all answers against all references, 0 to 100: sacrebleu, mteval-13a words."""
     import sacrebleu
@@ -261,7 +261,7 @@ def rouge_l(answers: Sequence[Answer]) -> list[float]:
     return [float(scorer.score_multi(list(a.references), a.text)["rougeL"].fmeasure) for a in answers]
 
 
-# ===== CIDEr-D (Vedantam et al. 2015, section 5), which coco-caption and the scripts of E2E call CIDEr.
+# --- CIDEr-D (Vedantam et al. 2015, section 5), which coco-caption and the scripts of E2E call CIDEr.
 _ORDERS, _SIGMA = 4, 6.0
 _WORD = re.compile(r"\w+(?:[-'.,]\w+)*")
 Grams = Counter[tuple[str, ...]]

@@ -18,15 +18,15 @@ from peftlab.tasks.data import (
     Columns,
     Fault,
     Table,
-    as_written,
     bin_classes,
     is_missing,
     is_unicode,
     items,
+    label_indices,
     listed,
     names,
+    names_in_data,
     numbers,
-    placed_sets,
     quoted,
     refuse,
     split_files,
@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, List, Value
 
 
-# ===== Examples in memory: texts and labels, and their fingerprint.
+MISSING = "text or label missing"  # reasons for leaving rows out
+OUTSIDE = "outside every bin"
+BEYOND = "beyond data.max_train_examples"
+_ABSENT = "is missing"
+
+
 @dataclass(frozen=True)
 class Examples:
     """One split.
@@ -104,13 +109,53 @@ def fingerprint(task: Task, splits: Mapping[str, Examples]) -> str:
     return digest.hexdigest()
 
 
-# ===== Tasks over the user's files: a table of texts and labels becomes examples, classes and a held-out split.
-MISSING = "text or label missing"  # reasons for leaving rows out
-OUTSIDE = "outside every bin"
-BEYOND = "beyond data.max_train_examples"
-_ABSENT = "is missing"
+@dataclass(frozen=True)
+class TaskData:
+    """A task and its examples.
+
+    Attributes:
+        task: the table's row; for a ``text/`` task with ``labels`` and ``text`` filled in.
+        splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
+            ``text``, for pairs ``text_pair``, and ``label`` (see ``Examples``). An
+            unlabelled split has no ``label`` column; a split that the source lacks is absent.
+        fingerprint: SHA-256 of the rows used, equal on every machine.
+        left_out: reason to the number of rows of the source that are in no split.
+    """
+
+    task: Task
+    splits: dict[str, Dataset]
+    fingerprint: str
+    left_out: dict[str, int]
 
 
+def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
+    """Load the examples of a task.
+
+    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; a ``text/`` task from the
+    files at ``data.path`` (formats: ``peftlab.tasks.data``). With ``data.max_train_examples`` that many
+    training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
+
+    Args:
+        name: the task, as in ``peftlab.tasks.table``.
+        data: the recipe's data section.
+        classes: a trained model's class names in label order: labels are read as these. None: the task's own, or
+            those of the training file.
+
+    Raises:
+        PeftlabError: an unknown task, labels that are none of ``classes``, or anything wrong with the data, named by
+            file and line, row or column.
+    """
+    task = find_task(name)
+    task, splits, left_out = resolve(task.load)(task, data, classes)
+    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
+    if chosen is not None:
+        left_out = {**left_out, BEYOND: len(splits["train"]) - len(chosen)}
+        splits["train"] = splits["train"].take(chosen)
+    datasets = {split: examples.dataset() for split, examples in splits.items()}
+    return TaskData(task, datasets, fingerprint(task, splits), left_out)
+
+
+# --- ``text/classification``, ``text/regression``, and what all tasks on the user's files have in common.
 def load_text_task(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
@@ -129,13 +174,14 @@ def load_text_task(
         raise PeftlabError(f"task {task.name} needs data.text and data.label")
 
     def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        columns = {split: [texts(table, name, faults) for name in text] for split, table in tables.items()}
+        splits = _unlabelled(tables, text, faults)
         labelled = {split: table for split, table in tables.items() if label in table.columns}
         labels, class_names = _labels(task, data, label, labelled, classes, faults)
-        splits = {split: _examples(found, labels.get(split)) for split, found in columns.items()}
-        for split, examples in splits.items():
-            if len(examples) == 0:
+        for split, found in labels.items():
+            kept = splits[split].take(row for row, value in enumerate(found) if value is not None)
+            if len(kept) == 0:
                 raise PeftlabError(f"{tables[split].path}: no examples; every {label!r} is outside data.bins")
+            splits[split] = replace(kept, label=[value for value in found if value is not None])
         return splits, class_names
 
     return load_own(task, data, read)
@@ -182,15 +228,6 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     return task, splits, {why: n for why, n in left_out.items() if n}
 
 
-def _examples(columns: list[list[str]], labels: Sequence[float | None] | None) -> Examples:
-    """Put columns together, without the rows whose label is None."""
-    examples = Examples(columns[0], columns[1] if len(columns) == 2 else None, None)
-    if labels is None:
-        return examples
-    kept = examples.take(row for row, label in enumerate(labels) if label is not None)
-    return replace(kept, label=[label for label in labels if label is not None])
-
-
 def _without_missing(
     tables: Mapping[str, Table], needed: Mapping[str, Mapping[str, str]], drop: bool, faults: list[Fault]
 ) -> tuple[dict[str, Table], int]:
@@ -230,7 +267,7 @@ def _labels(
     spelled = {split: names(table, column, faults) for split, table in tables.items()}
     refuse_all(faults)
     sets = {split: [[name] for name in found] for split, found in spelled.items()}
-    placed, classes = placed_sets(tables, column, sets, known)
+    placed, classes = label_indices(tables, column, sets, known)
     return {split: [places[0] for places in rows] for split, rows in placed.items()}, classes
 
 
@@ -257,6 +294,12 @@ def _binned(
         if place not in binned["train"]:
             raise PeftlabError(f"data.bins: no training example of {tables['train'].path} is in bin {name!r}")
     return binned, tuple(bins)
+
+
+def _unlabelled(tables: Mapping[str, Table], names: Sequence[str], faults: list[Fault]) -> dict[str, Examples]:
+    """Return each split's texts, or pairs of texts, from the columns ``names``."""
+    columns = {split: [texts(table, name, faults) for name in names] for split, table in tables.items()}
+    return {s: Examples(found[0], found[1] if len(found) == 2 else None, None) for s, found in columns.items()}
 
 
 def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
@@ -312,8 +355,8 @@ def stratified(classes: Sequence[int], size: int, seed: int) -> list[int]:
     return [row for c in sorted(members) for row in members[c][: quota[c]]]
 
 
-# ===== ``text/multilabel``: texts with any number of classes each.
-_SAYS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+# --- ``text/multilabel``: texts with any number of classes each.
+_BINARY = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
 def load_label_sets(
@@ -330,32 +373,28 @@ def load_label_sets(
     text = tuple(data.text or ())
 
     def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        columns = {split: [texts(table, name, faults) for name in text] for split, table in tables.items()}
+        splits = _unlabelled(tables, text, faults)
         if data.labels is not None:
-            labels, names = _of_columns(tables, data.labels, classes, faults)
+            labels, names = _labels_of_columns(tables, data.labels, classes, faults)
         else:
-            labels, names = _of_sets(tables, str(data.label), data.separator, classes, faults)
-        splits = {
-            split: Examples(found[0], found[1] if len(found) == 2 else None, labels.get(split))
-            for split, found in columns.items()
-        }
-        return splits, names
+            labels, names = _labels_of_lists(tables, str(data.label), data.separator, classes, faults)
+        return {split: replace(found, label=labels.get(split)) for split, found in splits.items()}, names
 
     return load_own(task, data, read)
 
 
-def _of_sets(
+def _labels_of_lists(
     tables: Mapping[str, Table], column: str, separator: str | None, known: Sequence[str] | None, faults: list[Fault]
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
     """Return the indices of each row's classes, and the class names, from one column."""
     labelled = {split: table for split, table in tables.items() if column in table.columns}
-    spelled = {split: _sets(table, column, separator, faults) for split, table in labelled.items()}
+    spelled = {split: _label_lists(table, column, separator, faults) for split, table in labelled.items()}
     refuse_all(faults)
-    found, classes = placed_sets(labelled, column, spelled, known)
+    found, classes = label_indices(labelled, column, spelled, known)
     return {split: [sorted(set(places)) for places in rows] for split, rows in found.items()}, classes
 
 
-def _sets(table: Table, column: str, separator: str | None, faults: list[Fault]) -> list[list[str]]:
+def _label_lists(table: Table, column: str, separator: str | None, faults: list[Fault]) -> list[list[str]]:
     """Return a column's lists of labels; what is no such list, or an empty one, is added to ``faults``."""
     values = table.column(column, "data.label")
     texts = [row for row, value in enumerate(values) if isinstance(value, str) and not value.lstrip().startswith("[")]
@@ -371,15 +410,15 @@ def _sets(table: Table, column: str, separator: str | None, faults: list[Fault])
     return [labels or [] for labels in found]
 
 
-def _of_columns(
+def _labels_of_columns(
     tables: Mapping[str, Table], columns: Sequence[str], known: Sequence[str] | None, faults: list[Fault]
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
     """Return the indices of each row's classes, and the class names, from a column of 0 and 1 for each class."""
-    classes = tuple(columns if known is None else as_written(known, columns))
+    classes = tuple(columns if known is None else names_in_data(known, columns))
     if set(classes) != set(columns):
         raise PeftlabError(f"data.labels are {listed(columns, 50)}; the model's classes are {listed(classes, 50)}")
     labelled = {split: table for split, table in tables.items() if columns[0] in table.columns}
-    said = {split: [_says(table, name, faults) for name in columns] for split, table in labelled.items()}
+    said = {split: [_binary_labels(table, name, faults) for name in columns] for split, table in labelled.items()}
     refuse_all(faults)
     places = [classes.index(name) for name in columns]
     found = {}
@@ -389,23 +428,23 @@ def _of_columns(
     return found, classes
 
 
-def _says(table: Table, column: str, faults: list[Fault]) -> list[bool]:
+def _binary_labels(table: Table, column: str, faults: list[Fault]) -> list[bool]:
     """Return which rows of a column say 1; what is neither 1 nor 0 is added to ``faults``."""
     values = table.column(column, "data.labels")
-    found = [_SAYS.get(str(value).strip().lower()) for value in values]
+    found = [_BINARY.get(str(value).strip().lower()) for value in values]
     bad = [row for row, yes in enumerate(found) if yes is None and not is_missing(values[row])]
     faults += table.fault(column, f"is neither 0 nor 1 but {quoted(values[bad[0]])}" if bad else "", bad)
     return [bool(yes) for yes in found]
 
 
-# ===== ``text/tokens``: sentences in words, each with a tag.
+# --- ``text/tokens``: sentences in words, each with a tag.
 def load_tagged_words(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, Examples], dict[str, int]]:
     """Read ``text/tokens`` from the user's files, as ``load_own`` does.
 
     Words and tags are lists, of equal length in each row; a text is split at blanks. Tags like ``B-PER`` and ``O`` are
-    those of entities (see ``peftlab.tasks.labelled_rows``); others, such as parts of speech, are scored by accuracy.
+    those of entities (see ``entities``); others, such as parts of speech, are with_tag_metrics by accuracy.
 
     Args:
         classes: a trained model's tags in label order; the files may lack some of them but contain no others.
@@ -416,22 +455,30 @@ def load_tagged_words(
         words = {split: _lists(table, words_in, "words", faults) for split, table in tables.items()}
         labelled = {split: table for split, table in tables.items() if tags_in in table.columns}
         spelled = {split: _lists(table, tags_in, "tags", faults) for split, table in labelled.items()}
+        scheme = is_entity_scheme(set(chain.from_iterable(chain.from_iterable(spelled.values()))))
         for split, table in labelled.items():
-            faults += _uneven(table, tags_in, words[split], spelled[split])
-        if of_entities(set(chain.from_iterable(chain.from_iterable(spelled.values())))):
-            for split, table in labelled.items():
-                faults += _odd_tags(table, tags_in, spelled[split])
+            rows = list(zip(words[split], spelled[split], strict=True))
+            # A row without words or tags ([], or [""] where the value is missing) is at fault already.
+            readable = [([] not in pair and [""] not in pair) for pair in rows]
+            bad = [i for i, (one, other) in enumerate(rows) if readable[i] and len(one) != len(other)]
+            if bad:
+                first = f"{len(rows[bad[0]][1])} tags for {len(rows[bad[0]][0])} words"
+                faults += table.fault(tags_in, f"has not one tag for each word ({first})", bad)
+            odd = {i: tag for i, (_, tags) in enumerate(rows) for tag in reversed(tags) if tag and not entity_tag(tag)}
+            if scheme and odd:
+                problem = f"has the tag {quoted(next(iter(odd.values())))}, which is neither O nor like B-PER,"
+                faults += table.fault(tags_in, problem, list(odd))
         refuse_all(faults)
-        found, tags = placed_sets(labelled, tags_in, spelled, classes)
+        found, tags = label_indices(labelled, tags_in, spelled, classes)
         return {split: Examples(words[split], None, found.get(split)) for split in tables}, tags
 
     task, splits, left_out = load_own(task, data, read)
-    return scored(task), splits, left_out
+    return with_tag_metrics(task), splits, left_out
 
 
-def scored(task: Task) -> Task:
+def with_tag_metrics(task: Task) -> Task:
     """Return the task with the metrics that its tags have: those of entities, or accuracy alone."""
-    return task if of_entities(task.labels) else replace(task, metrics=("accuracy",))
+    return task if is_entity_scheme(task.labels) else replace(task, metrics=("accuracy",))
 
 
 def _lists(table: Table, column: str, what: str, faults: list[Fault]) -> list[list[str]]:
@@ -443,26 +490,10 @@ def _lists(table: Table, column: str, what: str, faults: list[Fault]) -> list[li
     return [texts or [] for texts in found]
 
 
-def _uneven(table: Table, column: str, words: list[list[str]], tags: list[list[str]]) -> list[Fault]:
-    """Return the rows with more or fewer tags than words, but for those that are at fault already."""
-    known: tuple[list[str], ...] = ([], [""])
-    pairs = enumerate(zip(words, tags, strict=True))
-    bad = [row for row, (one, other) in pairs if len(one) != len(other) and one not in known and other not in known]
-    if not bad:
-        return []
-    first = f"{len(tags[bad[0]])} tags for {len(words[bad[0]])} words"
-    return table.fault(column, f"has not one tag for each word ({first})", bad)
-
-
-def _odd_tags(table: Table, column: str, tags: list[list[str]]) -> list[Fault]:
-    bad = [row for row, found in enumerate(tags) if not all(tag == "" or entity_tag(tag) for tag in found)]
-    if not bad:
-        return []
-    first = next(tag for tag in tags[bad[0]] if not entity_tag(tag))
-    return table.fault(column, f"has the tag {quoted(first)}, which is neither O nor like B-PER,", bad)
-
-
-# ===== Entities in a sequence of tags, as conlleval and seqeval count them.
+# --- Entities in a sequence of tags, as conlleval and seqeval count them.
+# A tag is O (outside) or a prefix and a type: B-PER, I-PER. One rule reads all the usual schemes (IOB1, IOB2, IOE,
+# IOBES, BILOU): a word continues the entity of the word before it if its prefix is I or E (L), that of the word before
+# it is B or I, and both have one type; any other tag but O begins an entity.
 NO_ENTITY = "O"
 Entity = tuple[str, int, int]
 """Type, first and last word."""
@@ -475,14 +506,9 @@ def entity_tag(tag: str) -> bool:
     return tag == NO_ENTITY or _TAG.fullmatch(tag) is not None
 
 
-def of_entities(tags: Collection[str]) -> bool:
+def is_entity_scheme(tags: Collection[str]) -> bool:
     """Return whether a set of tags is one of entities: it contains ``O``, and one like ``B-PER`` or no other kind."""
     return NO_ENTITY in tags and (any("-" in tag and entity_tag(tag) for tag in tags) or all(map(entity_tag, tags)))
-
-
-def entity_type(tag: str) -> str | None:
-    """Return the type of an entity's tag, ``_`` where it names none; None for ``O``."""
-    return None if tag == NO_ENTITY else _parts(tag)[1]
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
@@ -490,7 +516,7 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     found: list[Entity] = []
     before = ("", "")
     for place, tag in enumerate(tags):
-        prefix, kind = now = _parts(tag)
+        prefix, kind = now = _split_tag(tag)
         if prefix in "IE" and before[0] in ("B", "I") and before[1] == kind:
             found[-1] = (kind, found[-1][1], place)
         elif tag != NO_ENTITY:
@@ -499,16 +525,16 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     return found
 
 
-def _parts(tag: str) -> tuple[str, str]:
+def _split_tag(tag: str) -> tuple[str, str]:
     matched = _TAG.fullmatch(tag)
     if matched is None:
         return NO_ENTITY, ""
     return _SAME.get(matched[1], matched[1]), matched[2] or "_"
 
 
-# ===== ``text/choice``: rows with choices of their own, one of which is right.
+# --- ``text/choice``: rows with choices of their own, one of which is right.
 CHOICES = "choices"
-LEAST = 2
+MIN_CHOICES = 2
 
 
 def load_choices(
@@ -529,15 +555,15 @@ def load_choices(
         for split, table in tables.items():
             choices = row_choices(table, data.choices, faults)
             before = [name for name in table.columns if name not in (label, *(data.choices or [CHOICES]))]
-            places = _places(table, label, choices, faults) if label in table.columns else None
-            splits[split] = Examples(before_choices(table, before, faults), choices, places)
+            places = _label_places(table, label, choices, faults) if label in table.columns else None
+            splits[split] = Examples(context_texts(table, before, faults), choices, places)
         refuse_all(faults)
         return splits, ()
 
     return load_own(task, data, read)
 
 
-def before_choices(table: Table, names: Sequence[str], faults: list[Fault]) -> list[str]:
+def context_texts(table: Table, names: Sequence[str], faults: list[Fault]) -> list[str]:
     """Return each row's text before its choices: the columns' texts joined by a blank; empty without a column."""
     columns = [texts(table, name, faults) for name in names]
     return [" ".join(row) for row in zip(*columns, strict=True)] if columns else [""] * len(table)
@@ -559,15 +585,15 @@ def row_choices(table: Table, names: Sequence[str] | None, faults: list[Fault]) 
     missing = {row for values in columns for row, value in enumerate(values) if is_missing(value)}
     bad = [row for row, choices in enumerate(found) if choices is None and row not in missing]
     faults += table.fault(names[0], f"is no list of texts ({quoted(first[bad[0]])})" if bad else "", bad)
-    few = [row for row, each in enumerate(found) if each is not None and len(each) < LEAST and row not in missing]
+    few = [row for row, each in enumerate(found) if each is not None and len(each) < MIN_CHOICES and row not in missing]
     faults += table.fault(names[0], "has fewer than two choices", few)
     return [choices or [] for choices in found]
 
 
-def _places(table: Table, column: str, choices: list[list[str]], faults: list[Fault]) -> list[int]:
+def _label_places(table: Table, column: str, choices: list[list[str]], faults: list[Fault]) -> list[int]:
     """Return the place of each row's right choice: labels are places if all are whole numbers, else texts."""
     values = table.column(column, "data.label")
-    numbers = [_whole(value) for value in values]
+    numbers = [_whole_number(value) for value in values]
     if all(n is not None or is_missing(value) for n, value in zip(numbers, values, strict=True)):
         found = [n if n is not None and 0 <= n < len(row) else None for n, row in zip(numbers, choices, strict=True)]
     else:
@@ -582,55 +608,8 @@ def _places(table: Table, column: str, choices: list[list[str]], faults: list[Fa
     return [place or 0 for place in found]
 
 
-def _whole(value: object) -> int | None:
+def _whole_number(value: object) -> int | None:
     try:
         return None if isinstance(value, bool) else int(str(value).strip().removesuffix(".0"))
     except ValueError:
         return None
-
-
-# ===== Loading the labelled splits that a recipe's task and data section name.
-@dataclass(frozen=True)
-class TaskData:
-    """A task and its examples.
-
-    Attributes:
-        task: the table's row; for a ``text/`` task with ``labels`` and ``text`` filled in.
-        splits: split name (``train``, ``task.evaluation``, ``test...``) to examples with the columns
-            ``text``, for pairs ``text_pair``, and ``label`` (see ``Examples``). An
-            unlabelled split has no ``label`` column; a split that the source lacks is absent.
-        fingerprint: SHA-256 of the rows used, equal on every machine.
-        left_out: reason to the number of rows of the source that are in no split.
-    """
-
-    task: Task
-    splits: dict[str, Dataset]
-    fingerprint: str
-    left_out: dict[str, int]
-
-
-def load_task_data(name: str, data: DataConfig, classes: Sequence[str] | None = None) -> TaskData:
-    """Load the examples of a task.
-
-    GLUE comes from the hub, or from ``data.path`` in the benchmark's TSV layout; a ``text/`` task from the
-    files at ``data.path`` (formats: ``peftlab.tasks.data``). With ``data.max_train_examples`` that many
-    training rows are drawn with ``data.split_seed``, in file order; the classes stay those of all rows.
-
-    Args:
-        name: the task, as in ``peftlab.tasks.table``.
-        data: the recipe's data section.
-        classes: a trained model's class names in label order: labels are read as these. None: the task's own, or
-            those of the training file.
-
-    Raises:
-        PeftlabError: an unknown task, labels that are none of ``classes``, or anything wrong with the data, named by
-            file and line, row or column.
-    """
-    task = find_task(name)
-    task, splits, left_out = resolve(task.load)(task, data, classes)
-    chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
-    if chosen is not None:
-        left_out = {**left_out, BEYOND: len(splits["train"]) - len(chosen)}
-        splits["train"] = splits["train"].take(chosen)
-    datasets = {split: examples.dataset() for split, examples in splits.items()}
-    return TaskData(task, datasets, fingerprint(task, splits), left_out)

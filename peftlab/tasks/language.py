@@ -63,7 +63,7 @@ from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 from peftlab.untyped import Attributes, Unwrapped
 
-# ===== Language tasks: their rows, read and held out, and what is trained.
+# --- Language tasks: their rows, read and held out, and what is trained.
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
 }  # fmt: skip
@@ -299,7 +299,7 @@ def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) ->
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-# ===== The negative log-likelihood of marked tokens, without ever holding logits of all of them.
+# --- The negative log-likelihood of marked tokens, without ever holding logits of all of them.
 _CHUNK = 256  # tokens whose logits live at a time
 _READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -455,7 +455,7 @@ class LanguageEvaluation:
         return over_processes(data, batches, self.collate, lambda inputs: float(nll(model, inputs)))
 
 
-# ===== Examples that share a row, and the proof that a model keeps them apart.
+# --- Examples that share a row, and the proof that a model keeps them apart.
 _TRIED = (8, 16, 24, 32)  # tokens of the examples that are tried
 
 

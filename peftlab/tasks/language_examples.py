@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ===== The forms of a conversation that chat templates ask for: contents as parts, arguments as JSON text.
+# --- The forms of a conversation that chat templates ask for: contents as parts, arguments as JSON text.
 Shape = Callable[[Sequence[Message]], list[Message]]
 
 
@@ -60,7 +60,7 @@ def _shaped(messages: Sequence[Message], *, parts: bool, without: bool, texts: b
     return shaped
 
 
-# ===== Which characters of a formatted conversation are the answers: found by formatting its beginnings.
+# --- Which characters of a formatted conversation are the answers: found by formatting its beginnings.
 TrainOn = Literal["assistant", "last", "all"]
 Format = Callable[[Sequence[Message], bool], str]
 """Messages, and whether the prompt for an answer follows them, to the template's text."""
@@ -161,7 +161,7 @@ def _end(text: str, start: int, end: int, markers: Sequence[str]) -> tuple[int, 
     return end, True
 
 
-# ===== Language examples as token ids, with the tokens that are trained marked.
+# --- Language examples as token ids, with the tokens that are trained marked.
 Source = Conversation | Completion
 TooLong = Literal["drop", "truncate", "error"]
 TOO_LONG = "longer than train.max_length"

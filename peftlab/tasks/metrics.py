@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# ===== The metrics of a task, and those of a constant answer.
+# --- The metrics of a task, and those of a constant answer.
 Array = NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64]
 Numbers = Sequence[float] | Array
 
@@ -113,7 +113,7 @@ METRICS: dict[str, Callable[[Task, Array, Array], float]] = {
 }
 
 
-# ===== Where a model is right and where it is wrong: by class, by pair of classes, and on the hardest examples.
+# --- Where a model is right and where it is wrong: by class, by pair of classes, and on the hardest examples.
 HARDEST = 10
 Integers = NDArray[np.int64]
 _POINTS = 500

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ===== text/preference: its rows, read and held out, and what is trained.
+# --- text/preference: its rows, read and held out, and what is trained.
 def load_preferences(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, list[Preference]], dict[str, int]]:
@@ -111,7 +111,7 @@ def examples(
     return [list(zip(SIDES, pair, strict=True))]
 
 
-# ===== Preference rows: a prompt with a better and a worse answer, read and tokenised.
+# --- Preference rows: a prompt with a better and a worse answer, read and tokenised.
 SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "messages", "conversations")
 
@@ -219,7 +219,7 @@ def encode_preferences(
     return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
 
 
-# ===== Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+# --- Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 REFERENCE = "reference"
 """The column with the reference's log-probabilities of the chosen and the rejected answer."""
 

@@ -21,7 +21,7 @@ from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers, encode_words
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.labelled_rows import entities, entity_tag, load_task_data, of_entities
+from peftlab.tasks.labelled_rows import entities, entity_tag, is_entity_scheme, load_task_data
 from peftlab.tasks.table import find_task
 from tests.training import tiny
 
@@ -175,8 +175,16 @@ def test_entities_are_those_of_seqeval(tags: list[str]) -> None:
 
 
 def test_which_tags_are_of_entities() -> None:
-    assert of_entities({"O", "B-PER"}) and of_entities({"O", "B", "I"}) and of_entities({"O", "B-A", "oops"})
-    assert not of_entities({"NOUN", "VERB"}) and not of_entities({"O", "N", "V"}) and not of_entities({"B-PER"})
+    assert (
+        is_entity_scheme({"O", "B-PER"})
+        and is_entity_scheme({"O", "B", "I"})
+        and is_entity_scheme({"O", "B-A", "oops"})
+    )
+    assert (
+        not is_entity_scheme({"NOUN", "VERB"})
+        and not is_entity_scheme({"O", "N", "V"})
+        and not is_entity_scheme({"B-PER"})
+    )
     assert entity_tag("U-ORG") and not entity_tag("X-ORG") and not entity_tag("BORG")
 
 
