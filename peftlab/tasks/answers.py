@@ -42,8 +42,7 @@ from peftlab.tasks.metrics import (
     class_scores,
     compute_metrics,
     confusion_of,
-    hard_example,
-    largest,
+    hardest_examples,
     majority_baseline,
     scores_by_class,
     softmax,
@@ -52,7 +51,6 @@ from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Batch, Collate, Row, encode_texts, model_inputs
 from peftlab.untyped import Attributes
 
-# --- What the answers of a labelled task are: their head, their loss, their scores, and what is said of them.
 Array = NDArray[np.float32]
 Weights = str | Mapping[str, float]
 """``balanced``, or class name to weight."""
@@ -189,10 +187,10 @@ class Answers(ABC):
     def shown(self, row: Row, label: object, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
         """Return a tokenised row as the model reads it, in parts, each with whether it is what is learnt."""
         text = str(tokenizer.decode(member(row, "input_ids", list, "an example")))
-        return [(text, False), *([] if label is None else [(self.name(label), True)])]
+        return [(text, False), *([] if label is None else [(self.label_name(label), True)])]
 
-    def name(self, label: object) -> str:
-        """Return what a label is called."""
+    def label_name(self, label: object) -> str:
+        """Return a label as text."""
         return self.task.labels[int(str(label))] if self.task.labels else str(label)
 
     def read(self, table: Table, names: Sequence[str], data: DataConfig) -> list[object]:
@@ -352,19 +350,18 @@ class ManyClasses(Answers):
     def analyse(self, outputs: Sequence[Array], examples: Dataset) -> Analysis:
         """Return the scores of each class and the hardest examples."""
         logits, truth = np.stack(outputs), self._matrix(examples["label"])
-        said, losses = logits >= 0, _binary_losses(logits, truth)
-        scores = {
-            name: class_scores(int((said[:, i] & truth[:, i]).sum()), int(said[:, i].sum()), int(truth[:, i].sum()))
-            for i, name in enumerate(self.task.labels)
-        }
-        hardest = [
-            hard_example(examples, row, self._names(truth[row]), self._names(said[row]), None, float(losses[row]))
-            for row in largest(losses)
-        ]
-        return Analysis(by_class=scores, hardest=hardest)
+        predicted, losses = logits >= 0, _binary_losses(logits, truth)
+        counts = zip((predicted & truth).sum(0), predicted.sum(0), truth.sum(0), strict=True)
+        scores = [class_scores(int(hits), int(of_predicted), int(of_true)) for hits, of_predicted, of_true in counts]
+
+        def names(row: int) -> tuple[str, str, None]:
+            return self.label_name(np.flatnonzero(truth[row])), self.label_name(np.flatnonzero(predicted[row])), None
+
+        by_class = dict(zip(self.task.labels, scores, strict=True))
+        return Analysis(by_class=by_class, hardest=hardest_examples(examples, losses, names))
 
     def confidence(self, outputs: Sequence[Array]) -> list[float]:
-        """Return the mean over the classes of the probability of what is said of them: that they are there, or not."""
+        """Return the mean over the classes of the probability of the decision, present or absent."""
         return np.exp(-np.logaddexp(0, -np.abs(np.stack(outputs).astype(np.float64)))).mean(-1).tolist()
 
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
@@ -381,7 +378,7 @@ class ManyClasses(Answers):
         """Return the number of examples without the class, divided by those with it."""
         return (examples - count) / count
 
-    def name(self, label: object) -> str:
+    def label_name(self, label: object) -> str:
         """Return the names of a set of classes."""
         return ", ".join(self.task.labels[i] for i in _sets([label])[0]) or "none"
 
@@ -391,9 +388,6 @@ class ManyClasses(Answers):
         for row, places in enumerate(_sets(labels)):
             found[row, list(places)] = True
         return found
-
-    def _names(self, said: NDArray[np.bool_]) -> str:
-        return self.name(np.flatnonzero(said).tolist())
 
 
 def _sets(labels: Sequence[object]) -> Sets:
@@ -406,32 +400,17 @@ def _binary_losses(logits: Array, truth: NDArray[np.bool_]) -> NDArray[np.float6
     return np.logaddexp(0, np.where(truth, -wide, wide)).mean(-1)
 
 
-def _metrics(said: NDArray[np.bool_], truth: NDArray[np.bool_]) -> dict[str, float]:
-    """Return ``micro_f1``, ``macro_f1`` and ``subset_accuracy``; a class that is neither said nor true scores 0."""
-    hits, either = (said & truth).sum(0), said.sum(0) + truth.sum(0)
+def _metrics(predicted: NDArray[np.bool_], truth: NDArray[np.bool_]) -> dict[str, float]:
+    """Return the metrics of decisions [examples, classes]; a class that is neither predicted nor true scores 0."""
+    hits, either = (predicted & truth).sum(0), predicted.sum(0) + truth.sum(0)
     return {
         "micro_f1": float(2 * hits.sum() / max(1, either.sum())),
         "macro_f1": float((2 * hits / np.maximum(1, either)).mean()),
-        "subset_accuracy": float((said == truth).all(-1).mean()),
+        "subset_accuracy": float((predicted == truth).all(-1).mean()),
     }
 
 
 # --- One of a row's own choices: ``text/choice``.
-def encode_choices(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-    """Return a list of tokens for each choice, as a pair with the text before it if there is any.
-
-    ``length`` counts all choices of a row, padded to the longest.
-    """
-    choices = cast(list[list[str]], batch["text_pair"])
-    ends = list(accumulate(map(len, choices), initial=0))
-    before = [text for text, row in zip(batch["text"], choices, strict=True) for _ in row]
-    after = [choice for row in choices for choice in row]
-    texts = (before, after) if any(before) else (after,)
-    tokens = tokenizer(*texts, truncation="longest_first", max_length=max_length, return_attention_mask=False)
-    columns = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in tokens.items()}
-    return {**columns, "length": [len(row) * max(map(len, row)) for row in columns["input_ids"]]}
-
-
 class OneChoice(Answers):
     """The choice with the largest logit; the loss is cross-entropy over a row's choices."""
 
@@ -439,8 +418,18 @@ class OneChoice(Answers):
     pipeline = "multiple-choice"
 
     def encode(self, batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-        """Return ``encode_choices``."""
-        return encode_choices(batch, tokenizer, max_length)
+        """Return a list of tokens for each choice, as a pair with the text before it if there is any.
+
+        ``length`` counts all choices of a row, padded to the longest.
+        """
+        choices = cast(list[list[str]], batch["text_pair"])
+        ends = list(accumulate(map(len, choices), initial=0))
+        before = [text for text, row in zip(batch["text"], choices, strict=True) for _ in row]
+        after = [choice for row in choices for choice in row]
+        texts = (before, after) if any(before) else (after,)
+        tokens = tokenizer(*texts, truncation="longest_first", max_length=max_length, return_attention_mask=False)
+        columns = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in tokens.items()}
+        return {**columns, "length": [len(row) * max(map(len, row)) for row in columns["input_ids"]]}
 
     def head(self) -> Attributes:
         """Return nothing: the head gives one number for each choice."""
@@ -498,12 +487,13 @@ class OneChoice(Answers):
         truth, answers = _places(examples["label"]), [int(each.argmax()) for each in outputs]
         losses = np.array(_choice_losses(outputs, truth))
         confusion = confusion_of(max(map(len, outputs)), truth, answers)
-        hardest = []
-        for row in largest(losses):
+
+        def describe(row: int) -> tuple[str, str, float]:
             choices = examples[row]["text_pair"]
-            right, chosen, probability = choices[truth[row]], choices[answers[row]], float(np.exp(-losses[row]))
-            hardest.append(hard_example(examples, row, right, chosen, probability, float(losses[row])))
+            return choices[truth[row]], choices[answers[row]], float(np.exp(-losses[row]))
+
         names = [str(place) for place in range(len(confusion))]
+        hardest = hardest_examples(examples, losses, describe)
         return Analysis(scores_by_class(names, confusion), confusion.tolist(), hardest=hardest)
 
     def confidence(self, outputs: Sequence[Array]) -> list[float]:
@@ -576,23 +566,6 @@ _NO_TOKEN, _NO_WORD = -1, -2  # in ``first``: a word that was cut off or has no 
 _IGNORED = -100
 
 
-def encode_words(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-    """Return the tokens of sentences, their words joined by blanks, and ``first``: each word's first token.
-
-    A word that was cut off at ``max_length``, or of which the tokenizer makes no token, has -1.
-    """
-    if not tokenizer.is_fast:
-        raise PeftlabError(f"text/tokens: {type(tokenizer).__name__} does not say which token belongs to which word")
-    sentences = cast(list[list[str]], batch["text"])
-    texts = [" ".join(words) for words in sentences]
-    tokens = tokenizer(
-        texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
-    )
-    offsets = tokens.pop("offset_mapping")
-    first = [_first_tokens(*row) for row in zip(sentences, texts, offsets, strict=True)]
-    return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]], "first": first}
-
-
 def _first_tokens(words: list[str], text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Return the place of each word's first token; ``offsets`` are the characters of ``text`` that each token has."""
     starts = [0, *accumulate(len(word) + 1 for word in words[:-1])]
@@ -615,8 +588,22 @@ class WordTags(Answers):
     pipeline = "token-classification"
 
     def encode(self, batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-        """Return ``encode_words``."""
-        return encode_words(batch, tokenizer, max_length)
+        """Return the tokens of sentences, their words joined by blanks, and ``first``: each word's first token.
+
+        A word that was cut off at ``max_length``, or of which the tokenizer makes no token, has -1.
+        """
+        if not tokenizer.is_fast:
+            raise PeftlabError(
+                f"text/tokens: {type(tokenizer).__name__} does not say which token belongs to which word"
+            )
+        sentences = cast(list[list[str]], batch["text"])
+        texts = [" ".join(words) for words in sentences]
+        tokens = tokenizer(
+            texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
+        )
+        offsets = tokens.pop("offset_mapping")
+        first = [_first_tokens(*row) for row in zip(sentences, texts, offsets, strict=True)]
+        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]], "first": first}
 
     def collate(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], dict[str, Tensor]]:
         """Return ``Collate`` with ``first`` and ``labels`` of shape [rows, words]."""
@@ -681,10 +668,9 @@ class WordTags(Answers):
         answers, truth = [self._tags(each) for each in outputs], _tags(examples["label"])
         by_word = self._losses(outputs, truth)
         losses = np.array([float(np.nanmean(each)) if np.isfinite(each).any() else 0.0 for each in by_word])
-        hardest = [
-            hard_example(examples, row, self.name(truth[row]), self.name(answers[row]), None, float(losses[row]))
-            for row in largest(losses)
-        ]
+        hardest = hardest_examples(
+            examples, losses, lambda row: (self.label_name(truth[row]), self.label_name(answers[row]), None)
+        )
         if is_entity_scheme(self.task.labels):
             return Analysis(by_class=self._by_type(answers, truth), hardest=hardest)
         confusion = confusion_of(len(self.task.labels), *(list(chain.from_iterable(each)) for each in (truth, answers)))
@@ -703,7 +689,7 @@ class WordTags(Answers):
         """Return the number of words that have each tag."""
         return Counter(chain.from_iterable(_tags(labels)))
 
-    def name(self, label: object) -> str:
+    def label_name(self, label: object) -> str:
         """Return a sentence's tags."""
         return " ".join(self.task.labels[tag] for tag in _ints(label))
 

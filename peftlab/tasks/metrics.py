@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# --- The metrics of a task, and those of a constant answer.
 Array = NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64]
 Numbers = Sequence[float] | Array
 
@@ -113,7 +112,7 @@ METRICS: dict[str, Callable[[Task, Array, Array], float]] = {
 }
 
 
-# --- Where a model is right and where it is wrong: by class, by pair of classes, and on the hardest examples.
+# --- Analysis.
 HARDEST = 10
 Integers = NDArray[np.int64]
 _POINTS = 500
@@ -151,7 +150,7 @@ class HardExample:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The predictions for a split, taken apart.
+    """What a model gets right and wrong on a split.
 
     Attributes:
         by_class: class name, in label order, to its scores; type of entity, or place of a choice; empty for regression.
@@ -168,7 +167,7 @@ class Analysis:
 
 
 def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: Dataset) -> Analysis:
-    """Return what ``predictions`` are like.
+    """Return what a model gets right and wrong.
 
     Args:
         labels: class names in label order; empty for regression.
@@ -180,27 +179,19 @@ def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: D
         losses = (predictions.astype(np.float64) - truth) ** 2
         step = -(-len(truth) // _POINTS)
         points = [[float(a), float(b)] for a, b in zip(truth[::step], predictions[::step], strict=True)]
-        hardest = [
-            hard_example(examples, row, float(truth[row]), float(predictions[row]), None, float(losses[row]))
-            for row in largest(losses)
-        ]
-        return Analysis(points=points, hardest=hardest)
-    probabilities = softmax(predictions)
+        numbers = hardest_examples(examples, losses, lambda row: (float(truth[row]), float(predictions[row]), None))
+        return Analysis(points=points, hardest=numbers)
     answers = predictions.argmax(-1)
-    of_label = probabilities[np.arange(len(truth)), truth]
-    hardest = [
-        hard_example(
-            examples,
-            row,
-            labels[truth[row]],
-            labels[answers[row]],
-            float(of_label[row]),
-            float(-np.log(max(of_label[row], np.finfo(np.float64).tiny))),
-        )
-        for row in largest(-of_label)
-    ]
+    of_label = softmax(predictions)[np.arange(len(truth)), truth]
+    losses = -np.log(np.maximum(of_label, np.finfo(np.float64).tiny))
     confusion = confusion_of(len(labels), truth, answers)
-    return Analysis(by_class=scores_by_class(labels, confusion), confusion=confusion.tolist(), hardest=hardest)
+    return Analysis(
+        by_class=scores_by_class(labels, confusion),
+        confusion=confusion.tolist(),
+        hardest=hardest_examples(
+            examples, losses, lambda row: (labels[truth[row]], labels[answers[row]], float(of_label[row]))
+        ),
+    )
 
 
 def confusion_of(n: int, truth: Sequence[int] | Integers, answers: Sequence[int] | Integers) -> Integers:
@@ -212,34 +203,40 @@ def confusion_of(n: int, truth: Sequence[int] | Integers, answers: Sequence[int]
 
 def scores_by_class(labels: Sequence[str], confusion: Integers) -> dict[str, ClassScores]:
     """Return the scores of each class, by name, of a confusion matrix."""
-    right, said, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
-    return {name: class_scores(int(right[i]), int(said[i]), int(true[i])) for i, name in enumerate(labels)}
+    right, predicted, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
+    return {name: class_scores(int(right[i]), int(predicted[i]), int(true[i])) for i, name in enumerate(labels)}
 
 
-def class_scores(hits: int, said: int, true: int) -> ClassScores:
-    """Return a class's scores: of ``said`` answers and ``true`` labels, ``hits`` are both."""
+def class_scores(hits: int, predicted: int, true: int) -> ClassScores:
+    """Return a class's scores: of its ``predicted`` and its ``true`` examples, ``hits`` are both."""
     return ClassScores(
-        precision=hits / said if said else 0.0,
+        precision=hits / predicted if predicted else 0.0,
         recall=hits / true if true else 0.0,
-        f1=2 * hits / (said + true) if said + true else 0.0,
+        f1=2 * hits / (predicted + true) if predicted + true else 0.0,
         support=true,
     )
 
 
-def largest(losses: NDArray[np.float64]) -> list[int]:
-    """Return the places of the ten largest numbers, the earlier of equals first."""
-    return [int(row) for row in np.argsort(-losses, kind="stable")[:HARDEST]]
+def hardest_examples(
+    examples: Dataset,
+    losses: NDArray[np.float64],
+    describe: Callable[[int], tuple[str | float, str | float, float | None]],
+) -> list[HardExample]:
+    """Return the ten examples of largest loss, the earlier of equals first.
 
-
-def hard_example(
-    examples: Dataset, row: int, label: str | float, predicted: str | float, probability: float | None, loss: float
-) -> HardExample:
-    """Return a row of ``examples`` with its answer; words are joined by blanks, choices by bars."""
-    example = examples[row]
-    text, pair = example["text"], example.get("text_pair")
-    text = " ".join(text) if isinstance(text, list) else text
-    pair = " | ".join(pair) if isinstance(pair, list) else pair
-    return HardExample(row, text, pair, label, predicted, probability, loss)
+    Args:
+        examples: rows with ``text`` and perhaps ``text_pair``; words are joined by blanks, choices by bars.
+        losses: of each row, shape (n,).
+        describe: a row's number to its label, the prediction, and the label's probability or None.
+    """
+    found = []
+    for row in map(int, np.argsort(-losses, kind="stable")[:HARDEST]):
+        example = examples[row]
+        text, pair = example["text"], example.get("text_pair")
+        text = " ".join(text) if isinstance(text, list) else text
+        pair = " | ".join(pair) if isinstance(pair, list) else pair
+        found.append(HardExample(row, text, pair, *describe(row), float(losses[row])))
+    return found
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

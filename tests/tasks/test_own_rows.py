@@ -19,7 +19,7 @@ from transformers import BertTokenizerFast
 from peftlab.errors import PeftlabError
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.registry import resolve
-from peftlab.tasks.answers import Answers, encode_words
+from peftlab.tasks.answers import Answers, WordTags
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_rows import entities, entity_tag, is_entity_scheme, load_task_data
 from peftlab.tasks.table import find_task
@@ -221,7 +221,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> BertTokenizerFast:
 
 def test_the_first_token_of_each_word_is_trained(tokenizer: BertTokenizerFast) -> None:
     words = ["the", "films", "was", "\u200b", "fine!"]
-    found = encode_words({"text": [words]}, tokenizer, 32)
+    found = WordTags(find_task("text/tokens")).encode({"text": [words]}, tokenizer, 32)
     assert tokenizer.convert_ids_to_tokens(found["input_ids"][0]) == [
         "[CLS]",
         "the",
@@ -235,7 +235,7 @@ def test_the_first_token_of_each_word_is_trained(tokenizer: BertTokenizerFast) -
     assert found["first"] == [[1, 2, 4, -1, 5]]
     reference = tokenizer([words], is_split_into_words=True).word_ids(0)
     assert [reference.index(i) if i in reference else -1 for i in range(5)] == found["first"][0]
-    cut = encode_words({"text": [words]}, tokenizer, 5)
+    cut = WordTags(find_task("text/tokens")).encode({"text": [words]}, tokenizer, 5)
     assert cut["first"] == [[1, 2, -1, -1, -1]] and cut["length"] == [5]
     kind = answers("text/tokens", ("B-X", "O"))
     rows = [
