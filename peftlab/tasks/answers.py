@@ -224,7 +224,6 @@ class Answers(ABC):
         return Examples(list(found[0]), list(found[1]) if pairs else None, None)
 
 
-# --- One of a task's classes for each text: ``text/classification`` and GLUE.
 class OneClass(Answers):
     """A class by the largest of its logits; the loss is cross-entropy."""
 
@@ -264,7 +263,6 @@ class OneClass(Answers):
         return Predictions([self.task.labels[i] for i in logits.argmax(-1)], self.task.labels, softmax(logits))
 
 
-# --- A number for each text, or pair of texts: ``text/regression`` and GLUE's STS-B.
 class Number(Answers):
     """The model's one logit; the loss is the squared error."""
 
@@ -304,7 +302,6 @@ class Number(Answers):
         return Counter()
 
 
-# --- Any number of a task's classes for each text: ``text/multilabel``.
 Sets = Sequence[Sequence[int]]
 
 
@@ -410,7 +407,6 @@ def _metrics(predicted: NDArray[np.bool_], truth: NDArray[np.bool_]) -> dict[str
     }
 
 
-# --- One of a row's own choices: ``text/choice``.
 class OneChoice(Answers):
     """The choice with the largest logit; the loss is cross-entropy over a row's choices."""
 
@@ -560,7 +556,6 @@ def _accuracy(answers: Sequence[int], truth: Sequence[int]) -> dict[str, float]:
     return {"accuracy": float(np.mean([a == b for a, b in zip(answers, truth, strict=True)]))}
 
 
-# --- A tag for each word of a sentence: ``text/tokens``.
 Tags = Sequence[Sequence[int]]
 _NO_TOKEN, _NO_WORD = -1, -2  # in ``first``: a word that was cut off or has no token; padding
 _IGNORED = -100

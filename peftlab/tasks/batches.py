@@ -15,7 +15,6 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# --- The order of examples, as pure functions of lengths and seeds.
 _WINDOW_BATCHES = 64
 
 
@@ -120,7 +119,7 @@ def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> f
     return 1 - tokens / cells if cells else 0.0
 
 
-# --- Several examples in one row: which ones share it, as pure functions of lengths and seeds.
+# --- Packing: which examples share a row.
 
 
 def best_fit(members: Sequence[int], lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- Conversations formatted by the tokenizer's chat template.
 Message: TypeAlias = dict[str, str]
 """One turn of a conversation, ``role`` and ``content``, in transformers' own type; a template may take more than text
 (a list of parts), which is passed on as it is."""
@@ -51,7 +50,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where:
     return ids
 
 
-# --- The turns of a conversation, read from the shapes that files have and checked.
+# --- Turns, read from the shapes that files have and checked.
 _ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
     "assistant": "assistant", "model": "assistant", "function_call": "function_call", "observation": "tool",
@@ -113,7 +112,7 @@ def _content(value: object, where: str) -> object:
     return "".join(map(str, texts))
 
 
-def call_of(message: Message, where: str) -> Message:
+def with_parsed_call(message: Message, where: str) -> Message:
     """Return a turn whose text is a tool call as an assistant's turn with that call; others as they are."""
     if message["role"] != CALLED:
         return message
@@ -148,7 +147,7 @@ def check_turns(messages: Sequence[Message], where: str) -> None:
         raise PeftlabError(f"{where}: no assistant turn to train on; its roles are {', '.join(dict.fromkeys(roles))}")
 
 
-# --- Tools and calls of them, as chat templates take them: calls with a name and arguments that are objects.
+# --- Tools and calls of them, as chat templates take them.
 _CALL = ("name", "arguments")
 
 
@@ -194,7 +193,7 @@ def read_calls(value: object, where: str) -> list[dict[str, Json]]:
     return [_call(call, where) for call in calls]
 
 
-def calls_of(message: Mapping[str, object]) -> list[Call]:
+def tool_calls_of(message: Mapping[str, object]) -> list[Call]:
     """Return the calls in a turn that was read."""
     calls: list[Call] = message.get("tool_calls") or []  # type: ignore[assignment]
     return calls
@@ -233,7 +232,7 @@ def _json(value: object, what: str, where: str) -> Json:
         raise PeftlabError(f"{where}: {what}: not JSON ({error})") from None
 
 
-# --- From the columns of a table to conversations and completions, whatever the shape is called.
+# --- Rows, whatever the shape of their columns.
 _SHAPES = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
 _NAMED = "messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and completion"
 
@@ -286,7 +285,7 @@ def as_conversation(messages: list[Message], values: Mapping[str, object], where
     """Return turns that were read, with the columns ``system`` and ``tools`` of their row; errors name ``where``."""
     messages = with_system(messages, values, where)
     check_turns(messages, where)
-    calls = [call_of(message, where) for message in messages]
+    calls = [with_parsed_call(message, where) for message in messages]
     texts = [{**message, "role": "assistant"} if message["role"] == CALLED else message for message in messages]
     tools = read_tools(values.get("tools"), where)
     return Conversation(calls, where, tools, texts if texts != messages else None)
@@ -304,25 +303,15 @@ def chat_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...] | 
     return next((names for names in whole if table.columns[names[0]][row] is not None), None)
 
 
-def completion_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
-    """Return the columns that contain a completion."""
-    return data.prompt or "prompt", data.completion or "completion"
-
-
-def plain_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...]:
-    """Return the column that contains a text."""
-    return (data.text[0] if data.text else "text",)
-
-
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
     """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``).
 
     ``data.separator`` is between them. White space at its end belongs to the completion: tokenizers join it with the
     word that follows, so a prompt that ended with it would not be the beginning of the training text.
     """
-    prompt = table.column(data.prompt or "prompt", "data.prompt")[row]
-    completion = table.column(data.completion or "completion", "data.completion")[row]
-    names = completion_columns(table, row, data)
+    names = data.prompt or "prompt", data.completion or "completion"
+    prompt = table.column(names[0], "data.prompt")[row]
+    completion = table.column(names[1], "data.completion")[row]
     where, separator = table.where(row), data.separator or ""
     kept = separator.rstrip()
     return Completion(

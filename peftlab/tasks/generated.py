@@ -16,14 +16,13 @@ from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
 from peftlab.tasks.batches import seeded_subset
 from peftlab.tasks.conversations import Conversation
-from peftlab.tasks.language_examples import Encoding, Source, encode, opening, prompt_of
+from peftlab.tasks.language_examples import Encoding, Source, bos_ids, encode, prompt_of
 from peftlab.tasks.table import GENERATION_METRICS, HIGH, LOW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- Held-out rows as prompts with all their references.
 @dataclass(frozen=True)
 class Context:
     """A prompt as text and as token ids, and every answer to it that the data has."""
@@ -104,7 +103,7 @@ def _last(row: Conversation) -> int:
 def prompt_ids(row: Source, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a row's prompt, begun as its training example begins."""
     ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    ids = ids if isinstance(row, Conversation) else [*opening(tokenizer), *ids]
+    ids = ids if isinstance(row, Conversation) else [*bos_ids(tokenizer), *ids]
     if not ids:
         raise PeftlabError(f"{row.where}: an empty prompt, and the tokenizer has no BOS token to begin with")
     return ids
@@ -121,7 +120,7 @@ def _ends(rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encod
     return frozenset(found)
 
 
-# --- The scores of generated answers by the metrics of the table.
+# --- Scores.
 def check_packages(names: Iterable[str]) -> None:
     """Raise ``PeftlabError`` for a metric whose packages are not installed."""
     for name in names:

@@ -29,13 +29,12 @@ from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import (
     Conversation,
     chat_columns,
-    completion_columns,
-    plain_columns,
     read_completion,
     read_conversation,
     read_plain,
 )
 from peftlab.tasks.data import (
+    Columns,
     Fault,
     Table,
     bin_classes,
@@ -63,12 +62,8 @@ from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 from peftlab.untyped import Attributes, Unwrapped
 
-# --- Language tasks: their rows, read and held out, and what is trained.
 _READERS: dict[str, Callable[[Table, int, DataConfig], Source]] = {
     "text/chat": read_conversation, "text/completion": read_completion, "text/plain": read_plain,
-}  # fmt: skip
-_COLUMNS: dict[str, Callable[[Table, int, DataConfig], tuple[str, ...] | None]] = {
-    "text/chat": chat_columns, "text/completion": completion_columns, "text/plain": plain_columns,
 }  # fmt: skip
 RowT = TypeVar("RowT")
 Named = Callable[[Table, int], Sequence[str] | None]
@@ -90,8 +85,12 @@ def load_language(
     Raises:
         PeftlabError: a file, column or row that cannot be used.
     """
-    named = _COLUMNS[task.name]
-    splits, left_out = read_splits(task, data, _READERS[task.name], lambda table, row: named(table, row, data))
+    fixed: Columns = resolve(task.columns)(data, ())
+
+    def needed(table: Table, row: int) -> Sequence[str] | None:
+        return chat_columns(table, row, data) if task.name == "text/chat" else tuple(fixed.inputs)
+
+    splits, left_out = read_splits(task, data, _READERS[task.name], needed)
     return task, splits, left_out
 
 
@@ -109,7 +108,7 @@ def read_splits(
     left_out = {MISSING: 0, OUTSIDE: 0}
     splits: dict[str, list[RowT]] = {}
     for split, table in _tables(task, data).items():
-        table, dropped = _worded(table, data, columns)
+        table, dropped = _with_bin_names(table, data, columns)
         left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
     if data.validation == "all":
@@ -122,8 +121,8 @@ def read_splits(
 def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
     """Return a language task with its model; arguments as for ``labelled.prepare``."""
     task, splits, left_out = resolve(task.load)(task, data)
-    splits, left_out = limited(splits, data, left_out)
-    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
+    splits, left_out = limit_training_rows(splits, data, left_out)
+    held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
 
     def encoded(rows: Sequence[Source]) -> Dataset:
         found, long = encode_rows(rows, tokenizer, how)
@@ -161,7 +160,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     )
 
 
-def held_rows(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
+def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
     """Return the splits that a model is evaluated on.
 
     Raises:
@@ -173,7 +172,7 @@ def held_rows(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[Ro
     return held
 
 
-def limited(
+def limit_training_rows(
     splits: dict[str, list[RowT]], data: DataConfig, left_out: dict[str, int]
 ) -> tuple[dict[str, list[RowT]], dict[str, int]]:
     """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason."""
@@ -240,7 +239,7 @@ def _document(file: Path, data: DataConfig) -> Table:
     return Table(file, {name: [text for _, text in paragraphs]}, [line for line, _ in paragraphs])
 
 
-def _worded(table: Table, data: DataConfig, named: Named) -> tuple[Table, dict[str, int]]:
+def _with_bin_names(table: Table, data: DataConfig, named: Named) -> tuple[Table, dict[str, int]]:
     """Return the rows with a word of ``data.bins`` for the number in ``data.completion``, without those in no bin.
 
     Rows that lack a value are left out where ``data.drop_missing`` says so.
@@ -299,7 +298,7 @@ def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) ->
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-# --- The negative log-likelihood of marked tokens, without ever holding logits of all of them.
+# --- The negative log-likelihood of the trained tokens, without ever holding logits of all of them.
 _CHUNK = 256  # tokens whose logits live at a time
 _READS_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -347,7 +346,7 @@ def token_nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the states [T, H] that the LM head predicts the trained tokens from, and these tokens' ids [T]."""
-    given, kept = _given(inputs), inputs["trained"][:, 1:]
+    given, kept = _forward_inputs(inputs), inputs["trained"][:, 1:]
     bare: Unwrapped = getattr(model, "module", model)
     with _last_states(bare) as states:
         model(**given, logits_to_keep=1)
@@ -357,11 +356,11 @@ def _trained_states(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Ten
 def _trained_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the logits [T, V] of the trained tokens, in fp32, and these tokens' ids [T]."""
     kept = inputs["trained"][:, 1:]
-    logits = model(**_given(inputs)).logits
+    logits = model(**_forward_inputs(inputs)).logits
     return logits[:, :-1][kept].float(), inputs["input_ids"][:, 1:][kept]
 
 
-def _given(inputs: Mapping[str, Tensor]) -> Attributes:
+def _forward_inputs(inputs: Mapping[str, Tensor]) -> Attributes:
     """Return what a model takes of a batch."""
     return {"use_cache": False} | {key: value for key, value in inputs.items() if key != "trained"}
 
@@ -382,11 +381,11 @@ def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
 def reads_head(model: Unwrapped) -> bool:
     """Whether ``head_logits`` of the last states is what the model computes; tried once per model, then remembered."""
     if model not in _READS_HEAD:
-        _READS_HEAD[model] = _tried(model)
+        _READS_HEAD[model] = _head_matches(model)
     return _READS_HEAD[model]
 
 
-def _tried(model: PreTrainedModel) -> bool:
+def _head_matches(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if head is None or any(type(p.data) is not Tensor for p in head.parameters()):
         return False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
-from peftlab.tasks.conversations import Completion, Conversation, Message, calls_of
+from peftlab.tasks.conversations import Completion, Conversation, Message, tool_calls_of
 from peftlab.tasks.tokens import Row
 from peftlab.untyped import Schema
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- The forms of a conversation that chat templates ask for: contents as parts, arguments as JSON text.
+# --- The forms in which chat templates take a conversation.
 Shape = Callable[[Sequence[Message]], list[Message]]
 
 
@@ -38,7 +38,7 @@ def shapes(messages: Sequence[Message]) -> Iterator[Shape]:
     Contents are texts, or lists of one text part (templates for images and text). Arguments of tool calls are objects,
     or JSON texts; a turn with calls alone has an empty content, or none. Which form a template takes is found out.
     """
-    called = any(calls_of(message) for message in messages)
+    called = any(tool_calls_of(message) for message in messages)
     both = (False, True) if called else (False,)
     for parts, without, texts in product((False, True), both, both):
         yield partial(_shaped, parts=parts, without=without, texts=texts)
@@ -48,7 +48,7 @@ def _shaped(messages: Sequence[Message], *, parts: bool, without: bool, texts: b
     shaped: list[Message] = []
     for message in messages:
         changes: dict[str, object] = {}
-        calls = calls_of(message)
+        calls = tool_calls_of(message)
         if without and calls and not message["content"]:
             changes["content"] = None
         elif parts:
@@ -60,7 +60,7 @@ def _shaped(messages: Sequence[Message], *, parts: bool, without: bool, texts: b
     return shaped
 
 
-# --- Which characters of a formatted conversation are the answers: found by formatting its beginnings.
+# --- Which characters of a formatted conversation are the answers.
 TrainOn = Literal["assistant", "last", "all"]
 Format = Callable[[Sequence[Message], bool], str]
 """Messages, and whether the prompt for an answer follows them, to the template's text."""
@@ -128,7 +128,7 @@ def _check_written(message: Message, text: str) -> None:
     if last not in text:
         what = "an answer" if role == "assistant" else f"a {role} turn"
         raise PeftlabError(f"the chat template does not write the text of {what} ({last[:40]!r})")
-    for call in calls_of(message):
+    for call in tool_calls_of(message):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if name not in text or (arguments and str(arguments) in text):  # str: as Python writes it, which is not JSON
             raise PeftlabError(f"the chat template does not write tool calls (of {name})")
@@ -161,7 +161,7 @@ def _end(text: str, start: int, end: int, markers: Sequence[str]) -> tuple[int, 
     return end, True
 
 
-# --- Language examples as token ids, with the tokens that are trained marked.
+# --- Token ids.
 Source = Conversation | Completion
 TooLong = Literal["drop", "truncate", "error"]
 TOO_LONG = "longer than train.max_length"
@@ -237,17 +237,17 @@ def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> li
 
 def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
     """Return a conversation as its template writes it, and where its answers are; errors name the row."""
-    return _written(row, tokenizer, train_on)[0]
+    return _format(row, tokenizer, train_on)[0]
 
 
 def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text before a conversation's last answer, with the template's prompt for it."""
-    _, messages, form = _written(row, tokenizer, "last")
+    _, messages, form = _format(row, tokenizer, "last")
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return form(messages[:last], True)
 
 
-def _written(
+def _format(
     row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
 ) -> tuple[list[Formatted], list[Message], Format]:
     """Return ``format_chat``, and the messages and the form in which the template took them."""
@@ -301,7 +301,7 @@ def markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens with which the chat template ends an answer, of which a model that learnt it writes the first.
 
-    None where the template writes none, or does not take a question and an answer.
+    Empty where the template writes none, or does not take a question and an answer.
     """
     turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
@@ -327,7 +327,7 @@ def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: st
     ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
     trained = [any(first <= start < end for first, end in formatted.spans) for start in starts]
     if bos:
-        begin = opening(tokenizer)
+        begin = bos_ids(tokenizer)
         ids, trained = [*begin, *ids], [False] * len(begin) + trained
     if formatted.ends and tokenizer.eos_token_id is not None:
         ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
@@ -344,7 +344,7 @@ def _unmarked(text: str, marked: Sequence[str]) -> str:
     return next((text.removesuffix(marker) for marker in marked if text.endswith(marker)), text)
 
 
-def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the BOS token where the tokenizer begins texts with it."""
     ids = list(tokenizer("a").input_ids)
     return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []

@@ -34,7 +34,7 @@ from peftlab.tasks.conversations import (
     read_turns,
 )
 from peftlab.tasks.data import Table, is_missing, quoted
-from peftlab.tasks.language import held_rows, limited, read_splits, sample, token_nll
+from peftlab.tasks.language import evaluation_splits, limit_training_rows, read_splits, sample, token_nll
 from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
 from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, over_processes
 from peftlab.tasks.table import Task
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- text/preference: its rows, read and held out, and what is trained.
 def load_preferences(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, list[Preference]], dict[str, int]]:
@@ -59,8 +58,8 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
     """Return the task with its model; arguments as for ``labelled.prepare``, with an ``options.objective``."""
     assert options.objective is not None
     task, splits, left_out = resolve(task.load)(task, data)
-    splits, left_out = limited(splits, data, left_out)
-    held, tokenizer, how = held_rows(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
+    splits, left_out = limit_training_rows(splits, data, left_out)
+    held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
 
     def encoded(rows: Sequence[Preference]) -> Dataset:
         found, long = encode_preferences(rows, tokenizer, how)
@@ -94,7 +93,7 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
         fingerprint=fingerprint(task.name, answers),
         auto_class="AutoModelForCausalLM",
         pipeline="text-generation",
-        sample=partial(sample, tokenizer, spoken(next(iter(held.values()))[0].chosen, tokenizer)),
+        sample=partial(sample, tokenizer, as_chat(next(iter(held.values()))[0].chosen, tokenizer)),
     )
 
 
@@ -111,7 +110,7 @@ def examples(
     return [list(zip(SIDES, pair, strict=True))]
 
 
-# --- Preference rows: a prompt with a better and a worse answer, read and tokenised.
+# --- Rows: a prompt with a better and a worse answer.
 SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "messages", "conversations")
 
@@ -178,13 +177,13 @@ def encode_preference(row: Preference, tokenizer: PreTrainedTokenizerBase, how: 
     Raises:
         PeftlabError: the two are equal, or one of them cannot be formatted.
     """
-    found = [encode(spoken(answer, tokenizer), tokenizer, how)[0] for answer in (row.chosen, row.rejected)]
+    found = [encode(as_chat(answer, tokenizer), tokenizer, how)[0] for answer in (row.chosen, row.rejected)]
     if found[0].input_ids == found[1].input_ids:
         raise PeftlabError(f"{row.where}: chosen and rejected are the same answer")
     return found
 
 
-def spoken(source: Source, tokenizer: PreTrainedTokenizerBase) -> Source:
+def as_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> Source:
     """Return a text and its answer as a chat, where the tokenizer has a template for one."""
     if isinstance(source, Conversation) or not getattr(tokenizer, "chat_template", None):
         return source
@@ -219,7 +218,7 @@ def encode_preferences(
     return Dataset.from_dict(columns), {TOO_LONG: dropped} if dropped else {}
 
 
-# --- Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+# --- The loss and the scores.
 REFERENCE = "reference"
 """The column with the reference's log-probabilities of the chosen and the rejected answer."""
 

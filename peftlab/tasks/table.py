@@ -14,7 +14,6 @@ from peftlab.errors import PeftlabError
 from peftlab.registry import Registry
 
 
-# --- The table of tasks: what each one's columns, labels, splits and official metrics are.
 @dataclass(frozen=True)
 class Task:
     """One task; functions are named as ``"module:attribute"``.
@@ -168,7 +167,6 @@ def find_task(name: str) -> Task:
     return task
 
 
-# --- The table of metrics of generated answers.
 LOW, HIGH = "_low", "_high"  # what follows a metric's name in the names of the ends of its 95 % interval
 
 
