@@ -9,7 +9,7 @@ import typer
 
 from peftlab.cli.output import show, verb
 from peftlab.cli.parameters import Device, Overwrite
-from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS, spelled
+from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS, rule_help
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ Width = Annotated[
         "eagle3 or mtp node. Default: the best tree as measured for heads, else a chain.",
     ),
 ]
-Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {spelled(POLICIES)}.")]
+Length = Annotated[str, typer.Option("--policy", help=f"Draft length, at most gamma: {rule_help(POLICIES)}.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
 TopP = Annotated[
@@ -50,16 +50,16 @@ PEARL = (
 )
 Lossy = Annotated[
     str | None,
-    typer.Option("--lossy", help=f"Accept, not exactly, {spelled(LOSSY)}. Default: the output is the target's own."),
+    typer.Option("--lossy", help=f"Accept, not exactly, {rule_help(LOSSY)}. Default: the output is the target's own."),
 ]
 Tree = Annotated[
     str | None,
     typer.Option(
-        "--tree", help=f"A tree of gamma tokens drawn from a draft model: {spelled(TREES)}. Default: a chain."
+        "--tree", help=f"A tree of gamma tokens drawn from a draft model: {rule_help(TREES)}. Default: a chain."
     ),
 ]
 Verify = Annotated[
-    str | None, typer.Option("--verify", help=f"How sampled drafts are verified, all lossless: {spelled(VERIFIERS)}.")
+    str | None, typer.Option("--verify", help=f"How sampled drafts are verified, all lossless: {rule_help(VERIFIERS)}.")
 ]
 DraftWindow = Annotated[
     str | None,
@@ -154,7 +154,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--drafter",
-            help=f"Beside the draft, or alone: {spelled(MODEL_FREE)}; {PEARL}. Default: one of each without these two.",
+            help=f"Beside the draft, or alone: {rule_help(MODEL_FREE)}; {PEARL}. "
+            "Default: one of each without these two.",
         ),
     ] = None,
     max_new_tokens: NewTokens = 64,
@@ -279,7 +280,9 @@ def generate(
     draft: DraftName = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help=f"Without a draft: {spelled(MODEL_FREE)}. With --draft: suffix, too; {PEARL}."),
+        typer.Option(
+            "--drafter", help=f"Without a draft: {rule_help(MODEL_FREE)}. With --draft: suffix, too; {PEARL}."
+        ),
     ] = None,
     max_new_tokens: NewTokens = 256,
     gamma: Gamma = 4,

@@ -140,7 +140,7 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         verification: C(1) = 1, C(2), ...: of at most this many tokens, one of them not drafted.
         alpha: acceptance of a first choice; that of the others by ``rank_rates``.
     """
-    from peftlab.decoding.trees import best_tree, reach
+    from peftlab.decoding.trees import best_tree, reach_probabilities
 
     if not 0 <= alpha <= 1:
         raise PeftlabError(f"alpha: {alpha} is not a probability")
@@ -150,7 +150,7 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         # A draft that reads the nodes of its trees takes longer for them, as the target does for as many tokens.
         several = verification[min(width, len(verification)) - 1] if cost.width else 1.0
         whole = best_tree(len(verification) - 1, cost.depth or len(verification) - 1, width, rates)
-        reached = reach(whole, rates)
+        reached = reach_probabilities(whole, rates)
         for nodes in range(1, len(whole) + 1):
             levels = max(map(len, whole[:nodes]))
             time = cost.step(verification, nodes, levels, several)

@@ -16,15 +16,15 @@ import torch
 from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter, Row, Verified
 from peftlab.decoding.engine import Engine
-from peftlab.decoding.lossy import Departure, LossyResult, LossyRule, differing_share
-from peftlab.decoding.policies import Fixed, MakePolicy
+from peftlab.decoding.lossy import DistanceMeter, LossyResult, LossyRule, differing_share
+from peftlab.decoding.policies import Fixed, PolicyFactory
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import (
     BenchmarkResult,
     CategoryResult,
     DrafterResult,
     MeasuredGain,
-    Overlap,
+    OverlapMeter,
     OverlapRates,
     PoolResult,
     PromptDivergence,
@@ -86,8 +86,8 @@ class Settings:
 
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
-    policy: MakePolicy = field(default_factory=lambda: partial(Fixed, 4))
-    policies: Mapping[str, MakePolicy] = field(default_factory=dict)
+    policy: PolicyFactory = field(default_factory=lambda: partial(Fixed, 4))
+    policies: Mapping[str, PolicyFactory] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     batch_size: int = 1
     lossy: LossyRule | None = None
@@ -106,7 +106,7 @@ class Settings:
             return "lossy"
         return "comparison" if self.sampling.greedy else "construction"
 
-    def policy_of(self, drafter: str) -> MakePolicy:
+    def policy_of(self, drafter: str) -> PolicyFactory:
         """Return what makes the policies of a drafter's sequences."""
         return self.policies.get(drafter, self.policy)
 
@@ -170,7 +170,7 @@ class Comparison:
         policy = self.settings.policy_of(name)()
         if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
             return None
-        if drafter.at_once:  # the parts do not add up: they are done at once
+        if drafter.concurrent:  # the parts do not add up: they are done at once
             return None
         return measured_gain(
             self.target,
@@ -354,7 +354,7 @@ def _timed(
 
 
 def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
-    overlap, drafter = Overlap(run.settings.sampling), make()
+    overlap, drafter = OverlapMeter(run.settings.sampling), make()
     if drafter.has_logits:
         _observed(run, name, drafter, overlap)
     return overlap.result()
@@ -364,7 +364,7 @@ def _departure(run: Comparison, name: str, make: Callable[[], Drafter]) -> Lossy
     settings = run.settings
     if settings.lossy is None:
         return None
-    departure, outputs = Departure(settings.lossy, settings.sampling), run.records[name].outputs
+    departure, outputs = DistanceMeter(settings.lossy, settings.sampling), run.records[name].outputs
     _observed(run, name, make(), departure)
     exact, mine = ([generation.tokens for generation in of] for of in (run.records[PLAIN].outputs, outputs))
     return departure.result(differing_share(exact, mine) if settings.sampling.greedy else None)
@@ -419,7 +419,7 @@ def measured_gain(
 ) -> MeasuredGain | None:
     """Measure the target's steps and return what the draft gains.
 
-    None where the context is too short for it, and where the acceptance of no draft is known (``Drafter.possible``).
+    None where the context is too short for it, and where the acceptance of no draft is known (``Drafter.candidates``).
 
     Args:
         acceptance: by position, None where none was tried. gamma: drafted tokens per step. tau: tokens per step.
@@ -433,7 +433,7 @@ def measured_gain(
     times = [statistics.median(seconds["target", n]) for n in range(1, longest + 2)]
     verification, share = [time / times[0] for time in times], drafting / times[0]
     rates = [rate or 0.0 for rate in acceptance]
-    drafts = drafter.possible([*rates, *[0.0] * (gamma - len(rates))], verification)
+    drafts = drafter.candidates([*rates, *[0.0] * (gamma - len(rates))], verification)
     if not drafts:
         return None
     own = max((d for d in drafts if d.own and d.gamma <= gamma), key=lambda d: d.gamma)

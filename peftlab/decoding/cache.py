@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peftlab.decoding.table import Window
-from peftlab.decoding.trees import TreeShape
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class FirstLayers:
     """Tokens that a model's first layers have read before the others.
 
     Attributes:
@@ -53,10 +53,10 @@ class Ahead:
     states: Tensor
     features: Tensor
 
-    def first(self, m: int) -> Ahead:
+    def first(self, m: int) -> FirstLayers:
         """Return what is recorded of the first m tokens of each row."""
         block = replace(self.block, n=m)
-        return Ahead(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
+        return FirstLayers(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
 
 
 class KVCache:
@@ -76,7 +76,7 @@ class KVCache:
         self.batch, self.capacity, self.context = batch, capacity, context
         self.slots = capacity
         self.states: list[Tensor | None] = [None] * layers
-        self._ahead: Ahead | None = None
+        self._ahead: FirstLayers | None = None
 
     @property
     def bytes(self) -> int:
@@ -103,7 +103,7 @@ class KVCache:
         keys, values = seen.chunk(2, 1)
         return keys, values
 
-    def read_ahead(self, new: Ahead) -> None:
+    def record_first_layers(self, new: FirstLayers) -> None:
         """Record what the first layers of a model have read.
 
         A block that continues the recorded one is added to it, another one takes its place; trees are not recorded.
@@ -112,10 +112,10 @@ class KVCache:
         if old is not None and old.layers == new.layers and old.block.after(old.block.n, new.block.n) == new.block:
             pairs = ((old.tokens, new.tokens), (old.states, new.states), (old.features, new.features))
             tokens, states, features = (torch.cat(pair, 1) for pair in pairs)
-            new = Ahead(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
+            new = FirstLayers(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
         self._ahead = None if new.block.tree is not None else new
 
-    def take_ahead(self, tokens: Tensor, block: Block) -> Ahead | None:
+    def take_first_layers(self, tokens: Tensor, block: Block) -> FirstLayers | None:
         """Return what is recorded of the first m tokens of a block [b, n], and forget it; None for m = 0.
 
         m is the number of tokens that are as recorded in every row.
@@ -144,7 +144,7 @@ class KVCache:
                 copies.states[layer] = state
         return copies
 
-    def settle(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+    def commit(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
         """Let a row continue after its tokens before ``start`` and the accepted ones of those that follow.
 
         Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
@@ -157,7 +157,7 @@ class KVCache:
                 stored[row, :, start : start + len(nodes)] = kept
 
     @contextmanager
-    def restored(self, row: int, start: int, n: int) -> Iterator[None]:
+    def restoring(self, row: int, start: int, n: int) -> Iterator[None]:
         """Within the block anything may be written to n slots of a row; afterwards they are as before."""
         kept = [None if stored is None else stored[row, :, start : start + n].clone() for stored in self.states]
         try:
@@ -229,7 +229,7 @@ class Block:
         if self.tree is None:
             seen, stored = slot <= positions, slot
         else:
-            seen, stored = seen_from(self.starts, self.tree.below.to(device)), self._stored(slot, self.tree)
+            seen, stored = visible_slots(self.starts, self.tree.below.to(device)), self._stored(slot, self.tree)
         if window is not None:
             seen = seen & (positions - stored < window)
         return seen[:, None]
@@ -242,7 +242,7 @@ class Block:
         return torch.where(offset < 0, slot, starts + depths)
 
 
-def seen_from(starts: Sequence[int], below: Tensor) -> Tensor:
+def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
     """Return which slots the tokens of trees see: all before a row's start, and from there on its own tree's.
 
     Args:
@@ -261,7 +261,7 @@ def seen_from(starts: Sequence[int], below: Tensor) -> Tensor:
     return (offset < 0) | (inside & (offset < m))
 
 
-def additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive_mask(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a boolean mask as 0 where seen and the most negative number elsewhere."""
     if visible is None:
         return None
@@ -331,3 +331,71 @@ class _WindowedBlock(Block):
         behind = positions[:, :, None] - stored  # [b, n, end]
         seen = (behind >= 0) & ((slot < sinks) | ((behind < last) & (stored >= sinks)))
         return (seen if window is None else seen & (behind < window))[:, None]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the level of each node of a tree, 1 for the root's children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Trees for the target, one per row and all of N nodes, each with its root, the token before the drafted ones.
+
+    Attributes:
+        depths: [b, N+1], 0 for the root.
+        below: [b, N+1, N+1] booleans: the row's token descends from the column's or is it.
+    """
+
+    depths: Tensor
+    below: Tensor
+
+    def of_rows(self, places: Sequence[int]) -> TreeShape:
+        """Return the trees of some of the rows."""
+        return TreeShape(self.depths[list(places)], self.below[list(places)])
+
+
+def shape_of(parents: Sequence[tuple[int, ...]]) -> TreeShape:
+    """Return the shape of trees of one size by their nodes' parents, -1 for the root and before their children."""
+    depths, below = zip(*map(_shape, parents), strict=True)
+    return TreeShape(torch.stack(depths), torch.stack(below))
+
+
+@lru_cache
+def _shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    lines = [[0]]  # of the root and each node: itself and those above it
+    for node, parent in enumerate(parents):
+        lines.append([*lines[parent + 1], node + 1])
+    below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+    below[[i for i, line in enumerate(lines) for _ in line], [i for line in lines for i in line]] = True
+    return torch.tensor([0, *depths_of(parents)]), below
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths from root to leaf of b trees of n nodes, those of the first tree first.
+
+    Attributes:
+        row: [paths], whose tree it is of. nodes: [paths, longest], a leaf repeated up to the length of the longest.
+        path, depth: [b, n], where each node is first found in ``nodes``.
+    """
+
+    row: Tensor
+    nodes: Tensor
+    path: Tensor
+    depth: Tensor
+
+
+def paths_of(below: Tensor) -> Paths:
+    """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
+    row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
+    within = below[row, leaf]  # [paths, n]
+    lines = [line.nonzero().flatten() for line in within]  # parents come before their children
+    longest = max(map(len, lines))
+    nodes = torch.stack([torch.cat((line, line[-1:].expand(longest - len(line)))) for line in lines])
+    own = row == torch.arange(len(below), device=row.device)[:, None]  # [b, paths]
+    first = (own[:, :, None] & within).int().argmax(1)
+    return Paths(row, nodes, first, below.sum(2) - 1)

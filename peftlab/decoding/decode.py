@@ -13,13 +13,12 @@ from functools import partial
 
 import torch
 
-from peftlab.decoding.cache import KVCache
+from peftlab.decoding.cache import KVCache, depths_of, shape_of
 from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engine import Engine, Output, empty_cache, prefill, right_padded
 from peftlab.decoding.lossy import LossyRule, accept_lossy
 from peftlab.decoding.policies import Fixed, Policy
-from peftlab.decoding.sampling import Sampling, forked
-from peftlab.decoding.trees import depths_of, shape_of
+from peftlab.decoding.sampling import Sampling, fork_generators
 from peftlab.decoding.verify import TRAVERSAL, Accepted, Verifier, accept
 from peftlab.errors import PeftlabError
 
@@ -157,7 +156,7 @@ def _check(target: Engine, prompts: Sequence[Sequence[int]], stopping: StoppingC
 
 
 def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
-    if lossy is not None and drafter is not None and drafter.at_once:
+    if lossy is not None and drafter is not None and drafter.concurrent:
         raise PeftlabError(f"lossy {lossy.name}: drafter {drafter.name} verifies exactly only; leave one of them out")
 
 
@@ -234,7 +233,7 @@ class _Batch:
 
     def _generators(self, rows: list[Row]) -> list[torch.Generator]:
         """Return new generators, for one number of each row: what it draws later is the same however many they give."""
-        return forked((self._seeds[row.index] for row in rows), self.target.device)
+        return fork_generators((self._seeds[row.index] for row in rows), self.target.device)
 
     def _propose(self, rows: list[Row]) -> Proposal:
         if self.drafter is not None:
@@ -277,7 +276,7 @@ class _Batch:
         Args:
             ahead: whether that one was drafted, too.
         """
-        self.cache.settle(row.slot, len(row.tokens), path)
+        self.cache.commit(row.slot, len(row.tokens), path)
         depths = range(1, len(tokens) + 1) if parents is None else depths_of(parents)
         drafted = max((depth for depth, token in zip(depths, tokens, strict=True) if token >= 0), default=0)
         accepted = len(path) + ahead

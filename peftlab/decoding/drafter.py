@@ -12,7 +12,7 @@ from torch import Tensor
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.engine import Engine, Output
 from peftlab.decoding.policies import Policy
-from peftlab.decoding.sampling import RowRandomSource, Sampling, largest
+from peftlab.decoding.sampling import RowRandomSource, Sampling, argmax
 from peftlab.decoding.theory import block_efficiency_by_position
 from peftlab.decoding.verify import Accepted
 
@@ -83,7 +83,7 @@ class Verified:
         output: the target's output for the inputs.
         paths: accepted nodes of each row, as indices into the draft.
         next_tokens: the token after each path.
-        ahead: of each row, whether that token was drafted, too, and accepted (``AheadDrafter``); None: of none.
+        ahead: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: of none.
     """
 
     inputs: Tensor
@@ -115,7 +115,7 @@ class TargetState:
 
 
 @dataclass(frozen=True)
-class PossibleDraft:
+class DraftCandidate:
     """A draft that the target could verify in a step.
 
     Attributes:
@@ -150,7 +150,7 @@ class Drafter(Protocol):
     def name(self) -> str: ...
 
     @property
-    def gives(self) -> frozenset[str]:
+    def provides(self) -> frozenset[str]:
         return frozenset()
 
     @property
@@ -158,14 +158,14 @@ class Drafter(Protocol):
         return None
 
     @property
-    def at_once(self) -> bool:
+    def concurrent(self) -> bool:
         return False
 
     @property
     def has_logits(self) -> bool:
         return False
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return the drafts of 1, 2, ... tokens whose acceptance is known; by default chains, drafted token by token.
 
         Args:
@@ -173,7 +173,7 @@ class Drafter(Protocol):
             verification: C(1), C(2), ...: of as many tokens as a draft may have, and one more.
         """
         lengths = range(1, len(acceptance) + 1)
-        return [PossibleDraft(n, block_efficiency_by_position(acceptance[:n]), n) for n in lengths]
+        return [DraftCandidate(n, block_efficiency_by_position(acceptance[:n]), n) for n in lengths]
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         """Begin new sequences; earlier ones are finished."""
@@ -218,7 +218,7 @@ class Drafter(Protocol):
         return
 
 
-class Around(Drafter):
+class DrafterWrapper(Drafter):
     """What a drafter around another one has of it: everything.
 
     Attributes:
@@ -232,23 +232,23 @@ class Around(Drafter):
         return self.drafter.name
 
     @property
-    def gives(self) -> frozenset[str]:
-        return self.drafter.gives
+    def provides(self) -> frozenset[str]:
+        return self.drafter.provides
 
     @property
     def draft_model(self) -> Engine | None:
         return self.drafter.draft_model
 
     @property
-    def at_once(self) -> bool:
-        return self.drafter.at_once
+    def concurrent(self) -> bool:
+        return self.drafter.concurrent
 
     @property
     def has_logits(self) -> bool:
         return self.drafter.has_logits
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        return self.drafter.possible(acceptance, verification)
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        return self.drafter.candidates(acceptance, verification)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
         self.drafter.start(rows, state)
@@ -300,7 +300,7 @@ def draft_chain(
     for i in range(max(budgets)):
         step = output.logits[:, -1]
         q = sampling.probabilities(step) if not greedy else step.softmax(-1) if watched else step
-        place = largest(step) if greedy else random.draw(q)
+        place = argmax(step) if greedy else random.draw(q)
         x = place if known is None else known[0][place]
         tokens.append(x)
         logits.append(step)

@@ -81,7 +81,7 @@ class Engine(Protocol):
         ...
 
 
-class Wrapper:
+class EngineWrapper:
     """What an engine around another one has of it: all but the forward pass.
 
     Args:
@@ -197,7 +197,7 @@ def _bytes(engine: Engine) -> tuple[int, int]:
     for capacity in (1, 2):
         cache = empty_cache(engine, capacity, [[0]])
         engine.forward(cache, torch.zeros(1, 1, dtype=torch.long, device=engine.device), Block((0,), 1))
-        cache.settle(0, 1)
+        cache.commit(0, 1)
         found.append(cache.bytes)
     one, two = found
     return 2 * one - two, two - one

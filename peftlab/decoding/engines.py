@@ -6,22 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.engine import Engine, Output, Wrapper
-from peftlab.decoding.flat import FlatEngine
-from peftlab.decoding.recurrent import RecurrentEngine, mix_of
-from peftlab.decoding.structure import structure_of
-from peftlab.decoding.transformers_engine import Decoder, TransformersEngine, limit_of
-from peftlab.decoding.trees import parents_of, paths_of, shape_of
+from peftlab.decoding.cache import Block, KVCache, paths_of, shape_of
+from peftlab.decoding.engine import Engine, EngineWrapper, Output
+from peftlab.decoding.flat import FlatEngine, structure_of
+from peftlab.decoding.recurrent import MIXERS, RecurrentEngine
+from peftlab.decoding.transformers_engine import Decoder, TransformersEngine, max_positions
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, record, write_json
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
 
 
@@ -35,11 +31,11 @@ def build_engine(
 ) -> Engine:
     """Return the fastest engine that gives ``model``'s own logits.
 
-    For the families of ``structure.py`` that is a flattened step (``flat.py``), else the forward of ``transformers``
-    with peftlab's masks, else with its own; so it is for the decoder of an encoder-decoder model. State-space models
-    have an engine of their own (``recurrent``). Each is tried on
-    chains, on a batch of rows of different lengths and on a tree (``Trial``); where only chains are right, rows of
-    one length are read at a time and trees path by path. ``Engine.kind`` says which it is.
+    For the families of ``flat.py`` that is a flattened step, else the forward of ``transformers`` with peftlab's masks,
+    else with its own; so it is for the decoder of an encoder-decoder model. State-space models have an engine of their
+    own (``recurrent.py``). Each is tried on chains, on a batch of rows of different lengths and on a tree (``Trial``);
+    where only chains are right, rows of one length are read at a time and trees path by path. ``Engine.kind`` says
+    which it is.
 
     Args:
         model: a causal or an encoder-decoder language model; its weights must not change afterwards.
@@ -55,23 +51,25 @@ def build_engine(
     Raises:
         PeftlabError: the model is not a decoder, keeps a state that cannot be cropped, or no engine gives its logits.
     """
-    name = type(model).__name__
-    language_model = Decoder(model) if model.config.is_encoder_decoder else model
-    if (mix := mix_of(model)) is not None:
-        trial: Trial = _trial(StateTrial, model, name)
-        engines: list[Engine] = [RecurrentEngine(model, mix, vocabulary, features=features)]
+    name, failures = type(model).__name__, list[str]()
+    trial: Trial | None = None
+    if flat and (structure := structure_of(model)) is not None:
+        trial = _trial(Trial, model, name)
+        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
+        if engine is not None:
+            return engine
+    if name in MIXERS:
+        engines: list[Engine] = [RecurrentEngine(model, MIXERS[name], vocabulary, features=features)]
+        trial = _trial(StateTrial, model, name)
     else:
-        library = TransformersEngine(language_model, vocabulary, features=features)
-        trial = _trial(Trial, language_model, name)
-        engines = [library, TransformersEngine(language_model, vocabulary, masks=False, features=features)]
-        if flat and library.encoder is None and (structure := structure_of(model)) is not None:
-            engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
-            if engine is not None:
-                return engine
-    failures: list[str] = []
-    for engine in engines:
-        if exact := _exact(engine, trial, failures):
-            return exact
+        language_model = Decoder(model) if model.config.is_encoder_decoder else model
+        engines = [
+            TransformersEngine(language_model, vocabulary, masks=masks, features=features) for masks in (True, False)
+        ]
+        trial = trial or _trial(Trial, language_model, name)
+    for candidate in engines:
+        if engine := _exact(candidate, trial, failures):
+            return engine
     raise PeftlabError(
         f"{name} cannot be decoded losslessly here ({failures[-1]}): "
         "decode it with transformers' generate, or take another target"
@@ -117,7 +115,7 @@ def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
 
 
 # Eight first choices before a path of three: the slot of the path's end is far from its position.
-_PARENTS = parents_of((*((i,) for i in range(8)), (0, 0), (7, 0), (7, 0, 0)))
+_PARENTS = (*[-1] * 8, 0, 7, 9)
 _NODES = 1 + len(_PARENTS)
 _PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
 _PROMPT = 12
@@ -147,7 +145,7 @@ class Trial:
 
     def __init__(self, model: PreTrainedModel | Decoder):
         self._model, self._config = model, model.config.get_text_config(decoder=True)
-        limit = limit_of(self._config) or _WIDEST + _NODES
+        limit = max_positions(self._config) or _WIDEST + _NODES
         self._window = _window(self._config)
         self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
         self._short = min(5, self._long - 1)
@@ -320,7 +318,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class EqualLengths(Wrapper):
+class EqualLengths(EngineWrapper):
     """An engine that runs rows of one length at a time."""
 
     def __init__(self, engine: Engine):
@@ -358,7 +356,7 @@ class EqualLengths(Wrapper):
         return Output(logits, hidden, features)
 
 
-class PathByPath(Wrapper):
+class PathByPath(EngineWrapper):
     """An engine that runs trees as chains: one copy of the row for each leaf."""
 
     def __init__(self, engine: Engine):
@@ -384,59 +382,3 @@ class PathByPath(Wrapper):
         logits, hidden = (x[paths.path, paths.depth] for x in (out.logits, out.hidden))
         features = None if out.features is None else out.features[paths.path, paths.depth]
         return Output(logits[:, wanted], hidden[:, wanted], features)
-
-
-FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
-
-
-def write_tokens(directory: str | Path, tokens: Tensor) -> None:
-    """Store in a draft's directory the only tokens that it proposes, [V_d]."""
-    record(Path(directory), FILE)
-    write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
-
-
-def read_tokens(directory: str | Path) -> Tensor | None:
-    """Return the only tokens that the draft in a directory proposes, [V_d]; None for all."""
-    file = Path(directory) / FILE
-    if not file.exists():
-        return None
-    tokens = member(read_object(file), "tokens", list, file)
-    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise PeftlabError(f"{file}: tokens must be a list of token ids")
-    return torch.tensor(tokens)
-
-
-class ReducedVocabulary(Wrapper):
-    """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
-
-    The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.
-
-    Args:
-        model: a draft that is not used otherwise; its LM head is replaced. tokens: [V_d], ids below ``vocabulary``.
-        vocabulary: V, of the logits given. pack: see ``build_engine``.
-
-    Raises:
-        PeftlabError: a token id outside the vocabulary, or what ``build_engine`` raises.
-    """
-
-    def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int, *, pack: bool = True):
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-            raise PeftlabError(f"{FILE}: token ids outside 0..{vocabulary - 1}, the vocabulary")
-        whole = model.get_output_embeddings()
-        assert isinstance(whole, nn.Linear)
-        head = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
-        head.weight = nn.Parameter(whole.weight.detach()[tokens], requires_grad=False)
-        if whole.bias is not None:
-            head.bias = nn.Parameter(whole.bias.detach()[tokens], requires_grad=False)
-        model.set_output_embeddings(head)
-        super().__init__(build_engine(model, pack=pack), f", {len(tokens):,} of {vocabulary:,} tokens")
-        self.vocab_size = vocabulary
-        self._tokens = tokens.to(self.device)
-
-    @torch.inference_mode()
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        output = self._engine.forward(cache, tokens, block, keep)
-        some = output.logits
-        logits = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
-        return Output(logits.index_copy_(-1, self._tokens, some), output.hidden)

@@ -1,8 +1,12 @@
-"""The forward pass of a decoder as some twenty operations per layer and nothing else.
+"""The flattened step: a decoder's forward pass as some twenty operations per layer and nothing else.
 
 At one token, most of the time of ``transformers``' forward is Python. Here q, k, v are one product, gate and up are
 one, attention folds the query heads that share a key head into the query length, and on the CPU every weight is packed
-once (``packed.py``). What a model computes is read by ``structure.py``.
+once (``packed.py``).
+
+What a decoder computes (``Structure``) is read from a model of ``transformers``. A family is one row of a table: how
+its modules are called; norms, heads, windows, caps and scales are then read from the modules themselves. Whether the
+reading is right is not left to this module: ``engines.py`` tries every engine.
 """
 
 from __future__ import annotations
@@ -10,16 +14,338 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from peftlab.decoding.cache import Ahead, Block, Context, KVCache, additive
+from peftlab.decoding.cache import Block, Context, FirstLayers, KVCache, additive_mask
 from peftlab.decoding.engine import Encoder, Output
-from peftlab.decoding.packed import Added, Linear, Product, Products, can_pack
-from peftlab.decoding.structure import Angles, LayerStructure, Norm, Structure
+from peftlab.decoding.packed import Added, Addition, Linear, Product, Products, can_pack
+from peftlab.methods.leaf import base_leaf
+from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.layers import LowRank
+from peftlab.models.quantised import dequantised, is_quantised
+from peftlab.untyped import KnownModel
+
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Positions [1, n] to cosines and sines [1, n, R] of the R first numbers of a head."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm, or LayerNorm where ``centred``.
+
+    A ``weight`` in float32 is multiplied before the result is rounded to the model's dtype, another one after.
+    """
+
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """One layer: h + after(out(attention(before(h)))), then the same with the MLP.
+
+    Attributes:
+        qkv: all query heads, then key heads, then value heads; in one linear or several, to be stacked.
+        queries, keys: norms of each head, or of all heads at once where the weight is wider than a head.
+        angles: name of the angles that rotate queries and keys; None for none.
+        scale: of the products of queries and keys. cap: c of c tanh(x / c) on them.
+        window: of attention; None for all tokens.
+        up: where ``Structure.gated``, gates and then what they multiply.
+    """
+
+    qkv: tuple[Linear, ...]
+    out: Linear
+    up: tuple[Linear, ...]
+    down: Linear
+    scale: float
+    before_attention: Norm | None = None
+    after_attention: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+    queries: Norm | None = None
+    keys: Norm | None = None
+    angles: str | None = None
+    cap: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A decoder.
+
+    Attributes:
+        embedding: [V, H]. embedding_scale: what it is multiplied by. positions: learned ones, [limit, H].
+        cap: c of c tanh(x / c) on the logits.
+        heads, kv_heads, dim: query heads, key heads and numbers per head.
+        angles: by name, see ``LayerStructure``.
+        parallel: whether a layer's MLP reads what its attention reads, not what that gives.
+        limit: how many positions there are.
+    """
+
+    layers: tuple[LayerStructure, ...]
+    embedding: Tensor
+    norm: Norm
+    head: Linear
+    heads: int
+    kv_heads: int
+    dim: int
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+    limit: int
+    angles: dict[str, Angles]
+    embedding_scale: Tensor | None = None
+    positions: Tensor | None = None
+    cap: float | None = None
+    parallel: bool = False
+
+
+def structure_of(model: PreTrainedModel) -> Structure | None:
+    """Return what ``model`` computes; None for a family not in the table, a hook, or a layer that is not plain."""
+    read = _FAMILIES.get(type(model).__name__)
+    if read is None or _has_dynamic_rope(model.config) or _has_hooks(model):
+        return None
+    try:
+        return read(model)
+    except _Unsupported:
+        return None
+
+
+class _Unsupported(Exception):
+    """A module is not of the class that the family usually has: an adapter's, or one quantised on a GPU."""
+
+
+_PRE_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+_POST_NORMS = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+_PRE_AND_POST_NORMS = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_POST_NORMS}
+
+
+def _llama(model: KnownModel, norms: dict[str, str]) -> Structure:
+    """Read a model built as Llama is: ``norms`` names the norms of a layer by their place."""
+    config, body = model.config, model.model
+    first = body.layers[0].self_attn
+    queries, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    by_kind = isinstance(getattr(body.rotary_emb, "rope_type", None), dict)
+
+    def layer(i: int, module: KnownModel) -> LayerStructure:
+        attention, mlp = module.self_attn, module.mlp
+        fused = hasattr(attention, "qkv_proj")
+        rotated = getattr(attention, "use_rope", True)
+        return LayerStructure(
+            qkv=_read_linears(attention, ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]),
+            out=_read_linear(attention.o_proj),
+            up=_read_linears(mlp, ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]),
+            down=_read_linear(mlp.down_proj),
+            scale=float(attention.scaling),
+            queries=_read_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            keys=_read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            angles=(config.layer_types[i] if by_kind else "all") if rotated else None,
+            cap=getattr(attention, "attn_logit_softcapping", None),
+            window=_attention_window(config, i),
+            **{place: _read_norm(module.get_submodule(name)) for place, name in norms.items()},
+        )
+
+    def angles(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return body.rotary_emb(body.embed_tokens.weight[:1], positions, *([kind] if by_kind else []))
+
+    scale = getattr(body.embed_tokens, "embed_scale", None)
+    act = getattr(body.layers[0].mlp, "act_fn", None) or body.layers[0].mlp.activation_fn
+    return Structure(
+        layers=tuple(layer(i, module) for i, module in enumerate(body.layers)),
+        embedding=body.embed_tokens.weight.detach(),
+        norm=_read_norm(body.norm),
+        head=_read_linear(model.lm_head),
+        heads=queries,
+        kv_heads=keys,
+        dim=first.head_dim,
+        activation=_read_activation(act),
+        gated=True,
+        limit=config.max_position_embeddings,
+        angles={kind: partial(angles, kind) for kind in (kinds if by_kind else ["all"])},
+        embedding_scale=None if scale is None else scale.to(body.embed_tokens.weight.dtype),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _gpt2(model: KnownModel) -> Structure:
+    config, body = model.config, model.transformer
+    if config.add_cross_attention:
+        raise _Unsupported
+
+    def layer(module: KnownModel) -> LayerStructure:
+        attention, mlp = module.attn, module.mlp
+        return LayerStructure(
+            qkv=_read_linears(attention, ["c_attn"]),
+            out=_read_linear(attention.c_proj),
+            up=_read_linears(mlp, ["c_fc"]),
+            down=_read_linear(mlp.c_proj),
+            scale=float(attention.scaling),
+            before_attention=_read_norm(module.ln_1),
+            before_mlp=_read_norm(module.ln_2),
+        )
+
+    return Structure(
+        layers=tuple(layer(module) for module in body.h),
+        embedding=body.wte.weight.detach(),
+        norm=_read_norm(body.ln_f),
+        head=_read_linear(model.lm_head),
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        dim=config.n_embd // config.n_head,
+        activation=_read_activation(body.h[0].mlp.act),
+        gated=False,
+        limit=config.n_positions,
+        angles={},
+        positions=body.wpe.weight.detach(),
+    )
+
+
+def _gpt_neox(model: KnownModel) -> Structure:
+    config, body = model.config, model.gpt_neox
+    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+
+    def by_part(linear: Linear) -> Linear:
+        """The three parts of each head, next to one another in the file, as all queries, all keys, all values."""
+
+        def parts(outputs: Tensor) -> Tensor:
+            return outputs.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2)
+
+        bias, added = linear.bias, linear.addition
+        added = None if added is None else replace(added, b=parts(added.b))
+        return Linear(parts(linear.weight), None if bias is None else parts(bias), added)
+
+    def layer(module: KnownModel) -> LayerStructure:
+        attention, mlp = module.attention, module.mlp
+        return LayerStructure(
+            qkv=(by_part(_read_linear(attention.query_key_value)),),
+            out=_read_linear(attention.dense),
+            up=_read_linears(mlp, ["dense_h_to_4h"]),
+            down=_read_linear(mlp.dense_4h_to_h),
+            scale=float(attention.scaling),
+            before_attention=_read_norm(module.input_layernorm),
+            before_mlp=_read_norm(module.post_attention_layernorm),
+            angles="all",
+        )
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return body.rotary_emb(body.embed_in.weight[:1], positions)
+
+    return Structure(
+        layers=tuple(layer(module) for module in body.layers),
+        embedding=body.embed_in.weight.detach(),
+        norm=_read_norm(body.final_layer_norm),
+        head=_read_linear(model.get_output_embeddings()),
+        heads=heads,
+        kv_heads=heads,
+        dim=dim,
+        activation=_read_activation(body.layers[0].mlp.act),
+        gated=False,
+        limit=config.max_position_embeddings,
+        angles={"all": angles},
+        parallel=config.use_parallel_residual,
+    )
+
+
+_FAMILIES: dict[str, Callable[[PreTrainedModel], Structure]] = {
+    **dict.fromkeys(
+        (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "Phi3ForCausalLM",
+            "SmolLM3ForCausalLM",
+            "GemmaForCausalLM",
+        ),
+        partial(_llama, norms=_PRE_NORMS),
+    ),
+    "Gemma2ForCausalLM": partial(_llama, norms=_PRE_AND_POST_NORMS),
+    "Gemma3ForCausalLM": partial(_llama, norms=_PRE_AND_POST_NORMS),
+    "Olmo2ForCausalLM": partial(_llama, norms=_POST_NORMS),
+    "GPT2LMHeadModel": _gpt2,
+    "GPTNeoXForCausalLM": _gpt_neox,
+}
+
+
+def _read_linear(module: KnownModel | None) -> Linear:
+    if isinstance(module, LowRank) and module.lora_gate is not None and not is_quantised(module):
+        return replace(_read_linear(base_leaf(module)), addition=_read_addition(module, module.lora_gate))
+    if type(module) is Conv1D:
+        return Linear(module.weight.detach().T, module.bias.detach())
+    if module is None or not (_is_plain(module) or _is_quantised_on_cpu(module)):
+        raise _Unsupported
+    weight = module.weight.detach() if _is_plain(module) else dequantised(module, torch.float32)
+    return Linear(weight, None if module.bias is None else module.bias.detach())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+def _is_quantised_on_cpu(module: nn.Module) -> bool:
+    """Whether a map is one of bitsandbytes' on the CPU, which dequantise their weights at every step."""
+    own = type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+    return own and is_quantised(module) and module.get_parameter("weight").device.type == "cpu"
+
+
+def _read_addition(leaf: LowRank, gate: Gate) -> Addition:
+    if leaf.lora_magnitude_vector is not None or leaf.lora_bias is not None:
+        raise _Unsupported
+    a, b = (factor.detach().to(leaf.weight.dtype) for factor in leaf.factors())
+    return Addition(a, b * leaf.scale, gate)
+
+
+def _read_linears(owner: nn.Module, names: list[str]) -> tuple[Linear, ...]:
+    linears = tuple(_read_linear(owner.get_submodule(name)) for name in names)
+    if len({linear.bias is None for linear in linears}) > 1:
+        raise _Unsupported  # they are to be stacked
+    return linears
+
+
+def _read_norm(module: KnownModel) -> Norm:
+    if type(module) is nn.LayerNorm:
+        bias = None if module.bias is None else module.bias.detach()
+        return Norm(module.weight.detach(), module.eps, bias, centred=True)
+    weight, name = module.weight.detach(), type(module).__name__
+    if not name.endswith("RMSNorm"):
+        raise _Unsupported
+    if name.startswith("Gemma"):  # stored as the difference from one
+        return Norm(1 + weight.float(), float(module.eps))
+    return Norm(weight.float() if name.startswith("Olmo2") else weight, float(module.variance_epsilon))
+
+
+def _read_activation(module: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function itself: calling a module takes longer than a small product."""
+    return F.silu if isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation" else module
+
+
+def _attention_window(config: PretrainedConfig, layer: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] == "full_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _has_dynamic_rope(config: PretrainedConfig) -> bool:
+    """Whether the angles of a position depend on the length: then there is no table of them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    return any(p.get("rope_type") in ("dynamic", "longrope") for p in each)
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether a hook may change what is computed; those that ``output_hidden_states`` leaves behind only record."""
+    hooks = (hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
+
 
 Function = Callable[[Tensor], Tensor]
 
@@ -67,9 +393,9 @@ class FlatEngine:
         self._heads, self._kv_heads, self._dim = structure.heads, structure.kv_heads, structure.dim
         self._embedding, self._embedding_scale = structure.embedding, structure.embedding_scale
         self._positions, self._parallel, self._cap = structure.positions, structure.parallel, structure.cap
-        self._norm = _normed(structure.norm)
-        self._tables = {name: _Table(angles) for name, angles in structure.angles.items()}
-        self._layers = [_layer(layer, structure, products) for layer in structure.layers]
+        self._norm = _norm_function(structure.norm)
+        self._tables = {name: _RotaryTable(angles) for name, angles in structure.angles.items()}
+        self._layers = [_layer_functions(layer, structure, products) for layer in structure.layers]
         logits, shrink = products.product([structure.head], self.vocab_size)
         self._head: Product = lambda h: logits(h * shrink)
         self.packed = tuple(products.stored)
@@ -83,18 +409,20 @@ class FlatEngine:
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
-        with flat_operations():
-            ahead = cache.take_ahead(tokens, block)
+        with without_torch_function():
+            ahead = cache.take_first_layers(tokens, block)
             if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
                 h, entering = self.through(cache, self.embedded(tokens, block), block, range(self.layers))
             else:
-                h, entering = self._continued(cache, tokens, block, ahead)
+                h, entering = self._run_remaining(cache, tokens, block, ahead)
             if self.layers in self._features:
                 entering.append(self._norm(h))
             output = self.output(h, keep)
             return replace(output, features=torch.cat(entering, -1) if entering else None)
 
-    def _continued(self, cache: KVCache, tokens: Tensor, block: Block, ahead: Ahead) -> tuple[Tensor, list[Tensor]]:
+    def _run_remaining(
+        self, cache: KVCache, tokens: Tensor, block: Block, ahead: FirstLayers
+    ) -> tuple[Tensor, list[Tensor]]:
         """As ``through`` from the embeddings on, where the first layers have read the first tokens."""
         states, features = ahead.states, ahead.features
         rest = block.after(states.shape[1])
@@ -153,7 +481,7 @@ class FlatEngine:
             h = h[:, keep]
         h = self._norm(h)
         logits = self._head(h)
-        return Output(logits if self._cap is None else _capped(logits, self._cap), h)
+        return Output(logits if self._cap is None else _softcap(logits, self._cap), h)
 
     def embedded(self, tokens: Tensor, block: Block) -> Tensor:
         """Return the states that enter the first layer, [b, n, H]."""
@@ -171,19 +499,19 @@ class FlatEngine:
         if layer.cap is None:
             seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
         else:
-            products = _capped(folded @ keys.mT * layer.scale, layer.cap)
+            products = _softcap(folded @ keys.mT * layer.scale, layer.cap)
             products = products if mask is None else products + mask
             seen = products.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
         return unfold_heads(seen, queries.shape[1])
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
-        mask = additive(block.visible(window, self.device), self._embedding.dtype)
+        mask = additive_mask(block.visible(window, self.device), self._embedding.dtype)
         groups = self._heads // self._kv_heads
         return None if mask is None else mask.repeat(1, 1, groups, 1)
 
 
 @contextmanager
-def flat_operations() -> Iterator[None]:
+def without_torch_function() -> Iterator[None]:
     """Within the block a flat engine's parts may be called."""
     # Checking packed weights for overrides of torch's functions would take longer than a small product.
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
@@ -195,7 +523,7 @@ def side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(states, -1) if states else like[..., :0]
 
 
-class _Table:
+class _RotaryTable:
     """Cosines and sines of all positions, made once."""
 
     def __init__(self, angles: Angles):
@@ -239,8 +567,8 @@ def unfold_heads(seen: Tensor, n: int) -> Tensor:
     return seen.reshape(len(seen), n, -1)
 
 
-def _layer(layer: LayerStructure, structure: Structure, products: Products) -> _Layer:
-    raised = _after(layer.before_mlp, layer.up, products)
+def _layer_functions(layer: LayerStructure, structure: Structure, products: Products) -> _Layer:
+    raised = _norm_then_linear(layer.before_mlp, layer.up, products)
     act, gated = structure.activation, structure.gated
 
     def up(h: Tensor) -> Tensor:
@@ -251,11 +579,11 @@ def _layer(layer: LayerStructure, structure: Structure, products: Products) -> _
         return act(gate).mul_(factor)
 
     return _Layer(
-        qkv=_after(layer.before_attention, layer.qkv, products),
-        norm_heads=_heads_norm(layer, structure),
-        out=_before(layer.out, layer.after_attention, products),
+        qkv=_norm_then_linear(layer.before_attention, layer.qkv, products),
+        norm_heads=_head_norms(layer, structure),
+        out=_linear_then_norm(layer.out, layer.after_attention, products),
         up=up,
-        down=_before(layer.down, layer.after_mlp, products),
+        down=_linear_then_norm(layer.down, layer.after_mlp, products),
         scale=layer.scale,
         angles=layer.angles,
         cap=layer.cap,
@@ -263,25 +591,25 @@ def _layer(layer: LayerStructure, structure: Structure, products: Products) -> _
     )
 
 
-def _after(norm: Norm | None, linears: Sequence[Linear], products: Products) -> Function:
+def _norm_then_linear(norm: Norm | None, linears: Sequence[Linear], products: Products) -> Function:
     """h -> norm(h) Wᵀ + bias; the factor of packed weights is part of the norm's weight."""
     multiply, shrink = products.product(linears)
     if norm is not None:
-        normed = _normed(norm, shrink)
+        normed = _norm_function(norm, shrink)
         return lambda h: multiply(normed(h))
     return multiply if shrink == 1 else lambda h: multiply(h * shrink)
 
 
-def _before(linear: Linear, norm: Norm | None, products: Products) -> Added:
+def _linear_then_norm(linear: Linear, norm: Norm | None, products: Products) -> Added:
     """(x, residual) -> residual + norm(x Wᵀ + bias)."""
     if norm is None:
         return products.added(linear)
     multiply, shrink = products.product([linear])
-    normed = _normed(norm)
+    normed = _norm_function(norm)
     return lambda x, residual: residual + normed(multiply(x * shrink))
 
 
-def _heads_norm(layer: LayerStructure, structure: Structure) -> Callable[[Tensor], None] | None:
+def _head_norms(layer: LayerStructure, structure: Structure) -> Callable[[Tensor], None] | None:
     """The norms of queries and keys, in place on [b, n, heads + 2 kv, D]."""
     queries, keys = layer.queries, layer.keys
     if queries is None or keys is None:
@@ -289,23 +617,23 @@ def _heads_norm(layer: LayerStructure, structure: Structure) -> Callable[[Tensor
     split, end = structure.heads, structure.heads + structure.kv_heads
     if queries.weight.numel() == structure.dim:
         weight = torch.cat((queries.weight.expand(split, -1), keys.weight.expand(end - split, -1)))
-        each = _normed(Norm(weight, queries.eps))
+        each = _norm_function(Norm(weight, queries.eps))
 
         def by_head(x: Tensor) -> None:
             x[:, :, :end] = each(x[:, :, :end])
 
         return by_head
-    both = ((slice(split), _normed(queries)), (slice(split, end), _normed(keys)))
+    both = ((slice(split), _norm_function(queries)), (slice(split, end), _norm_function(keys)))
 
-    def at_once(x: Tensor) -> None:
+    def all_heads(x: Tensor) -> None:
         for place, normed in both:
             part = x[:, :, place]
             x[:, :, place] = normed(part.flatten(2)).view(part.shape)
 
-    return at_once
+    return all_heads
 
 
-def _normed(norm: Norm, factor: float = 1.0) -> Function:
+def _norm_function(norm: Norm, factor: float = 1.0) -> Function:
     """h -> factor times its norm, in the operations that take the least time on a handful of rows."""
     weight = norm.weight * factor
     bias = None if norm.bias is None else norm.bias * factor
@@ -324,5 +652,5 @@ def _normed(norm: Norm, factor: float = 1.0) -> Function:
     return scaled
 
 
-def _capped(x: Tensor, cap: float) -> Tensor:
+def _softcap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap

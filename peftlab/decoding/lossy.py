@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.drafter import Row, Verified
-from peftlab.decoding.sampling import RandomSource, Sampling, certain, largest
-from peftlab.decoding.table import Chosen
+from peftlab.decoding.sampling import RandomSource, Sampling, argmax, one_hot
+from peftlab.decoding.table import NamedRule
 from peftlab.registry import resolve
 
 
@@ -31,7 +31,7 @@ class LossyRule:
     allowed: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, chosen: Chosen) -> LossyRule:
+    def of(cls, chosen: NamedRule) -> LossyRule:
         """Return the rule that a user named."""
         rule, x = resolve(chosen.row.make), chosen.value
         return cls(chosen.text, lambda p: rule(p, x))
@@ -45,7 +45,7 @@ class LossyRule:
             p = sampling.probabilities(logits)
             return p, self.allowed(p)
         whole = logits.softmax(-1)
-        return certain(largest(logits), whole), self.allowed(whole)
+        return one_hot(argmax(logits), whole), self.allowed(whole)
 
 
 def typical(p: Tensor, epsilon: float) -> Tensor:
@@ -142,7 +142,7 @@ class LossyResult:
 
 
 @dataclass
-class Departure:
+class DistanceMeter:
     """An ``observe`` for ``decode.decode`` that measures ``LossyResult.distance``.
 
     Attributes:
@@ -159,7 +159,7 @@ class Departure:
         laws, allowed = self.rule.laws(verified.output.logits, self.sampling)
         for i, path in enumerate(verified.paths):
             tokens = draft.tokens[i].tolist()
-            drawn = certain(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
+            drawn = one_hot(draft.tokens[i], laws) if draft.probs is None else draft.probs[i]
             for node in (-1, *path):
                 below = [
                     child for child, parent in enumerate(draft.parents_of(i)) if parent == node and tokens[child] >= 0

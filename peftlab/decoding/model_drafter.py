@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from peftlab.decoding.cache import KVCache, WindowedCache
+from peftlab.decoding.cache import Block, KVCache, WindowedCache
 from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified, draft_chain
-from peftlab.decoding.engine import Engine, Output, empty_cache, prefill, right_padded, spans
+from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache, prefill, right_padded, spans
+from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window
 from peftlab.errors import PeftlabError
+from peftlab.files import member, read_object, record, write_json
 
 
 def check_vocabulary(engine: Engine, state: TargetState) -> None:
@@ -54,7 +58,7 @@ class ModelDrafter(Drafter):
     shares_cache: bool = False
     least: float = 0.0
     window: Window | None = None
-    gives = frozenset({DRAWN, HEAD, TIMES})
+    provides = frozenset({DRAWN, HEAD, TIMES})
     has_logits = True
     _cache: KVCache = field(init=False, repr=False)
     _sampling: Sampling = field(init=False, repr=False)
@@ -132,8 +136,64 @@ class ModelDrafter(Drafter):
                     break
                 self._read[row.index] = read + 1
             if not self.shares_cache:
-                self._cache.settle(row.slot, self._read[row.index])
+                self._cache.commit(row.slot, self._read[row.index])
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:
             self._cache.select(slots)
+
+
+FILE = "draft_vocabulary.json"  # not safetensors: servers load every such file of a directory as weights
+
+
+def write_draft_tokens(directory: str | Path, tokens: Tensor) -> None:
+    """Store in a draft's directory the only tokens that it proposes, [V_d]."""
+    record(Path(directory), FILE)
+    write_json(Path(directory) / FILE, {"tokens": tokens.tolist()})
+
+
+def read_draft_tokens(directory: str | Path) -> Tensor | None:
+    """Return the only tokens that the draft in a directory proposes, [V_d]; None for all."""
+    file = Path(directory) / FILE
+    if not file.exists():
+        return None
+    tokens = member(read_object(file), "tokens", list, file)
+    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise PeftlabError(f"{file}: tokens must be a list of token ids")
+    return torch.tensor(tokens)
+
+
+class ReducedVocabulary(EngineWrapper):
+    """An engine whose logits outside ``tokens`` are -inf; the others are computed from rows of the LM head.
+
+    The acceptance of what it drafts is at most p(V_d), the target's probability of those tokens.
+
+    Args:
+        model: a draft that is not used otherwise; its LM head is replaced. tokens: [V_d], ids below ``vocabulary``.
+        vocabulary: V, of the logits given. pack: see ``build_engine``.
+
+    Raises:
+        PeftlabError: a token id outside the vocabulary, or what ``build_engine`` raises.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int, *, pack: bool = True):
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise PeftlabError(f"{FILE}: token ids outside 0..{vocabulary - 1}, the vocabulary")
+        whole = model.get_output_embeddings()
+        assert isinstance(whole, nn.Linear)
+        head = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
+        head.weight = nn.Parameter(whole.weight.detach()[tokens], requires_grad=False)
+        if whole.bias is not None:
+            head.bias = nn.Parameter(whole.bias.detach()[tokens], requires_grad=False)
+        model.set_output_embeddings(head)
+        super().__init__(build_engine(model, pack=pack), f", {len(tokens):,} of {vocabulary:,} tokens")
+        self.vocab_size = vocabulary
+        self._tokens = tokens.to(self.device)
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        output = self._engine.forward(cache, tokens, block, keep)
+        some = output.logits
+        logits = some.new_full((*some.shape[:-1], self.vocab_size), -torch.inf)
+        return Output(logits.index_copy_(-1, self._tokens, some), output.hidden)

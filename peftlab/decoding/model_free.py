@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peftlab.decoding.drafter import Around, Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.engine import Output, right_padded
-from peftlab.decoding.sampling import Sampling, certain
+from peftlab.decoding.sampling import Sampling, one_hot
 from peftlab.decoding.table import DRAWN, TIMES
 from peftlab.decoding.trees import best_tree, parents_of
 
@@ -34,7 +34,7 @@ class PromptLookup(Drafter):
     longest: int = 3
     shortest: int = 1
     name: str = "lookup"
-    gives = frozenset({TIMES})
+    provides = frozenset({TIMES})
     _after: dict[int, dict[tuple[int, ...], int]] = field(init=False, repr=False, default_factory=dict)
     _indexed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
@@ -63,7 +63,7 @@ class PromptLookup(Drafter):
 
 
 @dataclass
-class Recycling(Drafter):
+class TokenRecycling(Drafter):
     """The target's most probable next tokens: a table token -> its followers when it was last read.
 
     Token Recycling (Luo et al. 2024, arXiv 2408.08696). Every token the target reads, accepted or not,
@@ -111,9 +111,9 @@ def lookup(corpus: SuffixAutomaton | None, _: None) -> PromptLookup:
     return PromptLookup()
 
 
-def recycling(corpus: SuffixAutomaton | None, _: None) -> Recycling:
+def recycling(corpus: SuffixAutomaton | None, _: None) -> TokenRecycling:
     """Return a new drafter."""
-    return Recycling()
+    return TokenRecycling()
 
 
 @dataclass
@@ -134,7 +134,7 @@ class SuffixLookup(Drafter):
     shortest: int = 1
     margin: int = 5
     name: str = "suffix"
-    gives = frozenset({TIMES})
+    provides = frozenset({TIMES})
     _texts: dict[int, SuffixAutomaton] = field(init=False, repr=False, default_factory=dict)
     _places: dict[int, tuple[int, int]] = field(init=False, repr=False, default_factory=dict)
 
@@ -174,7 +174,7 @@ class SuffixLookup(Drafter):
 
 
 @dataclass
-class SuffixAndDraft(Around):
+class SuffixAndDraft(DrafterWrapper):
     """A long match is copied; elsewhere another drafter proposes, and a copy that differs from it is a branch.
 
     Where every row has a long match, the step costs no drafting. Elsewhere, RASD (Quan et al. 2025, arXiv 2503.03434):
@@ -257,7 +257,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     probs = draft.probs
     if probs is not None:
         copied = torch.arange(width, device=whole.device) >= torch.tensor(used, device=whole.device)[:, None]
-        probs = certain(whole, probs).where(copied[..., None], F.pad(probs, (0, 0, 0, width - n)))
+        probs = one_hot(whole, probs).where(copied[..., None], F.pad(probs, (0, 0, 0, width - n)))
     if all(tree == [*range(-1, len(tree) - 1)] for tree in parents):
         return Proposal(whole, probs)
     return Proposal(whole, probs, parents=[(*tree, *[-1] * (width - len(tree))) for tree in parents])
@@ -315,7 +315,7 @@ def _of_corpus(corpus: SuffixAutomaton, order: int) -> Counts:
 
 
 @dataclass
-class NGram(Drafter):
+class NGramDrafter(Drafter):
     """What followed the last ``order - 1`` tokens, as often as it did; a baseline.
 
     q(x) is the share of x after the longest context of at most ``order - 1`` tokens that is known: 1 is the unigram
@@ -329,7 +329,7 @@ class NGram(Drafter):
     order: int = 3
     corpus: SuffixAutomaton | None = None
     name: str = "ngram"
-    gives = frozenset({DRAWN, TIMES})
+    provides = frozenset({DRAWN, TIMES})
     has_logits = True
     _counts: Counts = field(init=False, repr=False)
     _counted: dict[int, int] = field(init=False, repr=False, default_factory=dict)
@@ -379,9 +379,9 @@ class NGram(Drafter):
         return torch.zeros(self._size)
 
 
-def ngram(corpus: SuffixAutomaton | None, order: float) -> NGram:
+def ngram(corpus: SuffixAutomaton | None, order: float) -> NGramDrafter:
     """Return a new drafter, named after its order."""
-    return NGram(int(order), corpus, f"ngram:{order:.0f}")
+    return NGramDrafter(int(order), corpus, f"ngram:{order:.0f}")
 
 
 ROOT = (0, 0)

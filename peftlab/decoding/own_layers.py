@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.cache import Ahead, Block, KVCache
-from peftlab.decoding.drafter import PossibleDraft, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engine import Output, Wrapper
-from peftlab.decoding.flat import FlatEngine, flat_operations, side_by_side
+from peftlab.decoding.cache import Block, FirstLayers, KVCache
+from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import EngineWrapper, Output
+from peftlab.decoding.flat import FlatEngine, side_by_side, without_torch_function
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.sampling import largest
+from peftlab.decoding.sampling import argmax
 
 
-class Exit(Wrapper):
+class EarlyExit(EngineWrapper):
     """The first layers of a flat engine. It leaves the states of what it reads in the cache for the other layers.
 
     Attributes:
@@ -32,24 +32,24 @@ class Exit(Wrapper):
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
-        with flat_operations():
+        with without_torch_function():
             return self._whole.output(self.states(cache, tokens, block), keep)
 
     def states(self, cache: KVCache, tokens: Tensor, block: Block) -> Tensor:
         """Read tokens [b, n] and return the states after these layers, [b, n, H]."""
         whole = self._whole
-        with flat_operations():
+        with without_torch_function():
             h, entering = whole.through(cache, whole.embedded(tokens, block), block, range(self.first))
-            cache.read_ahead(Ahead(tokens, block, self.first, h, side_by_side(entering, h)))
+            cache.record_first_layers(FirstLayers(tokens, block, self.first, h, side_by_side(entering, h)))
             return h
 
     def logits(self, states: Tensor) -> Tensor:
         """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
-        with flat_operations():
+        with without_torch_function():
             return self._whole.output(states).logits
 
 
-class Skipping(Wrapper):
+class SkippedSublayers(EngineWrapper):
     """A flat engine without some of its sublayers, as a draft in its cache.
 
     Attributes:
@@ -64,13 +64,13 @@ class Skipping(Wrapper):
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
         whole = self._whole
-        with flat_operations():
+        with without_torch_function():
             h = whole.embedded(tokens, block)
             h, _ = whole.through(cache, h, block, range(self.layers), self.skipped)
             return whole.output(h, keep)
 
 
-class AdaptedExit(Wrapper):
+class AdaptedExit(EngineWrapper):
     """The first layers of a flat engine, and on them the later layers of a draft that has the same first ones.
 
     The first layers read and write the cache of the whole; the draft's own layers have one beside it.
@@ -79,7 +79,7 @@ class AdaptedExit(Wrapper):
         exit_: the target's first layers. draft: its layers from ``exit_.first`` on run.
     """
 
-    def __init__(self, exit_: Exit, draft: FlatEngine):
+    def __init__(self, exit_: EarlyExit, draft: FlatEngine):
         super().__init__(draft, f", the first {exit_.first} layers with the target")
         self._exit, self._draft = exit_, draft
         self._layers = range(exit_.first, draft.layers)
@@ -88,13 +88,13 @@ class AdaptedExit(Wrapper):
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
-        with flat_operations():
+        with without_torch_function():
             h, _ = self._draft.through(self.own(cache), self._exit.states(cache, tokens, block), block, self._layers)
             return self._draft.output(h, keep)
 
     def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
         """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
-        with flat_operations():
+        with without_torch_function():
             self._draft.through(self.own(cache), states, block, self._layers)
 
     def own(self, cache: KVCache) -> KVCache:
@@ -106,7 +106,7 @@ class AdaptedExit(Wrapper):
 
 
 @dataclass(kw_only=True)
-class AdaptedExitDrafter(ModelDrafter):
+class KangarooDrafter(ModelDrafter):
     """An early exit with layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
 
     Target and draft read a token's first layers once between them. The draft's own layers take the states of accepted
@@ -171,7 +171,7 @@ def tokens_per_layer(alpha: float, exit_: float, length: int, layers: float, hea
 
 
 @dataclass
-class ExitChoice:
+class ExitSelector:
     """The exit and the draft length of the most tokens per layer, by the acceptance that each exit would have had.
 
     Attributes:
@@ -213,7 +213,7 @@ class ExitChoice:
 
 
 @dataclass(kw_only=True)
-class ChosenExit(ModelDrafter):
+class DelDrafter(ModelDrafter):
     """An early exit whose layer and draft length are chosen in every round, the same for all sequences.
 
     DEL (Zarch et al. 2025, arXiv 2504.05598). After a verification the state after every possible exit is known at each
@@ -226,12 +226,12 @@ class ChosenExit(ModelDrafter):
         choice: what the acceptance of each exit was; may be shared by drafters one after the other.
     """
 
-    exit: Exit
-    choice: ExitChoice
+    exit: EarlyExit
+    choice: ExitSelector
     name: str = "del"
     shares_cache: bool = field(default=True, init=False)
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return none: its lengths are its own choice."""
         return []
 
@@ -254,7 +254,7 @@ class ChosenExit(ModelDrafter):
     def _accepted(self, shadows: Tensor, logits: Tensor) -> list[list[float]]:
         """Return the acceptance of each exit's logits [m, exits, V] by the target's [m, V]."""
         if self._sampling.greedy:
-            return (largest(shadows) == largest(logits)[:, None]).float().tolist()
+            return (argmax(shadows) == argmax(logits)[:, None]).float().tolist()
         p, q = self._sampling.probabilities(logits), self._sampling.probabilities(shadows)
         return torch.minimum(p[:, None], q).sum(-1).tolist()
 
@@ -357,7 +357,7 @@ _WINDOW = 32  # tokens on which a set is tried
 
 
 @dataclass(kw_only=True)
-class Swift(ModelDrafter):
+class SwiftDrafter(ModelDrafter):
     """The target without the sublayers that its own output shows to matter least; nothing is trained.
 
     SWIFT (Xia et al. 2024, arXiv 2410.06916). After each step one more set of sublayers is tried on the newest tokens
@@ -368,7 +368,7 @@ class Swift(ModelDrafter):
         search: what was tried, and the best; may be shared by drafters one after the other.
     """
 
-    layers: Skipping
+    layers: SkippedSublayers
     search: SkipSearch
     name: str = "swift"
     shares_cache: bool = field(default=True, init=False)
@@ -377,7 +377,7 @@ class Swift(ModelDrafter):
     def __post_init__(self) -> None:
         self.layers.skipped = self.search.best
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return none: how often a token is accepted changes with the sets."""
         return []
 
@@ -394,7 +394,7 @@ class Swift(ModelDrafter):
         read, written = row.tokens[-_WINDOW - 1 : -1], row.tokens[-_WINDOW:]
         start = len(row.tokens) - _WINDOW - 1
         device = self.engine.device
-        with self._cache.restored(row.slot, start, _WINDOW):
+        with self._cache.restoring(row.slot, start, _WINDOW):
             block = self._cache.block([row.slot], [start], _WINDOW)
             logits = self.engine.forward(self._cache, torch.tensor([read], device=device), block).logits[0]
-        return float((largest(logits) == torch.tensor(written, device=device)).float().mean())
+        return float((argmax(logits) == torch.tensor(written, device=device)).float().mean())

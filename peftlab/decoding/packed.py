@@ -2,7 +2,7 @@
 
 In float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step reads from
 memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they are
-codes of at most 8 bits (``Blocks``), a few tokens are multiplied by the codes (``coded_product``).
+codes of at most 8 bits (``CodedWeight``), a few tokens are multiplied by the codes (``coded_product``).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Products:
         weight = _stacked(weights)
         if not self._pack:
             return lambda x: F.linear(x, weight, bias), 1.0
-        if (grow := growth(weight)) is not None:
+        if (grow := float16_scale(weight)) is not None:
             self._note("weights in 16 bits")
             return _half(weight * grow, bias), 1 / grow
         blocks = self._blocks(weights)
@@ -110,7 +110,7 @@ class Products:
 
         if blocks is None:
             return several, 1.0
-        few, most = coded_product(blocks, bias), few_rows(blocks) * weight.shape[1]
+        few, most = coded_product(blocks, bias), max_coded_rows(blocks) * weight.shape[1]
         return lambda x: few(x) if x.numel() <= most else several(x), 1.0
 
     def added(self, linear: Linear) -> Added:
@@ -122,7 +122,7 @@ class Products:
         (weight,), bias = self._parts([linear])
         if not self._pack:
             return lambda x, residual: residual + F.linear(x, weight, bias)
-        if (grow := growth(weight)) is not None:
+        if (grow := float16_scale(weight)) is not None:
             self._note("weights in 16 bits")
             half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
             return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
@@ -140,7 +140,7 @@ class Products:
 
         if blocks is None:
             return several
-        few, most = coded_product(blocks, bias), few_rows(blocks) * weight.shape[1]
+        few, most = coded_product(blocks, bias), max_coded_rows(blocks) * weight.shape[1]
         return lambda x, residual: residual + few(x) if x.numel() <= most else several(x, residual)
 
     def _parts(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[list[Tensor], Tensor | None]:
@@ -150,8 +150,8 @@ class Products:
         bias = torch.cat(biases)[:outputs] if biases else None
         return (weights if outputs is None else [_stacked(weights)[:outputs]]), bias
 
-    def _blocks(self, weights: Sequence[Tensor]) -> Blocks | None:
-        blocks = blocks_of(weights)
+    def _blocks(self, weights: Sequence[Tensor]) -> CodedWeight | None:
+        blocks = coded_weight(weights)
         self._note("packed by oneDNN" if blocks is None else str(blocks))
         return blocks
 
@@ -160,7 +160,7 @@ class Products:
             self.stored.append(stored)
 
 
-def growth(weight: Tensor) -> float | None:
+def float16_scale(weight: Tensor) -> float | None:
     """The power of two that moves float32 weights into float16 without rounding a single one; None where none does.
 
     Checkpoints in bfloat16 or float16 contain numbers that float16 represents, too, once the largest is
@@ -207,7 +207,7 @@ def _half(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: dynamic(x, packed)
 
 
-def _rows(blocks: Blocks, bias: Tensor | None) -> Product:
+def _rows(blocks: CodedWeight, bias: Tensor | None) -> Product:
     """x -> x Wᵀ + bias in float32, W's codes kept in 16 bits, which represent whole numbers up to 2,048."""
     product, scales = _half(blocks.codes.float(), None), blocks.scales.flatten()
     return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
@@ -221,7 +221,7 @@ _EXTRA_BITS = 24 - 17  # of a float32 number past those of GGUF's scales, which 
 
 
 @dataclass(frozen=True)
-class Blocks:
+class CodedWeight:
     """A weight [N, K]: block g of row n is scales[n, g] codes + minima[n, g].
 
     Attributes:
@@ -274,7 +274,7 @@ _FORMS = (
 )
 
 
-def blocks_of(weights: Sequence[Tensor]) -> Blocks | None:
+def coded_weight(weights: Sequence[Tensor]) -> CodedWeight | None:
     """Return the blocks of which float32 weights, one below the other, consist, every number exactly; else None.
 
     Where they have blocks of several sizes, all are cut to the smallest.
@@ -296,14 +296,14 @@ def blocks_of(weights: Sequence[Tensor]) -> Blocks | None:
     scales, minima = [blocks.scales for blocks in found], None
     if any(blocks.minima is not None for blocks in found):
         minima = stacked([torch.zeros_like(b.scales) if b.minima is None else b.minima for b in found])
-    return Blocks(torch.cat([blocks.codes for blocks in found]), stacked(scales), minima)
+    return CodedWeight(torch.cat([blocks.codes for blocks in found]), stacked(scales), minima)
 
 
-def _blocks(weight: Tensor) -> Blocks | None:
+def _blocks(weight: Tensor) -> CodedWeight | None:
     return next((blocks for form in _FORMS if (blocks := _of_form(weight, form)) is not None), None)
 
 
-def _of_form(weight: Tensor, form: _Form) -> Blocks | None:
+def _of_form(weight: Tensor, form: _Form) -> CodedWeight | None:
     """Return the blocks of one form; the first few show whether there are any."""
     size = form.size or weight.shape[1]
     if weight.shape[1] % size:
@@ -319,7 +319,7 @@ def _of_form(weight: Tensor, form: _Form) -> Blocks | None:
         coded.append((part[0].to(torch.int8), *part[1:]))
     codes, scales, minima = (torch.cat(kind) for kind in zip(*coded, strict=True))
     by_row = (len(weight), -1)
-    return Blocks(codes.view(by_row), scales.view(by_row), minima.view(by_row) if form.minima else None)
+    return CodedWeight(codes.view(by_row), scales.view(by_row), minima.view(by_row) if form.minima else None)
 
 
 def _usual(codes: Tensor, form: _Form) -> list[tuple[int, int]]:
@@ -414,12 +414,12 @@ def _short(x: Tensor) -> Tensor:
 _TILE = 192  # outputs whose sums FBGEMM holds in registers; measured best of 64 to 384
 
 
-def few_rows(blocks: Blocks) -> int:
+def max_coded_rows(blocks: CodedWeight) -> int:
     """Return up to how many rows this was measured no slower than weights in 16 bits, or than oneDNN's float32."""
     return 2 if blocks.by_row else 4
 
 
-def coded_product(blocks: Blocks, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def coded_product(blocks: CodedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return x -> x Wᵀ + bias in float32, for few rows x: codes are multiplied and summed, the sums of a block scaled.
 
     The kernel is FBGEMM's weighted sum of rows of an 8-bit embedding table, the one in torch that multiplies codes by

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.drafter import Accept, Drafter, PossibleDraft, Proposal, Row, TargetState, Verified, draft_chain
-from peftlab.decoding.engine import Engine, Output, Wrapper, empty_cache, right_padded
+from peftlab.decoding.cache import Block, KVCache, shape_of
+from peftlab.decoding.drafter import Accept, DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache, right_padded
 from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, read_rows, room
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.trees import RankRates, best_tree, parents_of, shape_of
+from peftlab.decoding.trees import RankRates, best_tree, parents_of
 from peftlab.errors import PeftlabError
 from peftlab.methods.lora.gate import Gate
 
@@ -147,11 +147,11 @@ class ParallelDrafter(Drafter):
         filled = [(*line, *[-1] * (size - len(line))) for line in parents]
         return Proposal(right_padded(tokens, size, -1).to(logits.device), parents=filled)
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        """See ``Drafter.possible``: chains, each drafted in one pass; of a tree's nodes no acceptance is known."""
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        """See ``Drafter.candidates``: chains, each drafted in one pass; of a tree's nodes no acceptance is known."""
         if self.width > 1:
             return []
-        return [replace(draft, effort=1.0) for draft in super().possible(acceptance, verification)]
+        return [replace(draft, effort=1.0) for draft in super().candidates(acceptance, verification)]
 
     def select(self, slots: list[int]) -> None:
         if not self.shares_cache:
@@ -162,7 +162,7 @@ def _place(output: Output, place: int) -> Output:
     return Output(output.logits[:, place : place + 1], output.hidden[:, place : place + 1])
 
 
-class MaskedPass(Wrapper):
+class MaskedPassEngine(EngineWrapper):
     """An engine that reads one token of each row as the target, and those behind it, which are masks, with the LoRA.
 
     Args:
@@ -182,7 +182,7 @@ class MaskedPass(Wrapper):
 
 
 @dataclass(kw_only=True)
-class OnePass(ParallelDrafter):
+class OnePassDrafter(ParallelDrafter):
     """A gated LoRA whose masks the target reads while it verifies (Samragh et al. 2025, arXiv 2507.11851).
 
     A step reads the last token, N drafted ones, and k masks behind each of them: (N + 1)(k + 1) rows. Whatever is
@@ -253,8 +253,8 @@ class OnePass(ParallelDrafter):
                 last = path[-1] + 1 if path else 0
                 self._next[row.index] = Output(self._behind.logits[i, last], self._behind.hidden[i, last])
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        """See ``Drafter.possible``: none, as the time of a step by the number of drafted tokens is not that of them."""
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        """Return none: a step reads masks, too, so that its time is not that of as many tokens."""
         return []
 
 
@@ -282,7 +282,7 @@ class _Chain:
 
 
 @dataclass
-class AheadDrafter(ModelDrafter):
+class PearlDrafter(ModelDrafter):
     """A smaller model that drafts in a thread of its own while the target verifies; see the module's text.
 
     Drafted tokens are drawn as ever, and verified against what they were drawn from, so that the output is exact.
@@ -319,7 +319,7 @@ class AheadDrafter(ModelDrafter):
             return super().propose(rows, budgets)
 
     @property
-    def at_once(self) -> bool:
+    def concurrent(self) -> bool:
         return True
 
     def verify(self, rows: list[Row], inputs: Tensor, draft: Proposal, output: Output, accepted: Accept) -> Verified:

@@ -170,7 +170,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PolicyInputs:
     """What policies are made from.
 
     Attributes:
@@ -182,32 +182,32 @@ class Parts:
     times: StepTimes | None = None
 
 
-MakePolicy = Callable[[], Policy]
+PolicyFactory = Callable[[], Policy]
 """Makes the policy of one sequence."""
 
 
-def fixed(parts: Parts, n: float | None) -> MakePolicy:
+def fixed(parts: PolicyInputs, n: float | None) -> PolicyFactory:
     """Return what makes ``Fixed`` of ``n`` tokens, of γ for None."""
     return partial(Fixed, parts.gamma if n is None else int(n))
 
 
-def confidence(parts: Parts, threshold: float) -> MakePolicy:
+def confidence(parts: PolicyInputs, threshold: float) -> PolicyFactory:
     """Return what makes ``Confidence``."""
     return partial(Confidence, parts.gamma, threshold)
 
 
-def heuristic(parts: Parts, _: None) -> MakePolicy:
+def heuristic(parts: PolicyInputs, _: None) -> PolicyFactory:
     """Return what makes ``Heuristic``."""
     return partial(Heuristic, parts.gamma)
 
 
-def head(parts: Parts, h: float) -> MakePolicy:
+def head(parts: PolicyInputs, h: float) -> PolicyFactory:
     """Return what makes ``AcceptanceHead``."""
     assert parts.head is not None
     return partial(AcceptanceHead, parts.gamma, parts.head, h)
 
 
-def goodput(parts: Parts, _: None) -> MakePolicy:
+def goodput(parts: PolicyInputs, _: None) -> PolicyFactory:
     """Return what returns one ``Goodput`` for all sequences."""
     assert parts.times is not None
     shared = Goodput(parts.times, parts.gamma)

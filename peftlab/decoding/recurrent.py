@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.cache import Block, Context, KVCache
+from peftlab.decoding.cache import Block, Context, KVCache, paths_of
 from peftlab.decoding.engine import Encoder, Output
-from peftlab.decoding.trees import paths_of
 from peftlab.untyped import KnownModel
 
 _AT_ONCE = 32  # tokens, whose states are in memory together: a long prompt's would take gigabytes
@@ -117,11 +116,6 @@ Mix = Callable[[KnownModel, Tensor, State], tuple[Tensor, State]]
 """(a layer's mixer, inputs [b, n, H], states before [b, ...]) -> outputs [b, n, H], states after each [b, n, ...]."""
 
 
-def mix_of(model: PreTrainedModel) -> Mix | None:
-    """Return what computes the layers of a state-space model; None for any other model."""
-    return _FAMILIES.get(type(model).__name__)
-
-
 def blank(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
     """Return the state of a layer before the first token."""
     channels, kernel = mixer.conv1d.weight.shape[0], mixer.conv_kernel_size
@@ -162,11 +156,12 @@ def _mamba2(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]
     return mixer.out_proj(mixer.norm(y.flatten(-2), gate).to(x.dtype)), State(windows, memories)
 
 
-_FAMILIES: dict[str, Mix] = {
+MIXERS: dict[str, Mix] = {
     "MambaForCausalLM": _mamba,
     "FalconMambaForCausalLM": _mamba,
     "Mamba2ForCausalLM": _mamba2,
 }
+"""Class of a state-space model -> what computes its layers."""
 
 
 def _convolved(mixer: KnownModel, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +190,7 @@ class StateCache(KVCache):
     """Of each row the state before slot s, for every s from which it may continue.
 
     A state contains all tokens before it, so that none can be taken back from it: the states after drafted tokens are
-    kept until it is known which of them were accepted (``settle``).
+    kept until it is known which of them were accepted (``commit``).
 
     Args:
         batch: rows. blank: the state of each layer before the first token.
@@ -227,7 +222,7 @@ class StateCache(KVCache):
         copies._saved = [dict(self._saved[row]) for row in rows]
         return copies
 
-    def settle(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
+    def commit(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
         saved = self._saved[row]
         state = saved[start + nodes[-1] + 1] if nodes else saved.get(start, self._blank)
         # What was computed for several rows and tokens at once stays in memory as long as a part of it does.

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peftlab.decoding.drafter import PossibleDraft, Proposal, Row, TargetState
+from peftlab.decoding.cache import shape_of
+from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState
 from peftlab.decoding.model_drafter import ModelDrafter, room
 from peftlab.decoding.recurrent import StateCache
-from peftlab.decoding.sampling import RandomSource, RowRandomSource, largest
-from peftlab.decoding.trees import shape_of
+from peftlab.decoding.sampling import RandomSource, RowRandomSource, argmax
 from peftlab.decoding.verify import Verifier, acceptance_probability, residual, verify_chain, verify_tree
 from peftlab.errors import PeftlabError
 
@@ -29,11 +29,11 @@ class DrawnTrees(ModelDrafter):
         grow: makes what a tree grows by.
     """
 
-    grow: GrowTree = field(default_factory=lambda: rsd_c(2))
-    gives = frozenset[str]()
+    grow: GrowthFactory = field(default_factory=lambda: rsd_c(2))
+    provides = frozenset[str]()
     has_logits = False
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return none: how often the nodes of its trees are accepted was not measured."""
         return []
 
@@ -129,7 +129,7 @@ class Chains:
         else:
             above = self._eldest
             drawn_from = q.gather(1, above[..., None].expand_as(q))
-            tokens = largest(drawn_from) if random is None else random.draw(drawn_from)
+            tokens = argmax(drawn_from) if random is None else random.draw(drawn_from)
         tokens = tokens.where(drawn_from.sum(-1) > 0, -1)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         alike = (above[:, :, None] == above[:, None]) & (tokens[:, :, None] == tokens[:, None])
@@ -196,21 +196,21 @@ def _without_elders(q: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
-GrowTree = Callable[[], Growth]
+GrowthFactory = Callable[[], Growth]
 """Makes what a new tree grows by."""
 
 
-def rsd_c(width: float) -> GrowTree:
+def rsd_c(width: float) -> GrowthFactory:
     """Return what makes ``Chains`` without replacement."""
     return lambda: Chains(int(width), replacement=False)
 
 
-def rsd_s(width: float) -> GrowTree:
+def rsd_s(width: float) -> GrowthFactory:
     """Return what makes a ``StochasticBeam``."""
     return lambda: StochasticBeam(int(width))
 
 
-def specinfer(width: float) -> GrowTree:
+def specinfer(width: float) -> GrowthFactory:
     """Return what makes ``Chains`` with replacement."""
     return lambda: Chains(int(width), replacement=True)
 

@@ -63,7 +63,7 @@ def probabilities(
     _check_settings(temperature, top_k, top_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
+        return torch.zeros_like(logits).scatter_(-1, argmax(logits)[..., None], 1.0)
     # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     probs = (logits - logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     if top_p == 1:
@@ -102,13 +102,13 @@ def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
     return found
 
 
-def largest(scores: Tensor) -> Tensor:
+def argmax(scores: Tensor) -> Tensor:
     """Return the index of the largest score of each row, the lowest among equals: [..., V] -> [...]."""
     # Of equals max returns the first. On a CPU argmax takes three to five times as long.
     return scores.max(-1).indices
 
 
-def certain(tokens: Tensor, like: Tensor) -> Tensor:
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
     """Return what deterministic tokens were drawn from: one-hot rows, zeros at -1, "nothing drafted".
 
     Args:
@@ -142,7 +142,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         probs: [..., V], not negative.
         generator: on the device of ``probs``.
     """
-    return largest(probs / RandomSource(generator).exponentials(probs))
+    return argmax(probs / RandomSource(generator).exponentials(probs))
 
 
 @dataclass
@@ -186,7 +186,7 @@ class TreeRandomSource(RandomSource):
 
     def __init__(self, generator: torch.Generator):
         super().__init__(generator)
-        self._decisions = RandomSource(*forked([generator]))
+        self._decisions = RandomSource(*fork_generators([generator]))
 
     def bernoulli(self, probability: Tensor) -> Tensor:
         """See ``RandomSource.bernoulli``."""
@@ -210,7 +210,7 @@ class RowRandomSource(RandomSource):
         Each row takes one number from its generator, the seed of its decisions: however far they are padded to the
         length of another row's draft, what the row draws next is the same.
         """
-        rows = zip(forked(self.generators), probability, strict=True)
+        rows = zip(fork_generators(self.generators), probability, strict=True)
         return torch.stack([RandomSource(generator).bernoulli(row) for generator, row in rows])
 
     def draw(self, probs: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class RowRandomSource(RandomSource):
         return torch.stack([RandomSource(generator).exponentials(row) for generator, row in rows])
 
 
-def forked(generators: Iterable[torch.Generator], device: torch.device | None = None) -> list[torch.Generator]:
+def fork_generators(generators: Iterable[torch.Generator], device: torch.device | None = None) -> list[torch.Generator]:
     """Return generators seeded by one number of each: what is drawn from them does not change what these draw next.
 
     Args:

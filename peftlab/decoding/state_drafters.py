@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftlab.decoding.advice import FEATURE_TREE
-from peftlab.decoding.cache import Block, KVCache, WindowedCache, seen_from
-from peftlab.decoding.drafter import Drafter, PossibleDraft, Proposal, Row, TargetState, Verified, draft_chain
+from peftlab.decoding.cache import Block, KVCache, WindowedCache, visible_slots
+from peftlab.decoding.drafter import DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
 from peftlab.decoding.engine import Output, right_padded, spans
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, Window
@@ -167,12 +167,12 @@ class HeadsDrafter(Drafter):
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
             self._hidden[row.index] = verified.output.hidden[i, path[-1] + 1 if path else 0]
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        """See ``Drafter.possible``: a tree by the measured ranks, else a chain, each drafted at the same effort."""
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        """See ``Drafter.candidates``: a tree by the measured ranks, else a chain, each drafted at the same effort."""
         if self.heads.ranks is None:
-            return [replace(draft, effort=1.0) for draft in super().possible(acceptance, verification)]
+            return [replace(draft, effort=1.0) for draft in super().candidates(acceptance, verification)]
         return [
-            PossibleDraft(n, tokens, 1.0)
+            DraftCandidate(n, tokens, 1.0)
             for n, tokens in enumerate(expected_tokens(self.tree(len(verification) - 1), self.heads.ranks), start=1)
         ]
 
@@ -249,7 +249,7 @@ class FeatureDrafter(Drafter):
     _new: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     @property
-    def gives(self) -> frozenset[str]:
+    def provides(self) -> frozenset[str]:
         return frozenset({DRAWN} if self.width == 1 else ())
 
     @property
@@ -341,7 +341,7 @@ class FeatureDrafter(Drafter):
             (_, k, m), wide = seen.shape, states.shape[-1]
             positions = torch.tensor(starts, device=device)[:, None].expand(-1, k) + level
             block = self._cache.block(slots, [start + m - k for start in starts], k)
-            visible = seen_from(starts, seen)[:, None]
+            visible = visible_slots(starts, seen)[:, None]
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
             states = self.network.advance(self._cache, tokens, states, block, positions, visible)
             trees.add(*self._likeliest(states))
@@ -366,21 +366,21 @@ class FeatureDrafter(Drafter):
     def select(self, slots: list[int]) -> None:
         self._cache.select(slots)
 
-    def possible(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[PossibleDraft]:
-        """See ``Drafter.possible``: by the measured ranks the chains, and the trees of its own or the usual width.
+    def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
+        """See ``Drafter.candidates``: by the measured ranks the chains, and the trees of its own or the usual width.
 
         Each level of a tree after the first reads several nodes, which takes as many times longer as a target step over
         as many tokens.
         """
         ranks = self.network.ranks
         if ranks is None:
-            return super().possible(acceptance, verification)
-        longest, found = len(verification) - 1, list[PossibleDraft]()
+            return super().candidates(acceptance, verification)
+        longest, found = len(verification) - 1, list[DraftCandidate]()
         for width in sorted({1, self.width if self.width > 1 else FEATURE_TREE}):
             tree = best_tree(longest, self.depth if width > 1 else longest, min(width, ranks.width), ranks)
             levels, several = accumulate(map(len, tree), max), verification[min(width, longest) - 1]
             for n, (tokens, level) in enumerate(zip(expected_tokens(tree, ranks), levels, strict=True), start=1):
-                found.append(PossibleDraft(n, tokens, 1 + (level - 1) * several, width, width == self.width))
+                found.append(DraftCandidate(n, tokens, 1 + (level - 1) * several, width, width == self.width))
         return found
 
 

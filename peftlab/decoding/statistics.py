@@ -93,7 +93,7 @@ class OverlapRates:
 
 
 @dataclass
-class Overlap:
+class OverlapMeter:
     """How well a draft model agrees with its target, at every position whose drafted prefix was accepted.
 
     An ``observe`` for ``decode.decode``. At temperature 0 it compares at temperature 1.

@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class NamedRule:
     """A rule as a user named it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Chosen:
     value: float | None
 
 
-def choose(what: str, rows: Mapping[str, Row], text: str) -> Chosen:
+def parse_rule(what: str, rows: Mapping[str, Row], text: str) -> NamedRule:
     """Return the rule that ``text``, NAME or NAME:X, names.
 
     Args:
@@ -73,13 +73,13 @@ def choose(what: str, rows: Mapping[str, Row], text: str) -> Chosen:
     if row.argument is None:
         if colon:
             raise PeftlabError(f"{what} {text}: {name} takes no value")
-        return Chosen(text, name, row, None)
+        return NamedRule(text, name, row, None)
     if not colon:
         if row.argument.required:
             raise PeftlabError(f"{what} {text}: needs a value, {_form(name, row.argument)}; {row.argument.says}")
-        return Chosen(text, name, row, row.argument.default)
+        return NamedRule(text, name, row, row.argument.default)
     try:
-        return Chosen(text, name, row, row.argument.read(x))
+        return NamedRule(text, name, row, row.argument.read(x))
     except ValueError:
         raise PeftlabError(f"{what} {text}: {row.argument.name} is {row.argument.says}") from None
 
@@ -90,7 +90,7 @@ def _form(name: str, argument: Argument | None) -> str:
     return f"{name}:{argument.name}" if argument.required else f"{name}[:{argument.name}]"
 
 
-def spelled(rows: Mapping[str, Row]) -> str:
+def rule_help(rows: Mapping[str, Row]) -> str:
     """Return what may be written and what it does, for the help of an option."""
     return "; ".join(f"{_form(name, row.argument)}, {row.about}" for name, row in rows.items())
 
@@ -145,16 +145,16 @@ POLICIES: dict[str, Row] = {
     ),
     "goodput": Row(f"{_LENGTHS}:goodput", "the most tokens per second by measured step times", needs=TIMES),
 }
-"""Name -> rule of draft length. ``make`` is (``draft_length.Parts``, X) -> what makes a sequence's policy.
+"""Name -> rule of draft length. ``make`` is (``draft_length.PolicyInputs``, X) -> what makes a sequence's policy.
 
 ``needs``: tokens drawn one after the other from a draft's probabilities; a trained head that reads the states of such a
 draft; or the times of a step of target and draft.
 """
 
 
-def policy(text: str) -> Chosen:
-    """Return the rule of draft length that ``text`` names; errors as for ``choose``."""
-    return choose("policy", POLICIES, text)
+def policy(text: str) -> NamedRule:
+    """Return the rule of draft length that ``text`` names; errors as for ``parse_rule``."""
+    return parse_rule("policy", POLICIES, text)
 
 
 _LOSSY = "peftlab.decoding.lossy"
@@ -174,9 +174,9 @@ LOSSY: dict[str, Row] = {
 """Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
 
 
-def lossy(text: str) -> Chosen:
-    """Return the lossy rule that ``text`` names; errors as for ``choose``."""
-    return choose("lossy", LOSSY, text)
+def lossy(text: str) -> NamedRule:
+    """Return the lossy rule that ``text`` names; errors as for ``parse_rule``."""
+    return parse_rule("lossy", LOSSY, text)
 
 
 _TREES, _VERIFY = "peftlab.decoding.sampled_trees", "peftlab.decoding.verify"
@@ -190,9 +190,9 @@ TREES: dict[str, Row] = {
 """Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``sampled_trees``."""
 
 
-def tree(text: str) -> Chosen:
-    """Return the drawn tree that ``text`` names; errors as for ``choose``."""
-    return choose("tree", TREES, text)
+def tree(text: str) -> NamedRule:
+    """Return the drawn tree that ``text`` names; errors as for ``parse_rule``."""
+    return parse_rule("tree", TREES, text)
 
 
 VERIFIERS: dict[str, Row] = {
@@ -203,9 +203,9 @@ VERIFIERS: dict[str, Row] = {
 """Name -> verifier of sampled drafts, a ``verify.Verifier``. ``needs``: the tree that it verifies."""
 
 
-def verifier(text: str) -> Chosen:
-    """Return the verifier that ``text`` names; errors as for ``choose``."""
-    return choose("verify", VERIFIERS, text)
+def verifier(text: str) -> NamedRule:
+    """Return the verifier that ``text`` names; errors as for ``parse_rule``."""
+    return parse_rule("verify", VERIFIERS, text)
 
 
 _MODEL_FREE = "peftlab.decoding.model_free"
@@ -223,9 +223,9 @@ MODEL_FREE: dict[str, Row] = {
 """Name -> drafter that needs no model. ``make`` is (a corpus or None, X) -> a new drafter."""
 
 
-def model_free(text: str) -> Chosen:
-    """Return the drafter without a model that ``text`` names; errors as for ``choose``."""
-    return choose("drafter", MODEL_FREE, text)
+def model_free(text: str) -> NamedRule:
+    """Return the drafter without a model that ``text`` names; errors as for ``parse_rule``."""
+    return parse_rule("drafter", MODEL_FREE, text)
 
 
 @dataclass(frozen=True)

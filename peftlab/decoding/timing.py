@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.drafter import Around, Drafter, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engine import Engine, Output, Wrapper, empty_cache
-from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified
+from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache
+from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.state_drafters import FeatureNetwork, Heads
 from peftlab.decoding.trees import Path
 from peftlab.errors import PeftlabError
@@ -134,12 +134,12 @@ class Clock:
         return output
 
 
-class Stopwatch(Wrapper, Clock):
+class Stopwatch(EngineWrapper, Clock):
     """An engine that adds up the time of its forward passes; to the decoder it is the engine."""
 
     def __init__(self, engine: Engine):
         Clock.__init__(self, engine.device)
-        Wrapper.__init__(self, engine)
+        EngineWrapper.__init__(self, engine)
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
@@ -154,7 +154,7 @@ class Stopwatch(Wrapper, Clock):
         return _TimedNetwork(network, self)
 
 
-class _TimedEngine(Wrapper):
+class _TimedEngine(EngineWrapper):
     """An engine whose forward passes a clock adds up; to a drafter it is the engine."""
 
     def __init__(self, engine: Engine, clock: Clock):
@@ -167,7 +167,7 @@ class _TimedEngine(Wrapper):
 
 
 @dataclass
-class TimedDrafter(Around):
+class TimedDrafter(DrafterWrapper):
     """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
 
     drafter: Drafter
@@ -192,7 +192,7 @@ class TimedDrafter(Around):
 def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
     """Return a new drafter whose time ``clock`` adds up."""
     drafter = make()
-    if isinstance(drafter, AheadDrafter):  # its own calls return at once: its model works beside the target
+    if isinstance(drafter, PearlDrafter):  # its own calls return at once: its model works beside the target
         return replace(drafter, engine=_TimedEngine(drafter.engine, clock))
     return TimedDrafter(drafter, clock)
 
@@ -273,7 +273,7 @@ def check_repeats(repeats: int) -> None:
 
 
 @dataclass(frozen=True)
-class MeasuredTimes:
+class MeasuredStepTimes:
     """Seconds of a step at some batch sizes; between two of them they are taken to lie on a line.
 
     Attributes:
@@ -295,7 +295,7 @@ class MeasuredTimes:
 
 def measure_times(
     target: Engine, draft: Engine | None, largest: int, longest: int, *, context: int = 128, repeats: int = 3
-) -> MeasuredTimes:
+) -> MeasuredStepTimes:
     """Measure the steps that a draft length is chosen by, the median of a few repeats each.
 
     Args:
@@ -316,7 +316,7 @@ def measure_times(
         targets[size] = [statistics.median(found["target", k]) for k in range(1, longest + 2)]
         if draft is not None:
             drafts[size] = statistics.median(found["draft", 1])
-    return MeasuredTimes(targets, drafts)
+    return MeasuredStepTimes(targets, drafts)
 
 
 def _between(values: Mapping[int, float], size: int) -> float:

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedCon
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from peftlab.decoding.cache import Block, Context, KVCache, additive
+from peftlab.decoding.cache import Block, Context, KVCache, additive_mask
 from peftlab.decoding.engine import Encoder, Output, right_padded
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
@@ -52,7 +52,7 @@ class TransformersEngine:
         self.model, self.config, self.head = model, config, head
         self.encoder: Encoder | None = model if isinstance(model, Decoder) else None
         self.vocab_size = vocabulary or self.head.get_parameter("weight").shape[0]
-        self.limit = limit_of(config)
+        self.limit = max_positions(config)
         self.layers = config.num_hidden_layers
         self.device = model.device
         self.positioned = masks
@@ -114,14 +114,14 @@ class TransformersEngine:
             visible = block.visible(window, self.device)
             visible = everything if visible is None else visible
             visible = visible.expand(len(block.starts), -1, -1, -1)
-            return additive(visible[..., : self._seen(block)], self.model.dtype)
+            return additive_mask(visible[..., : self._seen(block)], self.model.dtype)
 
         if len(self._types) > 1:
             return {"full_attention": mask(None), "sliding_attention": mask(self._window)}
         return mask(None if self._types == {"full_attention"} else self._window)
 
 
-def limit_of(config: PretrainedConfig) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """Return how many positions a model of this (text) config knows; None if it states no limit."""
     # MPT has no other name for it: its biases are made for this number of positions.
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
 Path = tuple[int, ...]
 
 
@@ -89,14 +86,14 @@ def best_tree(
     return tuple(tree)
 
 
-def reach(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
+def reach_probabilities(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
     """Return the probability that each node of a tree is accepted: the product of its path's rank probabilities."""
     return [math.prod(probability(depth, rank) for depth, rank in enumerate(path)) for path in tree]
 
 
 def expected_tokens(tree: Sequence[Path], probability: Callable[[int, int], float]) -> list[float]:
     """Return the tokens per step of a tree's first 1, 2, ... nodes: one more follows those that are accepted."""
-    return [1 + accepted for accepted in accumulate(reach(tree, probability))]
+    return [1 + accepted for accepted in accumulate(reach_probabilities(tree, probability))]
 
 
 @lru_cache
@@ -104,91 +101,3 @@ def parents_of(tree: tuple[Path, ...]) -> tuple[int, ...]:
     """Return the parent of each node of a tree of paths, -1 for the root."""
     place = {path: i for i, path in enumerate(tree)}
     return tuple(place.get(path[:-1], -1) for path in tree)
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return the level of each node of a tree, 1 for the root's children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """Trees for the target, one per row and all of N nodes, each with its root, the token before the drafted ones.
-
-    Attributes:
-        depths: [b, N+1], 0 for the root.
-        below: [b, N+1, N+1] booleans: the row's token descends from the column's or is it.
-    """
-
-    depths: Tensor
-    below: Tensor
-
-    def of_rows(self, places: Sequence[int]) -> TreeShape:
-        """Return the trees of some of the rows."""
-        return TreeShape(self.depths[list(places)], self.below[list(places)])
-
-
-def shape_of(parents: Sequence[tuple[int, ...]]) -> TreeShape:
-    """Return the shape of trees of one size by their nodes' parents, -1 for the root and before their children."""
-    depths, below = zip(*map(_shape, parents), strict=True)
-    return TreeShape(torch.stack(depths), torch.stack(below))
-
-
-@lru_cache
-def _shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    lines = [[0]]  # of the root and each node: itself and those above it
-    for node, parent in enumerate(parents):
-        lines.append([*lines[parent + 1], node + 1])
-    below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
-    below[[i for i, line in enumerate(lines) for _ in line], [i for line in lines for i in line]] = True
-    return torch.tensor([0, *depths_of(parents)]), below
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The paths from root to leaf of b trees of n nodes, those of the first tree first.
-
-    Attributes:
-        row: [paths], whose tree it is of. nodes: [paths, longest], a leaf repeated up to the length of the longest.
-        path, depth: [b, n], where each node is first found in ``nodes``.
-    """
-
-    row: Tensor
-    nodes: Tensor
-    path: Tensor
-    depth: Tensor
-
-
-def paths_of(below: Tensor) -> Paths:
-    """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
-    row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
-    within = below[row, leaf]  # [paths, n]
-    lines = [line.nonzero().flatten() for line in within]  # parents come before their children
-    longest = max(map(len, lines))
-    nodes = torch.stack([torch.cat((line, line[-1:].expand(longest - len(line)))) for line in lines])
-    own = row == torch.arange(len(below), device=row.device)[:, None]  # [b, paths]
-    first = (own[:, :, None] & within).int().argmax(1)
-    return Paths(row, nodes, first, below.sum(2) - 1)
-
-
-def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
-    """Follow the target's own choices down a tree as far as they were drafted.
-
-    Args:
-        choices: N+1 greedy tokens; entry 0 follows the root, entry i+1 follows node i.
-        tokens: of the N nodes; -1 where nothing was drafted.
-        parents: of the N nodes.
-
-    Returns:
-        The accepted path as node indices, and the next token after it.
-    """
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    path: list[int] = []
-    node = -1
-    while (below := children.get((node, choices[node + 1]))) is not None:
-        path.append(below)
-        node = below
-    return path, choices[node + 1]

@@ -20,10 +20,9 @@ from peftlab.decoding.sampling import (
     RowRandomSource,
     Sampling,
     TreeRandomSource,
-    certain,
-    largest,
+    argmax,
+    one_hot,
 )
-from peftlab.decoding.trees import walk_greedy
 from peftlab.errors import PeftlabError
 
 
@@ -124,7 +123,7 @@ def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) ->
     Returns:
         n_accepted [...] and next_token [...].
     """
-    return verify_chain(target_probs, certain(tokens, target_probs), tokens.clamp_min(0), random)
+    return verify_chain(target_probs, one_hot(tokens, target_probs), tokens.clamp_min(0), random)
 
 
 def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +140,26 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
         raise PeftlabError(f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}")
     n_accepted = _leading(tokens == target_argmax[..., :-1])
     return n_accepted, _at(target_argmax, n_accepted)
+
+
+def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
+    """Follow the target's own choices down a tree as far as they were drafted.
+
+    Args:
+        choices: N+1 greedy tokens; entry 0 follows the root, entry i+1 follows node i.
+        tokens: of the N nodes; -1 where nothing was drafted.
+        parents: of the N nodes.
+
+    Returns:
+        The accepted path as node indices, and the next token after it.
+    """
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    path: list[int] = []
+    node = -1
+    while (below := children.get((node, choices[node + 1]))) is not None:
+        path.append(below)
+        node = below
+    return path, choices[node + 1]
 
 
 def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> None:
@@ -340,13 +359,13 @@ def accept(
     if parents is None:
         return _accept_chains(logits, tokens, probs, sampling, generators, verifier)
     if sampling.greedy:
-        rows = zip(largest(logits).tolist(), tokens.tolist(), parents, strict=True)
+        rows = zip(argmax(logits).tolist(), tokens.tolist(), parents, strict=True)
         walks = [walk_greedy(*row) for row in rows]
     else:
         p = sampling.probabilities(logits)
         walks = []
         for i, (drafted, tree, generator) in enumerate(zip(tokens, parents, generators, strict=True)):
-            q, verify = (certain(drafted, p[i]), verify_tree) if probs is None else (probs[i], verifier.tree)
+            q, verify = (one_hot(drafted, p[i]), verify_tree) if probs is None else (probs[i], verifier.tree)
             walks.append(verify(p[i], q, drafted, tree, TreeRandomSource(generator)))
     return [path for path, _ in walks], [token for _, token in walks]
 
@@ -360,7 +379,7 @@ def _accept_chains(
     verifier: Verifier,
 ) -> Accepted:
     if sampling.greedy:
-        counts, following = verify_greedy(largest(logits), tokens)
+        counts, following = verify_greedy(argmax(logits), tokens)
     else:
         p, random = sampling.probabilities(logits), RowRandomSource(generators)
         if probs is None:

@@ -16,7 +16,7 @@ from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.parallel_drafters import Masks
-from peftlab.decoding.sampled_trees import GrowTree
+from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.state_drafters import FeatureNetwork, Heads
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
 from peftlab.errors import PeftlabError
@@ -201,7 +201,7 @@ class OwnLayers:
 
     engine: Engine
     drafter: Callable[[Engine], Drafter]
-    trees: Callable[[Engine, GrowTree], Drafter] | str = ""
+    trees: Callable[[Engine, GrowthFactory], Drafter] | str = ""
     one_pass: Callable[[int], Drafter] | None = None
 
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.decoding.advice import FEATURE_TREE, REDUCED, DraftCost, TargetWeights
-from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen, Window
+from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule, Window
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.table import METHODS
 from peftlab.models.config import PlainDtype
@@ -155,7 +155,7 @@ class OtherKeys:
     data: DraftData
     merge: bool | MergeConfig | None
     acceptance_head: bool
-    policy: Chosen
+    policy: NamedRule
     draft_window: Window | None
 
 

@@ -16,9 +16,8 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.flat import FlatEngine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.own_layers import ChosenExit, ExitChoice, Skipping, SkipSearch, Swift
-from peftlab.decoding.own_layers import Exit as ExitEngine
-from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
+from peftlab.decoding.own_layers import DelDrafter, EarlyExit, ExitSelector, SkippedSublayers, SkipSearch, SwiftDrafter
+from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.base import Opened, OwnLayers
 from peftlab.drafting.losses import chunked_loss
@@ -329,7 +328,7 @@ def open_own_layers(reference: str, model: PreTrainedModel, *, pack: bool) -> Op
     if reference == "del":
         if count < 2:
             raise PeftlabError("draft del: chooses an exit before the last layer, and the target has one in all")
-        choice = ExitChoice(possible_exits(count), count, _head_cost(model))
+        choice = ExitSelector(possible_exits(count), count, _head_cost(model))
         return Opened(size, own=partial(_del, choice), features=tuple(choice.exits))
     layers = int(reference.removeprefix("exit:"))
     if layers >= count:
@@ -351,7 +350,7 @@ def exit_engine(model: PreTrainedModel, layers: int, target: Engine, *, pack: bo
     drafted tokens from the embeddings on.
     """
     if isinstance(target, FlatEngine):
-        return ExitEngine(target, layers)
+        return EarlyExit(target, layers)
     return build_engine(truncate(model, range(layers), share=True), vocabulary=target.vocab_size, pack=pack)
 
 
@@ -371,20 +370,20 @@ def flat(draft: str, target: Engine) -> FlatEngine:
 def _exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> OwnLayers:
     engine = exit_engine(model, layers, target, pack=pack)
 
-    def trees(engine: Engine, grow: GrowTree) -> DrawnTrees:
+    def trees(engine: Engine, grow: GrowthFactory) -> DrawnTrees:
         return DrawnTrees(engine, shares_cache=True, grow=grow)
 
     return OwnLayers(engine, partial(ModelDrafter, shares_cache=True), trees)
 
 
 def _swift(search: SkipSearch, target: Engine) -> OwnLayers:
-    skipping = Skipping(flat("swift", target))
-    return OwnLayers(skipping, partial(Swift, layers=skipping, search=search), "swift")
+    skipping = SkippedSublayers(flat("swift", target))
+    return OwnLayers(skipping, partial(SwiftDrafter, layers=skipping, search=search), "swift")
 
 
-def _del(choice: ExitChoice, target: Engine) -> OwnLayers:
-    exit_ = ExitEngine(flat("del", target), choice.exits[0])
-    return OwnLayers(exit_, partial(ChosenExit, exit=exit_, choice=choice), "del")
+def _del(choice: ExitSelector, target: Engine) -> OwnLayers:
+    exit_ = EarlyExit(flat("del", target), choice.exits[0])
+    return OwnLayers(exit_, partial(DelDrafter, exit=exit_, choice=choice), "del")
 
 
 def _head_cost(model: PreTrainedModel) -> float:

@@ -13,8 +13,8 @@ from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import SuffixAutomaton, with_copies
-from peftlab.decoding.parallel_drafters import AheadDrafter, Masks, ParallelDrafter
-from peftlab.decoding.sampled_trees import DrawnTrees, GrowTree
+from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter, PearlDrafter
+from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork, Heads, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
 from peftlab.drafting.base import Opened, Opening, OwnLayers
@@ -142,7 +142,7 @@ def draft_costs(target: TargetWeights) -> list[DraftCost]:
     return [cost for kind in DRAFTS.values() for cost in resolve(kind.config).costs(target)]
 
 
-def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree | None = None) -> Drafter:
+def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowthFactory | None = None) -> Drafter:
     """Return a new drafter.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
@@ -167,7 +167,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowTree
     if name == PEARL:
         if pair.whole is None or grow is not None or width not in (None, 1):
             raise PeftlabError(f"drafter {PEARL}: chains of a draft model alone, which works beside the target")
-        return with_window(AheadDrafter(pair.whole), pair.window)
+        return with_window(PearlDrafter(pair.whole), pair.window)
     if name == ONE_PASS:
         if pair.own is None or pair.own.one_pass is None:
             raise PeftlabError(f"drafter {ONE_PASS}: of a gated_lora draft, which the target reads as it verifies")
@@ -185,7 +185,7 @@ def needs_draft(name: str, draft: str | None) -> None:
         raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
 
 
-def _of_pair(pair: Pair, width: int | None, grow: GrowTree | None) -> Drafter:
+def _of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:
@@ -212,7 +212,7 @@ def with_window(drafter: Drafter, window: Window | None) -> Drafter:
     """
     if window is None:
         return drafter
-    chain = type(drafter) in (ModelDrafter, AheadDrafter)
+    chain = type(drafter) in (ModelDrafter, PearlDrafter)
     if chain and isinstance(drafter, ModelDrafter) and not drafter.shares_cache:
         return replace(drafter, window=window)
     if isinstance(drafter, FeatureDrafter) and drafter.width == 1:

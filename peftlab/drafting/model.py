@@ -14,7 +14,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.flat import FlatEngine
-from peftlab.decoding.own_layers import AdaptedExit, AdaptedExitDrafter, Exit
+from peftlab.decoding.own_layers import AdaptedExit, EarlyExit, KangarooDrafter
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.base import Opened, OwnLayers
 from peftlab.drafting.config import NewModel
@@ -173,8 +173,8 @@ def opened_beside(opened: Opened, first: int) -> Opened:
 def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
     if not isinstance(target, FlatEngine):
         return None
-    adapted = AdaptedExit(Exit(target, first), draft)
-    return OwnLayers(adapted, partial(AdaptedExitDrafter, adapted=adapted))
+    adapted = AdaptedExit(EarlyExit(target, first), draft)
+    return OwnLayers(adapted, partial(KangarooDrafter, adapted=adapted))
 
 
 def _same_tensors(one: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from peftlab.decoding.cache import additive
+from peftlab.decoding.cache import additive_mask
 from peftlab.decoding.parallel_drafters import Masks
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
 from peftlab.drafting.base import says
@@ -126,7 +126,7 @@ def _as_model(
 
     def within(window: int | None) -> Tensor | None:
         near = visible if window is None else visible & (positions[..., None] - positions[:, None] < window)
-        return additive(near[:, None], dtype)
+        return additive_mask(near[:, None], dtype)
 
     if len(types) > 1:
         return {"full_attention": within(None), "sliding_attention": within(window)}

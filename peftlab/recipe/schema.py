@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from peftlab.checkpoints.merge.config import MergeConfig
-from peftlab.decoding.table import HEAD, POLICIES, policy, spelled, window
+from peftlab.decoding.table import HEAD, POLICIES, policy, rule_help, window
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
 from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
@@ -252,7 +252,7 @@ class DraftRecipe(Section):
     )
     gamma: int = Field(default=4, ge=1, description="Drafted tokens per step when block efficiency is measured.")
     policy: str = Field(
-        default="fixed", description=f"How the draft length is chosen then, at most gamma: {spelled(POLICIES)}."
+        default="fixed", description=f"How the draft length is chosen then, at most gamma: {rule_help(POLICIES)}."
     )
     draft_window: str | None = Field(
         default=None,

@@ -23,7 +23,7 @@ from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.planning import finite
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
@@ -86,7 +86,7 @@ def gate(model: Any, asked: list[Question], expected: list[Generation]) -> None:
     """Print in how many outputs plain and speculative decoding, packing off, equal ``transformers.generate``."""
     target: Engine = build_engine(model, pack=False)
     stopping = StoppingCriteria(NEW, eos_ids(model))
-    for name, make in {"plain": None, "lookup": PromptLookup, "recycling": Recycling}.items():
+    for name, make in {"plain": None, "lookup": PromptLookup, "recycling": TokenRecycling}.items():
         outputs = [decode(target, [q.ids], stopping, make and make())[0].tokens for q in asked]
         same = sum(one == other.tokens for one, other in zip(outputs, expected, strict=True))
         print(f"{name}, packing off: {same} of {len(asked)} outputs equal those of transformers.generate")
@@ -101,7 +101,7 @@ def contest(target: str, dtype: torch.dtype) -> None:
     pair = load_pair(target, reference, dtype=dtype, draft_dtype=dtype)
     print(f"\npeftlab's step: {pair.target.kind}")
     watches = watched(pair)
-    drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": Recycling}
+    drafters: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "recycling": TokenRecycling}
     lookup = partial(library, model, prompt_lookup_num_tokens=GAMMA)
     others = {GENERATE: partial(library, model), "transformers, prompt lookup": lookup}
     if reference is not None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engine import Wrapper
+from peftlab.decoding.engine import EngineWrapper
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import LossyRule
-from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
@@ -43,7 +43,7 @@ def target(model):
 
 
 def near(model, **settings):
-    return AheadDrafter(near_copy(model).engine, **settings)
+    return PearlDrafter(near_copy(model).engine, **settings)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -74,7 +74,7 @@ def test_however_it_is_decoded(model, target, settings):
 
 
 def test_a_perfect_draft_follows_the_papers_schedule(model, target):
-    drafter = AheadDrafter(target)
+    drafter = PearlDrafter(target)
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         output = decode(
             target, PROMPTS[:1], StoppingCriteria(17), drafter, policy=partial(Fixed, 4), sampling=sampling
@@ -109,7 +109,7 @@ def test_draft_and_target_work_at_once(model, target):
     """The target's step ends only after a step of the draft has begun, and the other way round."""
     begun = {"target": threading.Event(), "draft": threading.Event()}
 
-    class Meeting(Wrapper):
+    class Meeting(EngineWrapper):
         def __init__(self, engine, own, other):
             super().__init__(engine)
             self.own, self.other, self.meets = own, other, False
@@ -121,7 +121,7 @@ def test_draft_and_target_work_at_once(model, target):
             return self._engine.forward(cache, tokens, block, keep)
 
     own, draft = Meeting(target, "target", "draft"), Meeting(near(model).engine, "draft", "target")
-    drafter = AheadDrafter(draft)
+    drafter = PearlDrafter(draft)
 
     def begin(*_):
         own.meets = draft.meets = True
@@ -132,7 +132,7 @@ def test_draft_and_target_work_at_once(model, target):
 
 def test_what_it_cannot_do_is_refused(model, target, places):  # noqa: F811
     with pytest.raises(PeftlabError, match="a state-space draft cannot"):
-        decode(target, PROMPTS, StoppingCriteria(4), AheadDrafter(build_engine(make("Mamba"))))
+        decode(target, PROMPTS, StoppingCriteria(4), PearlDrafter(build_engine(make("Mamba"))))
     with pytest.raises(PeftlabError, match="lossy typical: drafter pearl verifies exactly only"):
         rule = LossyRule.of(lossy("typical"))
         decode(target, PROMPTS, StoppingCriteria(4), near(model), lossy=rule)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.statistics import acceptance_statistics
@@ -112,7 +112,7 @@ def near_copy(model):
     return ModelDrafter(build_engine(draft))
 
 
-DRAFTERS = {"plain": (None, 1), "chains": (near_copy, 6), "trees": (lambda _: Recycling(), 12)}
+DRAFTERS = {"plain": (None, 1), "chains": (near_copy, 6), "trees": (lambda _: TokenRecycling(), 12)}
 
 
 def parted_at_a_tie(model, prompt, want, got):

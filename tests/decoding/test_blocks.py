@@ -14,7 +14,7 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import PromptLookup
-from peftlab.decoding.packed import Blocks, blocks_of, coded_product
+from peftlab.decoding.packed import CodedWeight, coded_product, coded_weight
 from peftlab.references import locate
 
 pytestmark = pytest.mark.skipif(
@@ -64,7 +64,7 @@ def weight_of(bits: int, outputs: int, groups: int, seed: int) -> Tensor:
     return (scales * codes + (minima if bits == 4 else 0)).flatten(1)
 
 
-def restored(blocks: Blocks) -> Tensor:
+def restored(blocks: CodedWeight) -> Tensor:
     codes = blocks.codes.float().unflatten(1, (-1, blocks.size))
     minima = 0 if blocks.minima is None else blocks.minima[..., None]
     return (blocks.scales[..., None] * codes + minima).flatten(1)
@@ -82,7 +82,7 @@ def test_blocks_are_found_and_multiply_as_the_weight(
     bits: int, outputs: int, groups: int, rows: int, seed: int
 ) -> None:
     weight = weight_of(bits, outputs, groups, seed)
-    blocks = blocks_of([weight])
+    blocks = coded_weight([weight])
     assert blocks is not None
     assert torch.equal(restored(blocks), weight)
     x, bias = torch.randn(1, rows, weight.shape[1]), torch.randn(outputs)
@@ -97,26 +97,26 @@ def test_blocks_are_found_and_multiply_as_the_weight(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_weight_one_unit_in_the_last_place_off_is_not_of_blocks(bits: int) -> None:
     weight = weight_of(bits, 40, 3, seed=1)
-    assert blocks_of([weight]) is not None
+    assert coded_weight([weight]) is not None
     for place in ((0, 20), (39, 70)):
         changed = weight.clone()
         changed[place] = torch.nextafter(changed[place], torch.tensor(torch.inf))
-        assert blocks_of([changed]) is None
+        assert coded_weight([changed]) is None
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_are_not_of_blocks(value: float) -> None:
     weight = weight_of(4, 3, 2, seed=2)
     weight[1, 40] = value
-    assert blocks_of([weight]) is None
+    assert coded_weight([weight]) is None
 
 
 def test_equal_weights_and_codes_that_leave_out_the_largest_are_of_blocks() -> None:
     weight = torch.full((2, 64), 0.3)
     weight[1, :32] = torch.tensor([0.01]).half().float() * (torch.arange(32) % 12 + 3) - 0.25
-    blocks = blocks_of([weight])
+    blocks = coded_weight([weight])
     assert blocks is not None and torch.equal(restored(blocks), weight)
-    assert blocks_of([torch.randn(2, 64)]) is None and blocks_of([weight[:, :48]]) is None
+    assert coded_weight([torch.randn(2, 64)]) is None and coded_weight([weight[:, :48]]) is None
 
 
 @pytest.mark.model
@@ -127,7 +127,7 @@ def test_the_blocks_of_a_gguf_file_are_those_it_stores(smollm2: str) -> None:
         tensor = stored[name]
         assert tensor.tensor_type.name == kind
         data = tensor.data[:300].copy()
-        blocks = blocks_of([torch.from_numpy(gguf.dequantize(data, tensor.tensor_type).copy())])
+        blocks = coded_weight([torch.from_numpy(gguf.dequantize(data, tensor.tensor_type).copy())])
         assert blocks is not None
         raw = torch.from_numpy(data).unflatten(1, (-1, 20 if kind == "Q4_1" else 34))
         assert torch.equal(blocks.scales, raw[..., :2].contiguous().view(torch.float16).float()[..., 0])
@@ -177,7 +177,7 @@ def test_a_model_in_any_type_of_gguf_decodes_from_its_codes(kind: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_key_value_heads=2, eos_token_id=None, **sizes)).eval()
     for seed, module in enumerate(m for m in model.modules() if isinstance(m, nn.Linear)):
         module.weight.data = gguf_weight(kind, *module.weight.shape, seed)
-        blocks = blocks_of([module.weight.data])
+        blocks = coded_weight([module.weight.data])
         assert blocks is not None and torch.equal(restored(blocks), module.weight.data)
     engine = build_engine(model)
     bits = {"IQ4_NL": 8, "IQ4_XS": 8, "Q3_K": 4, "Q6_K": 7}.get(kind) or int(kind[1])  # as whole numbers
@@ -191,12 +191,12 @@ def test_a_model_in_any_type_of_gguf_decodes_from_its_codes(kind: str) -> None:
 def test_maps_of_one_product_may_have_blocks_of_several_sizes() -> None:
     """As llama.cpp stores queries and keys in Q4_K, values in Q6_K."""
     weights = [gguf_weight(kind, 40, 256, 0) for kind in ("Q4_K", "Q6_K")]
-    blocks = blocks_of(weights)
+    blocks = coded_weight(weights)
     assert blocks is not None and blocks.size == 16
     assert torch.equal(restored(blocks), torch.cat(weights))
     x = torch.randn(2, 256)
     torch.testing.assert_close(coded_product(blocks, None)(x), x @ torch.cat(weights).T, rtol=1e-4, atol=1e-4)
-    assert blocks_of([*weights, torch.randn(40, 256)]) is None
+    assert coded_weight([*weights, torch.randn(40, 256)]) is None
 
 
 def test_only_some_weights_of_blocks_are_said_to_be() -> None:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.own_layers import ChosenExit, Exit, ExitChoice, tokens_per_layer
+from peftlab.decoding.own_layers import DelDrafter, EarlyExit, ExitSelector, tokens_per_layer
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.early_exit import possible_exits
@@ -31,8 +31,8 @@ def target():
 
 
 def drafter_of(target, **options):
-    exit_ = Exit(target, 1)
-    return ChosenExit(exit_, exit=exit_, choice=ExitChoice(EXITS, LAYERS, **({"head": 1.0} | options)))
+    exit_ = EarlyExit(target, 1)
+    return DelDrafter(exit_, exit=exit_, choice=ExitSelector(EXITS, LAYERS, **({"head": 1.0} | options)))
 
 
 def run(target, drafter=None, new=32, **options):
@@ -50,7 +50,7 @@ def test_tokens_per_layer_is_the_papers_formula():
 
 
 def test_exit_and_length_of_the_most_tokens_per_layer():
-    choice = ExitChoice([2, 15, 25], 30, 0.0, memory=10**9)
+    choice = ExitSelector([2, 15, 25], 30, 0.0, memory=10**9)
     assert choice.alphas == [1, 1, 1] and choice.best(5) == (2, 5), "at first everything is expected to be accepted"
     for i in range(200):
         choice.learn([i % 10 == 0, i % 10 < 9, 1])
@@ -59,7 +59,7 @@ def test_exit_and_length_of_the_most_tokens_per_layer():
     for _ in range(2000):
         choice.learn([0, 0, 0])
     assert choice.best(5)[1] == 0, "no draft pays"
-    dear = ExitChoice([2], 30, 40.0, memory=10**9)
+    dear = ExitSelector([2], 30, 40.0, memory=10**9)
     for i in range(200):
         dear.learn([i % 2])
     assert dear.best(5)[1] == 0, "half of the tokens, and a head of more than the layers"
@@ -74,14 +74,14 @@ def test_the_output_is_the_targets_own(target):
         assert [output.tokens for output in run(target, drafter, **options)] == want, options
     chosen = set()
 
-    class Watched(ChosenExit):
+    class Watched(DelDrafter):
         def propose(self, rows, budgets):
             proposal = super().propose(rows, budgets)
             chosen.add((self.exit.first, proposal.tokens.shape[1]))
             return proposal
 
-    exit_ = Exit(target, 1)
-    drafter = Watched(exit_, exit=exit_, choice=ExitChoice(EXITS, LAYERS, 0.0, memory=6))
+    exit_ = EarlyExit(target, 1)
+    drafter = Watched(exit_, exit=exit_, choice=ExitSelector(EXITS, LAYERS, 0.0, memory=6))
     assert [output.tokens for output in run(target, drafter)] == want
     assert len({first for first, _ in chosen}) > 1 and len({length for _, length in chosen}) > 1, chosen
 
@@ -94,7 +94,7 @@ def test_shadow_tokens_are_what_each_exit_would_have_drafted(target):
         tokens = torch.tensor([[*prompt, *output.tokens]])
         n = tokens.shape[1] - 1
         for i, layers in enumerate(EXITS):
-            logits = Exit(target, layers).forward(KVCache(LAYERS, 1, n), tokens[:, :-1], Block((0,), n)).logits
+            logits = EarlyExit(target, layers).forward(KVCache(LAYERS, 1, n), tokens[:, :-1], Block((0,), n)).logits
             right[i] += (logits.argmax(-1) == tokens[:, 1:])[0, len(prompt) - 1 :].sum()
         count += len(output.tokens)
     assert drafter.choice.alphas == pytest.approx(((right + 1) / (count + 1)).tolist(), abs=1e-5)

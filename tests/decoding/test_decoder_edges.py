@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
 from peftlab.decoding.text_stream import TextStream, cut_at, stop_at
@@ -57,7 +57,7 @@ def test_stops_at_the_context_limit_as_plain_decoding_does(flat, drafter):
     drafters = {
         "itself": lambda: ModelDrafter(target),
         "lookup": PromptLookup,
-        "recycling": Recycling,
+        "recycling": TokenRecycling,
         "medusa": lambda: HeadsDrafter(MedusaHeads(model.lm_head.weight, 3), width=2),
         "short": lambda: ModelDrafter(build_engine(tiny(limit=12), flat=flat)),  # a draft with less context
     }

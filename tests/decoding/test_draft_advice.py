@@ -26,7 +26,7 @@ from peftlab.decoding.planning import plan_from_times
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import MeasuredGain
 from peftlab.decoding.theory import block_efficiency
-from peftlab.decoding.trees import RankRates, best_tree, reach
+from peftlab.decoding.trees import RankRates, best_tree, reach_probabilities
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.drafting.load import draft_costs, target_weights
@@ -120,7 +120,7 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     target = build_engine(stories_model, pack=False)
     drafter = ModelDrafter(build_engine(truncate(stories_model, [0]), pack=False))
     acceptance = [0.5, 0.4, 1.0, 1.0]
-    drafts = drafter.possible(acceptance, STEEP)
+    drafts = drafter.candidates(acceptance, STEEP)
     assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 2.1])
     assert [draft.effort for draft in drafts] == [1, 2, 3, 4]
     found = measured_gain(target, drafter, acceptance, gamma=4, tau=2.1, drafting=1e-9)
@@ -131,13 +131,13 @@ def test_after_training_the_parts_make_the_gain(stories_model):
     )
     slow = measured_gain(target, drafter, acceptance, gamma=4, tau=2.1, drafting=1e3)
     assert slow.best_gamma == 0 and "no draft pays" in slow.line()
-    assert [draft.tokens for draft in PromptLookup().possible([0.0, 0.0], STEEP)] == [1.0, 1.0]
+    assert [draft.tokens for draft in PromptLookup().candidates([0.0, 0.0], STEEP)] == [1.0, 1.0]
 
 
 def test_measured_ranks_decide_the_size_of_a_tree(stories_model):
     heads = MedusaHeads(stories_model.lm_head.weight, 2)
     heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
-    drafts = HeadsDrafter(heads).possible([0.0, 0.0], STEEP)
+    drafts = HeadsDrafter(heads).candidates([0.0, 0.0], STEEP)
     assert [draft.tokens for draft in drafts] == pytest.approx([1.5, 1.7, 1.9, 1.98, 2.03])
     assert {(draft.width, draft.effort) for draft in drafts} == {(None, 1.0)}
 
@@ -146,7 +146,7 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     """A level of a tree reads four nodes where a chain reads one, and costs what verification says of four."""
     network = EagleStep(eagle(stories_model))
     network.ranks = RankRates(((0.5, 0.3), (0.4, 0.1)))
-    drafts = FeatureDrafter(network).possible([0.0, 0.0], STEEP)
+    drafts = FeatureDrafter(network).candidates([0.0, 0.0], STEEP)
     chains, trees = ([d for d in drafts if d.width == width] for width in (1, 4))
     assert [d.tokens for d in chains] == pytest.approx([1.5, 1.7, 1.78, 1.812, 1.8248])
     assert [d.effort for d in chains] == pytest.approx([1, 1 + 1, 3, 4, 5])
@@ -155,7 +155,7 @@ def test_chains_and_trees_of_a_layer_are_compared_by_measured_ranks(stories_mode
     target = build_engine(stories_model, pack=False)
     drafter = FeatureDrafter(network)
     found = measured_gain(target, drafter, [0.0, None], gamma=2, tau=1.6, drafting=1e-9)
-    drafts = drafter.possible([0.0, 0.0], found.verification)
+    drafts = drafter.candidates([0.0, 0.0], found.verification)
     best = max([1.0, *(draft.tokens / found.verification[draft.gamma] for draft in drafts)])
     assert found.best_gain == pytest.approx(best, rel=1e-3)
     assert "--gamma 7 --width 4, 1.50x" in replace(found, best_gamma=7, best_width=4, best_gain=1.5).line()
@@ -167,7 +167,10 @@ def test_a_level_of_a_tree_that_reads_its_nodes_costs_more():
     rates = rank_rates(0.4)
     choice = best_draft(layer, [1.0, *[1.01] * 8], 0.4)
     tree = best_tree(8, 8, 4, rates)
-    gains = [(1 + sum(reach(tree, rates)[:n])) / (1.01 + layer.of(max(map(len, tree[:n])), 1.01)) for n in range(1, 9)]
+    gains = [
+        (1 + sum(reach_probabilities(tree, rates)[:n])) / (1.01 + layer.of(max(map(len, tree[:n])), 1.01))
+        for n in range(1, 9)
+    ]
     assert choice.tree and choice.gain == pytest.approx(max(gains))
 
 

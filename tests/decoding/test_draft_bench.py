@@ -13,10 +13,10 @@ from peftlab.decoding import benchmark as benches
 from peftlab.decoding.decode import Generation, Step, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import Overlap, acceptance_statistics
+from peftlab.decoding.statistics import OverlapMeter, acceptance_statistics
 from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import write_medusa
 from peftlab.drafting.kinds.medusa.head_draft import put_heads
@@ -65,7 +65,7 @@ def test_statistics_by_hand():
 def test_overlap_is_that_of_the_models(stories_model):
     """Against both models run over the finished text."""
     draft = truncate(stories_model, range(3))
-    overlap = Overlap(Sampling())
+    overlap = OverlapMeter(Sampling())
     drafter = ModelDrafter(build_engine(draft, pack=False))
     target = build_engine(stories_model, pack=False)
     from peftlab.decoding.decode import StoppingCriteria
@@ -179,7 +179,7 @@ def test_free_drafters_forget_between_passes(stories_model):
     made = []
 
     def make():
-        made.append(Recycling())
+        made.append(TokenRecycling())
         return made[-1]
 
     settings = benches.Settings(8, repeats=3)
@@ -196,7 +196,7 @@ def test_another_way_to_decode_is_timed_on_the_same_prompts(stories_model, gener
 
     target = build_engine(stories_model, pack=False)
     run = benches.compare(
-        target, {"r": Recycling}, questions, benches.Settings(8, repeats=2), others={"other": library}
+        target, {"r": TokenRecycling}, questions, benches.Settings(8, repeats=2), others={"other": library}
     )
     found = run.result("other")
     assert found.lossless and found.tokens_per_second > 0 and found.statistics.tau is None

@@ -10,18 +10,18 @@ import torch
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import PromptLookup, Recycling, with_copies
+from peftlab.decoding.model_free import PromptLookup, TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Fixed, Goodput
 from peftlab.decoding.state_drafters import FeatureDrafter
 from peftlab.decoding.table import DRAWN, POLICIES, policy
-from peftlab.decoding.timing import MeasuredTimes, measure_times
+from peftlab.decoding.timing import MeasuredStepTimes, measure_times
 from peftlab.drafting.acceptance import AcceptancePredictor, save_acceptance_head
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, draft_lengths
 from tests.command_line import invoke
 
-FLAT = MeasuredTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})
+FLAT = MeasuredStepTimes({1: [1.0] * 9, 16: [4.0 * n for n in range(1, 10)]}, {1: 0.1, 16: 0.4})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large
 
 
 def test_goodput_never_drafts_where_a_perfect_draft_loses():
-    dear = Goodput(MeasuredTimes({1: [1.0, 2.0, 3.0]}, {1: 0.5}), 2)
+    dear = Goodput(MeasuredStepTimes({1: [1.0, 2.0, 3.0]}, {1: 0.5}), 2)
     assert dear.alpha == 1.0 and dear.budget(1) == 0
 
 
@@ -77,7 +77,7 @@ def test_times_between_two_batch_sizes():
     assert FLAT.target(1, 9) == FLAT.target(0, 1) == 1.0
     assert FLAT.target(6, 2) == pytest.approx(1 + 7 * 5 / 15)
     assert FLAT.target(40, 2) == 8.0 and FLAT.draft(40) == 0.4
-    assert MeasuredTimes({1: [1.0]}, {}).draft(3) == 0.0
+    assert MeasuredStepTimes({1: [1.0]}, {}).draft(3) == 0.0
 
 
 def test_times_are_measured_at_every_power_of_two(stories_model):
@@ -92,18 +92,18 @@ def test_times_are_measured_at_every_power_of_two(stories_model):
 def test_drafters_that_cannot_follow_draft_gamma_tokens(stories_model, name):
     target = build_engine(stories_model, pack=False)
     model = ModelDrafter(build_engine(truncate(stories_model, [0, 1]), pack=False))
-    drafters = {"draft": lambda: model, "suffix+draft": lambda: with_copies(model), "recycling": Recycling}
+    drafters = {"draft": lambda: model, "suffix+draft": lambda: with_copies(model), "recycling": TokenRecycling}
     found = draft_lengths(policy(name), 3, target, drafters, head=lambda hidden: 0.5)
     assert isinstance(found.policies["recycling"](), Fixed) and found.policies["recycling"]().budget(1) == 3
     assert "recycling draft 3 tokens instead" in found.notes[0]
     assert type(found.policies["draft"]()) is type(found.policies["suffix+draft"]()) is not Fixed
     with pytest.raises(PeftlabError, match=f"policy {name}: .*recycling"):
-        draft_lengths(policy(name), 3, target, {"recycling": Recycling})
+        draft_lengths(policy(name), 3, target, {"recycling": TokenRecycling})
 
 
 def test_a_drafter_says_which_policies_it_follows(stories_model):
     class Mine(Drafter):
-        name, gives = "mine", frozenset({DRAWN})
+        name, provides = "mine", frozenset({DRAWN})
 
     target = build_engine(stories_model, pack=False)
     found = draft_lengths(policy("confidence"), 3, target, {"mine": Mine})

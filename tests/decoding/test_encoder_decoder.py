@@ -12,7 +12,7 @@ import peftlab
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixLookup, with_copies
+from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixLookup, TokenRecycling, with_copies
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
@@ -85,8 +85,8 @@ def test_every_drafter_gives_the_plain_output(model, target):
     for make_drafter in (
         PromptLookup,
         SuffixLookup,
-        NGram,
-        Recycling,
+        NGramDrafter,
+        TokenRecycling,
         lambda: ModelDrafter(draft),
         lambda: with_copies(ModelDrafter(draft), None),
     ):

@@ -39,10 +39,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.cache import Block, KVCache, shape_of
 from peftlab.decoding.engines import EqualLengths, PathByPath, build_engine
-from peftlab.decoding.packed import growth
-from peftlab.decoding.trees import best_tree, parents_of, shape_of
+from peftlab.decoding.packed import float16_scale
+from peftlab.decoding.trees import best_tree, parents_of
 from peftlab.errors import PeftlabError
 
 SMALL = {
@@ -184,7 +184,7 @@ def test_each_rows_tree_sees_its_ancestors_only(built):
             close(out.logits[row, node + 1], model(line[None]).logits[0, -1])
     # Node by node the accepted path moves up, and decoding continues after it.
     path = line_of(trees[1], 5)
-    cache.settle(1, starts[1] + 1, path)
+    cache.commit(1, starts[1] + 1, path)
     line = torch.cat((ids[1, : starts[1] + 1], drafted[1, path], ids[1, :1]))
     after = engine.forward(cache, ids[1:, :1], Block((len(line) - 1,), 1, rows=(1,)))
     close(after.logits[0, 0], model(line[None]).logits[0, -1])
@@ -216,12 +216,12 @@ def test_vocabulary_cuts_the_padding():
 @pytest.mark.parametrize("largest", [3e-30, 0.37, 65504.0, 3e30])
 def test_weights_are_halved_only_where_none_is_rounded(largest):
     weight = torch.randn(24, 16).clamp(-1, 1).bfloat16().float() * 2.0 ** round(math.log2(largest))
-    grow = growth(weight)
+    grow = float16_scale(weight)
     assert grow is not None and torch.equal((weight * grow).half().float() / grow, weight)
     weight[3, 5] *= 1 + 2**-12  # a number that float16 has no room for
-    assert growth(weight) is None
+    assert float16_scale(weight) is None
     weight[3, 5] = weight.abs().max() * 2**-40
-    assert growth(weight) is None
+    assert float16_scale(weight) is None
 
 
 def wrap(model):

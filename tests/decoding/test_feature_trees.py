@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.cache import KVCache
+from peftlab.decoding.cache import KVCache, depths_of
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafter import Row, TargetState
 from peftlab.decoding.engine import prefill
@@ -16,7 +16,6 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, GrowingTrees
-from peftlab.decoding.trees import depths_of
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 

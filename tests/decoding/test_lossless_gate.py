@@ -14,19 +14,19 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import (
     END,
-    NGram,
+    NGramDrafter,
     PromptLookup,
-    Recycling,
     SuffixAndDraft,
     SuffixAutomaton,
     SuffixLookup,
+    TokenRecycling,
 )
-from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
-from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic, Parts, goodput
+from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
+from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic, PolicyInputs, goodput
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c, rsd_s
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import acceptance_statistics, divergence
-from peftlab.decoding.timing import MeasuredTimes
+from peftlab.decoding.timing import MeasuredStepTimes
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.early_exit import exit_engine
 from peftlab.drafting.heads import HydraHeads, MedusaHeads
@@ -48,9 +48,9 @@ DRAFTERS = {
     "rsd_s": lambda m, way: DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_s(3)),
     "suffix+rsd_c": lambda m, way: fused(DrawnTrees(build_engine(truncate(m, range(4)), **way), grow=rsd_c(3))),
     "lookup": lambda m, way: PromptLookup(),
-    "n-gram": lambda m, way: NGram(),
-    "recycling": lambda m, way: Recycling(),
-    "recycling chain": lambda m, way: Recycling(width=1),
+    "n-gram": lambda m, way: NGramDrafter(),
+    "recycling": lambda m, way: TokenRecycling(),
+    "recycling chain": lambda m, way: TokenRecycling(width=1),
     "medusa": lambda m, way: HeadsDrafter(heads(m)),
     "medusa tree": lambda m, way: HeadsDrafter(heads(m), width=4),
     "suffix": lambda m, way: SuffixLookup(),
@@ -66,8 +66,8 @@ DRAFTERS = {
     "several at once, tree": lambda m, way: ParallelDrafter(
         build_engine(truncate(m, range(4)), **way), Masks(7, 3), width=3
     ),
-    "gated": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), shares_cache=True),
-    "gated tree": lambda m, way: ParallelDrafter(MaskedPass(*gated(m, way)), Masks(7, 4), 3, shares_cache=True),
+    "gated": lambda m, way: ParallelDrafter(MaskedPassEngine(*gated(m, way)), Masks(7, 4), shares_cache=True),
+    "gated tree": lambda m, way: ParallelDrafter(MaskedPassEngine(*gated(m, way)), Masks(7, 4), 3, shares_cache=True),
     "suffix+gated, one pass, tree": lambda m, way: fused(in_one_pass(m, way)),
     "eagle": lambda m, way: features_drafter(m),
     "eagle tree": lambda m, way: features_drafter(m, 3),
@@ -137,7 +137,7 @@ def gated(model, way):
 def in_one_pass(model, way):
     """Masks in the verification pass, all of whose rows the model with a LoRA reads."""
 
-    class Own(OnePass):
+    class Own(OnePassDrafter):
         def read(self, target, *given):
             return super().read(self.engine, *given)
 
@@ -217,7 +217,7 @@ def test_groups_of_equal_length(stories_model, engines, uneven_prompts, expected
         partial(Confidence, 8, 0.5),
         partial(Heuristic, 3),
         partial(AcceptanceHead, 6, head=lambda hidden: torch.sigmoid(hidden.mean())),
-        goodput(Parts(6, times=MeasuredTimes({1: [1.0] * 7, 8: [2.0] * 7}, {1: 0.25, 8: 0.5})), None),
+        goodput(PolicyInputs(6, times=MeasuredStepTimes({1: [1.0] * 7, 8: [2.0] * 7}, {1: 0.25, 8: 0.5})), None),
     ],
     ids=["confidence", "heuristic", "head", "goodput"],
 )

@@ -10,11 +10,19 @@ import torch
 
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.lossy import Departure, LossyRule, accept_k, differing_share, emitted_law, typical, verify_lossy
+from peftlab.decoding.lossy import (
+    DistanceMeter,
+    LossyRule,
+    accept_k,
+    differing_share,
+    emitted_law,
+    typical,
+    verify_lossy,
+)
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
-from peftlab.decoding.sampling import RandomSource, Sampling, certain, probabilities
+from peftlab.decoding.sampling import RandomSource, Sampling, one_hot, probabilities
 from peftlab.decoding.table import LOSSY, lossy
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
@@ -55,7 +63,7 @@ def test_the_law_of_the_emitted_token_is_that_of_the_code(enumerate_law, model, 
 
         for drawn, copied in ((True, False), (False, True), (True, True)):
             law = enumerate_law(partial(step, drawn=drawn, copied=copied))
-            rows = [q] * drawn + [certain(copy, p)] * copied
+            rows = [q] * drawn + [one_hot(copy, p)] * copied
             expected = emitted_law(p, allowed, rows)
             assert [law.get(x, 0.0) for x in range(4)] == pytest.approx(expected.tolist(), abs=1e-12)
             assert float(expected.sum()) == pytest.approx(1)
@@ -77,7 +85,7 @@ def target(stories_model):
 
 
 def decoded(target, prompts, drafter, rule, sampling, new=24):
-    departure = Departure(rule, sampling)
+    departure = DistanceMeter(rule, sampling)
     outputs = decode(
         target, prompts, StoppingCriteria(new), drafter, policy=partial(Fixed, 4), sampling=sampling, lossy=rule,
         observe=departure,
@@ -91,7 +99,11 @@ def decoded(target, prompts, drafter, rule, sampling, new=24):
 def test_more_is_accepted_and_the_distance_says_at_what_price(
     stories_model, target, uneven_prompts, name, drafter, temperature
 ):
-    made = Recycling() if drafter == "tree" else ModelDrafter(build_engine(truncate(stories_model, [0, 1]), pack=False))
+    made = (
+        TokenRecycling()
+        if drafter == "tree"
+        else ModelDrafter(build_engine(truncate(stories_model, [0, 1]), pack=False))
+    )
     sampling = Sampling(temperature, seed=5)
     tokens, found = decoded(target, uneven_prompts[:3], made, LossyRule.of(lossy(name)), sampling)
     assert found.rule == name and 0 < found.distance < 1

@@ -14,7 +14,7 @@ from peftlab.decoding.benchmark import Question, Settings, measure_pool
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixAndDraft, SuffixLookup
+from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
@@ -42,8 +42,8 @@ DRAFTERS = {
     "heads": lambda m: HeadsDrafter(MedusaHeads(m.get_output_embeddings().weight, 4), width=4),
     "eagle tree": lambda m: FeatureDrafter(trained_eagle(m), 3),
     "lookup": lambda m: PromptLookup(),
-    "n-gram": lambda m: NGram(),
-    "recycling": lambda m: Recycling(),
+    "n-gram": lambda m: NGramDrafter(),
+    "recycling": lambda m: TokenRecycling(),
     "suffix+layers": lambda m: SuffixAndDraft(SuffixLookup(shortest=2), layers(m)),
 }
 

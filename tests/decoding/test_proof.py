@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from peftlab.decoding.engines import Trial, build_engine, difference
-from peftlab.decoding.flat import FlatEngine
-from peftlab.decoding.structure import structure_of
+from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.transformers_engine import TransformersEngine
 from peftlab.errors import PeftlabError
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.engines import ReducedVocabulary, build_engine, read_tokens, write_tokens
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import ReducedVocabulary, read_draft_tokens, write_draft_tokens
 from peftlab.errors import PeftlabError
 
 
@@ -31,7 +32,7 @@ def test_logits(stories_model, flat, monkeypatch):
 
 
 def test_directory(stories_model, tmp_path):
-    assert read_tokens(tmp_path) is None
-    write_tokens(tmp_path, torch.tensor([3, 600]))
+    assert read_draft_tokens(tmp_path) is None
+    write_draft_tokens(tmp_path, torch.tensor([3, 600]))
     with pytest.raises(PeftlabError, match=r"token ids outside 0\.\.511"):
-        ReducedVocabulary(copy.deepcopy(stories_model), read_tokens(tmp_path), 512)
+        ReducedVocabulary(copy.deepcopy(stories_model), read_draft_tokens(tmp_path), 512)

@@ -14,13 +14,13 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import NGram, PromptLookup, Recycling, SuffixAndDraft, SuffixLookup
+from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Goodput, Heuristic
 from peftlab.decoding.sampled_trees import KSEQ, DrawnTrees, rsd_c, rsd_s, specinfer
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_tokens
 from peftlab.decoding.statistics import acceptance_statistics
-from peftlab.decoding.timing import MeasuredTimes
+from peftlab.decoding.timing import MeasuredStepTimes
 from peftlab.decoding.verify import TOKENS, TRAVERSAL
 from peftlab.drafting.state_network import usual_features
 from peftlab.drafting.states import truncate
@@ -28,7 +28,7 @@ from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
 
 SAMPLES = 1500
-SHARED = Goodput(MeasuredTimes({1: [1.0] * 5}, {1: 0.3}), 4)
+SHARED = Goodput(MeasuredStepTimes({1: [1.0] * 5}, {1: 0.3}), 4)
 SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
 
@@ -78,7 +78,7 @@ def p_value(law, outputs):
 
 def warmed(model):
     """Recycling that has read the model's own text, so that it has something to draft."""
-    drafter, target = Recycling(), build_engine(model, pack=False)
+    drafter, target = TokenRecycling(), build_engine(model, pack=False)
     decode(target, [[1]], StoppingCriteria(150), drafter)
     return drafter
 
@@ -103,7 +103,7 @@ DRAFTERS = {
     ),
     "goodput": (first_layers, lambda gamma: SHARED),
     "lookup": (lambda m: PromptLookup(), Fixed),
-    "n-gram": (lambda m: NGram(), Fixed),
+    "n-gram": (lambda m: NGramDrafter(), Fixed),
     "suffix": (lambda m: SuffixLookup(), Fixed),
     "suffix+medusa": (lambda m: fused(HeadsDrafter(Frequent(m))), Fixed),
     "suffix+medusa tree": (lambda m: fused(HeadsDrafter(Frequent(m), width=3)), Fixed),

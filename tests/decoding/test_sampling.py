@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peftlab.decoding.sampling import RandomSource, RowRandomSource, largest, probabilities, sample
+from peftlab.decoding.sampling import RandomSource, RowRandomSource, argmax, probabilities, sample
 from peftlab.errors import PeftlabError
 
 ROWS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
@@ -29,8 +29,8 @@ def test_the_largest_score_is_the_first_of_its_row(rows):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         scores = torch.tensor([[*row, -torch.inf] for row in rows], dtype=dtype)
         expected = [row.index(max(row)) for row in scores.tolist()]
-        assert largest(scores).tolist() == expected
-        assert largest(scores[0]).item() == expected[0] and largest(scores[:, None]).shape == (len(rows), 1)
+        assert argmax(scores).tolist() == expected
+        assert argmax(scores[0]).item() == expected[0] and argmax(scores[:, None]).shape == (len(rows), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -22,7 +22,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
-from peftlab.decoding.own_layers import Exit
+from peftlab.decoding.own_layers import EarlyExit
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees, rsd_c
 from peftlab.decoding.sampling import Sampling
@@ -76,7 +76,7 @@ def run(target, drafter=None, policy=partial(Fixed, 4), prompts=PROMPTS, new=24,
 def test_no_layer_reads_a_token_twice(name):
     target = build_engine(make(name), pack=False)
     want = run(target)
-    drafter = ModelDrafter(Exit(target, EXIT), shares_cache=True)
+    drafter = ModelDrafter(EarlyExit(target, EXIT), shares_cache=True)
     read = counted(target)
     for prompt, output in zip(PROMPTS, want, strict=True):
         assert run(target, drafter, prompts=[prompt]) == [output]
@@ -96,7 +96,7 @@ def test_states_read_ahead_give_the_logits_of_a_whole_pass():
         for cache in (whole, ahead):
             target.forward(cache, tokens[:, :5], cache.block([0, 1], (0, 0), 5))
         block = whole.block([0, 1], starts, 4)
-        draft = Exit(target, EXIT)
+        draft = EarlyExit(target, EXIT)
         for i in range(3):
             draft.forward(ahead, tokens[:, i : i + 1], ahead.block([0, 1], [s + i for s in starts], 1))
         other = tokens[:, :4].clone()
@@ -123,7 +123,7 @@ def test_an_exit_is_lossless(make_drafter):
     target = build_engine(make(), pack=False)
     want = run(target)
     for options in ({}, {"group": True}, {"pool": 2}, {"policy": partial(Confidence, 6, 0.1)}):
-        assert run(target, make_drafter(Exit(target, EXIT)), **options) == want, options
+        assert run(target, make_drafter(EarlyExit(target, EXIT)), **options) == want, options
 
 
 def test_a_sampled_exit_draws_what_a_model_cut_there_does():
@@ -131,7 +131,7 @@ def test_a_sampled_exit_draws_what_a_model_cut_there_does():
     target, cut = build_engine(model, pack=False), build_engine(truncate(model, range(EXIT)), pack=False)
     for seed in range(3):
         sampled = {"sampling": Sampling(1.0, seed=seed)}
-        assert run(target, ModelDrafter(Exit(target, EXIT), shares_cache=True), **sampled) == run(
+        assert run(target, ModelDrafter(EarlyExit(target, EXIT), shares_cache=True), **sampled) == run(
             target, ModelDrafter(cut), **sampled
         )
 

@@ -16,7 +16,7 @@ import peftlab
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.models.pretrained import load_base
 
 TOKENS = 83
@@ -48,7 +48,7 @@ class Logits(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("drafter", [None, PromptLookup, Recycling], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("drafter", [None, PromptLookup, TokenRecycling], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("flat", [True, False])
 def test_greedy_decoding_in_bf16_makes_no_fp32_logits(drafter: Callable[[], object] | None, flat: bool) -> None:
     prompts = [[3, 4, 5, 3, 4], [7, 8, 7, 8, 7]]

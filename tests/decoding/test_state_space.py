@@ -12,7 +12,7 @@ from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import Recycling, with_copies
+from peftlab.decoding.model_free import TokenRecycling, with_copies
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampled_trees import DrawnTrees
 from peftlab.decoding.sampling import Sampling
@@ -95,7 +95,7 @@ def test_sampled_output_follows_the_targets_distribution(model, target):
             for rest, weight in follow((*prefix, x), left - 1).items()
         }
 
-    law, recycling = follow((), 3), Recycling()
+    law, recycling = follow((), 3), TokenRecycling()
     ours(target, recycling, prompts=[prompt] * 4, new=2, sampling=SAMPLING)  # so that it has something to draft
     for drafter in (near_copy(model), recycling):
         outputs = ours(target, drafter, gamma=3, prompts=[prompt] * 500, new=3, sampling=SAMPLING)

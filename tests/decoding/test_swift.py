@@ -12,7 +12,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.own_layers import Skipping, SkipSearch, Swift, upper_bound
+from peftlab.decoding.own_layers import SkippedSublayers, SkipSearch, SwiftDrafter, upper_bound
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
@@ -44,7 +44,7 @@ def run(target, drafter=None, new=48, **options):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sublayer_that_is_left_out_adds_nothing(name):
     model = make(name)
-    skipping = Skipping(build_engine(model, pack=False))
+    skipping = SkippedSublayers(build_engine(model, pack=False))
     tokens = torch.randint(3, 48, (1, 7), generator=torch.Generator().manual_seed(0))
     found = {}
     for skipped in ({2}, {3}, {4, 5}, {3, 4}):
@@ -93,20 +93,20 @@ def test_the_model_of_scores_prefers_what_resembles_good_sets():
 def test_the_target_is_untouched_while_sets_are_tried():
     target = build_engine(make(), pack=False)
     want = run(target)
-    skipping = Skipping(target)
+    skipping = SkippedSublayers(target)
     search = SkipSearch(target.layers)
     for options in ({}, {"pool": 2}):
-        assert run(target, Swift(skipping, layers=skipping, search=search), **options) == want, options
+        assert run(target, SwiftDrafter(skipping, layers=skipping, search=search), **options) == want, options
     assert search.tries > 10 and search.score > 0
     assert skipping.skipped == search.best
 
 
 def test_a_draft_ends_where_no_token_is_probable():
     target = build_engine(make(), pack=False)
-    skipping = Skipping(target)
+    skipping = SkippedSublayers(target)
 
     def lengths(least):
-        drafter = Swift(skipping, layers=skipping, search=SkipSearch(4), least=least)
+        drafter = SwiftDrafter(skipping, layers=skipping, search=SkipSearch(4), least=least)
         outputs = decode(
             target, PROMPTS, StoppingCriteria(30), drafter, policy=partial(Fixed, 5), sampling=Sampling(1.0, seed=1)
         )

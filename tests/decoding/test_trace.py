@@ -12,7 +12,7 @@ from peftlab.decoding.benchmark import Question, Settings, drafted_text, pieces
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import Recycling
+from peftlab.decoding.model_free import TokenRecycling
 from peftlab.decoding.policies import Fixed
 from peftlab.drafting.states import truncate
 from tests.byte_tokens import byte_tokenizer
@@ -29,7 +29,7 @@ def draft_model(stories_model):
 
 @pytest.mark.parametrize("drafter", ["draft", "recycling"])
 def test_its_tokens_are_the_output_and_its_counts_the_steps(stories_model, stories_tokenizer, draft_model, drafter):
-    make = {"draft": lambda: ModelDrafter(build_engine(draft_model, pack=False)), "recycling": Recycling}[drafter]
+    make = {"draft": lambda: ModelDrafter(build_engine(draft_model, pack=False)), "recycling": TokenRecycling}[drafter]
     target, prompt = build_engine(stories_model, pack=False), stories_tokenizer("Once upon a time").input_ids
     found = drafted_text(target, SETTINGS, "draft", make(), Question("0", "", prompt), stories_tokenizer)
     (output,) = decode(target, [prompt], StoppingCriteria(NEW), make(), policy=POLICY)

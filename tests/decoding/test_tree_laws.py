@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from peftlab.decoding.sampled_trees import KSEQ, Chains, StochasticBeam, draw_drafts
-from peftlab.decoding.sampling import RandomSource, certain
+from peftlab.decoding.sampling import RandomSource, one_hot
 from peftlab.decoding.verify import TOKENS, TRAVERSAL, verify_block
 
 VERIFIERS = {"tokens": TOKENS.tree, "traversal": TRAVERSAL.tree, "kseq": KSEQ.tree}
@@ -173,7 +173,7 @@ def test_of_certain_candidates_whole_paths_accept_as_many(enumerate_law, model):
     """Such trees are verified token by token by default."""
     p, tokens = torch.stack([model(3, i)() for i in range(6)]), torch.tensor([0, 1, 2, 0, 1])
     laws = [
-        enumerate_law(lambda c, v=verify: v(p, certain(tokens, p), tokens, [-1, -1, 0, 0, 1], c)[0].__len__())
+        enumerate_law(lambda c, v=verify: v(p, one_hot(tokens, p), tokens, [-1, -1, 0, 0, 1], c)[0].__len__())
         for verify in (TRAVERSAL.tree, TOKENS.tree)
     ]
     means = [math.fsum(length * weight for length, weight in law.items()) for law in laws]

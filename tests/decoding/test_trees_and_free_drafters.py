@@ -9,22 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.cache import Block
+from peftlab.decoding.cache import Block, depths_of, shape_of
 from peftlab.decoding.drafter import Proposal, Row, TargetState, Verified
 from peftlab.decoding.engine import Output
-from peftlab.decoding.model_free import END, NGram, PromptLookup, Recycling, SuffixAutomaton
+from peftlab.decoding.model_free import END, NGramDrafter, PromptLookup, SuffixAutomaton, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.trees import (
-    RankRates,
-    best_tree,
-    depths_of,
-    parents_of,
-    rank_probability,
-    reach,
-    shape_of,
-    walk_greedy,
-)
+from peftlab.decoding.trees import RankRates, best_tree, parents_of, rank_probability, reach_probabilities
+from peftlab.decoding.verify import walk_greedy
 
 
 def row(tokens, place=0):
@@ -57,7 +49,7 @@ def test_a_tree_of_measured_rates():
     assert rates.rates == ((0.605, 0.055, 0.055), (30.5 / 60, 29.5 / 60, 1.5 / 60))  # a later rank is never better
     tree = best_tree(4, 2, rates.width, rates)
     assert tree == ((0,), (0, 0), (0, 1), (1,))
-    assert reach(tree, rates) == pytest.approx([0.605, 0.605 * 30.5 / 60, 0.605 * 29.5 / 60, 0.055])
+    assert reach_probabilities(tree, rates) == pytest.approx([0.605, 0.605 * 30.5 / 60, 0.605 * 29.5 / 60, 0.055])
     assert RankRates.counted([[0, 0]], [0]).rates == ((0.5, 0.5),)
 
 
@@ -141,7 +133,7 @@ def test_lookup_against_a_plain_search(tokens, budget):
 
 def test_ngrams_count_and_back_off():
     one = row([1, 2, 3, 1, 2, 3, 1, 2, 4, 7])
-    drafter = started(NGram(order=3), one)
+    drafter = started(NGramDrafter(order=3), one)
     # 7 was never followed: the most frequent token begins (2; the first token of a text follows nothing), then 3.
     assert drafter.propose([one], [2]).tokens.tolist() == [[2, 3]]
     two = row([9, 1, 2], place=0)
@@ -161,7 +153,7 @@ def test_ngrams_count_and_back_off():
 def test_ngrams_are_drawn_from_what_was_counted(order, law):
     corpus = SuffixAutomaton([1, 4, END, 2, 1, END])
     one = row([1, 2, 3, 1, 2, 3, 1, 2])
-    drafter = NGram(order, corpus)
+    drafter = NGramDrafter(order, corpus)
     drafter.start([one], TargetState(None, [None], 10, Sampling(temperature=1.0)))
     draft = drafter.propose([one], [1])
     expected = torch.zeros(10)
@@ -173,7 +165,7 @@ def test_ngrams_are_drawn_from_what_was_counted(order, law):
 
 def test_recycling_drafts_what_the_target_thought():
     one = row([3])
-    drafter = started(Recycling(width=2), one, vocab=6)
+    drafter = started(TokenRecycling(width=2), one, vocab=6)
     assert drafter.propose([one], [3]).tokens.tolist() == [[-1, -1, -1]]
     logits = torch.zeros(1, 3, 6)
     logits[0, 0, [4, 5]] = torch.tensor([2.0, 1.0])  # after 3: 4, then 5

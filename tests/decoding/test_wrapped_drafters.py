@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.drafter import Around, Drafter
+from peftlab.decoding.drafter import Drafter, DrafterWrapper
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import LossyRule
 from peftlab.decoding.model_drafter import room
 from peftlab.decoding.model_free import with_copies
-from peftlab.decoding.parallel_drafters import AheadDrafter
+from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy
@@ -49,7 +49,7 @@ def target(model):
 
 def test_every_attribute_is_that_of_the_drafter_within(target):
     class Odd(Drafter):  # which differs from the protocol's defaults in everything
-        name, gives, draft_model, at_once, has_logits = "odd", frozenset({DRAWN}), target, True, True
+        name, provides, draft_model, concurrent, has_logits = "odd", frozenset({DRAWN}), target, True, True
 
     assert len(MEMBERS) > len(METHODS) + 4
     for name in MEMBERS.keys() - METHODS.keys():
@@ -70,20 +70,20 @@ def test_every_call_reaches_the_drafter_within(name):
     for wrapped in (timed(Noted()), timed(timed(Noted()))):
         getattr(wrapped, name)(*given)
     assert calls == [given, given]
-    assert name in vars(Around)
+    assert name in vars(DrafterWrapper)
 
 
 def test_with_copies_the_drafts_that_a_drafter_could_make_are_its_own(model):
     heads = MedusaHeads(model.get_output_embeddings().weight, 2)
     heads.ranks = RankRates(((0.5, 0.2), (0.4, 0.1)))
-    own = HeadsDrafter(heads).possible([0.5], [1.0, 1.1, 1.2, 1.3])
+    own = HeadsDrafter(heads).candidates([0.5], [1.0, 1.1, 1.2, 1.3])
     assert len(own) == 3
-    assert with_copies(HeadsDrafter(heads)).possible([0.5], [1.0, 1.1, 1.2, 1.3]) == own
+    assert with_copies(HeadsDrafter(heads)).candidates([0.5], [1.0, 1.1, 1.2, 1.3]) == own
 
 
 def test_a_timed_drafter_that_works_beside_the_target_is_still_verified_exactly(target):
     with pytest.raises(PeftlabError, match="lossy typical: drafter pearl verifies exactly only"):
-        decode(target, [[5]], StoppingCriteria(4), timed(AheadDrafter(target)), lossy=LossyRule.of(lossy("typical")))
+        decode(target, [[5]], StoppingCriteria(4), timed(PearlDrafter(target)), lossy=LossyRule.of(lossy("typical")))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

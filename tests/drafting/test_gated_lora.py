@@ -31,7 +31,7 @@ from peftlab.decoding.cache import Block
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
+from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.gated_lora import GatedLoss, block_rows, measure_masks
@@ -136,7 +136,7 @@ def test_what_is_drafted_is_what_the_lora_gives_behind_the_targets_own_text(name
         seen.extend((list(row.tokens), line) for row, line in zip(rows, verified.draft.tokens.tolist(), strict=True))
 
     prompts = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14])
-    two = ParallelDrafter(MaskedPass(engine, gate), MASKS, shares_cache=True)
+    two = ParallelDrafter(MaskedPassEngine(engine, gate), MASKS, shares_cache=True)
     decode(engine, prompts, StoppingCriteria(9), two, policy=partial(Fixed, 4), observe=observe)
     checked = 0
     for text, drafted in seen:
@@ -148,7 +148,7 @@ def test_what_is_drafted_is_what_the_lora_gives_behind_the_targets_own_text(name
         checked += count > 2
     assert checked > 3
     seen.clear()
-    one = OnePass(engine, MASKS, gate=gate)
+    one = OnePassDrafter(engine, MASKS, gate=gate)
     decode(engine, prompts, StoppingCriteria(9), one, policy=partial(Fixed, 3), observe=observe)
     checked = 0
     for text, drafted in seen:
@@ -165,9 +165,9 @@ def test_sampled_tokens_follow_the_target(passes: int) -> None:
     model, gate = gated_model(target, 0.3)
     engine, masks, count = build_engine(model, pack=False), Masks(5, 3), 600
     drafter = (
-        OnePass(engine, masks, gate=gate)
+        OnePassDrafter(engine, masks, gate=gate)
         if passes == 1
-        else ParallelDrafter(MaskedPass(engine, gate), masks, shares_cache=True)
+        else ParallelDrafter(MaskedPassEngine(engine, gate), masks, shares_cache=True)
     )
     given: list[Tensor] = []
 

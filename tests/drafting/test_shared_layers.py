@@ -15,7 +15,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.model_free import with_copies
-from peftlab.decoding.own_layers import AdaptedExitDrafter
+from peftlab.decoding.own_layers import KangarooDrafter
 from peftlab.decoding.policies import Confidence, Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.load import Pair, load_pair, make_drafter
@@ -77,7 +77,7 @@ def test_how_many_layers_are_shared(model: Any, draft: Any) -> None:
 def test_it_drafts_what_the_whole_draft_drafts(pair: Pair, draft: Any, options: dict[str, Any]) -> None:
     options = {"policy": partial(Fixed, 4)} | options
     drafter = make_drafter("draft", pair)
-    assert isinstance(drafter, AdaptedExitDrafter)
+    assert isinstance(drafter, KangarooDrafter)
     whole = ModelDrafter(build_engine(draft, pack=False))
     found, want = (decode(pair.target, PROMPTS, StoppingCriteria(16), d, **options) for d in (drafter, whole))
     assert [(output.tokens, output.steps) for output in found] == [(output.tokens, output.steps) for output in want]

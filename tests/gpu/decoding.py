@@ -12,13 +12,13 @@ import torch
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.model_free import PromptLookup, Recycling
+from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.timing import step_seconds
 from peftlab.models.pretrained import load_base
 from tests.gpu.shapes import Work
 from tests.gpu.timing import taken
 
-DRAFTERS: dict[str, Callable[[], Drafter] | None] = {"plain": None, "lookup": PromptLookup, "recycling": Recycling}
+DRAFTERS: dict[str, Callable[[], Drafter] | None] = {"plain": None, "lookup": PromptLookup, "recycling": TokenRecycling}
 
 
 def measure(model: Any, device: torch.device, *, new: int, repeats: int) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from peftlab.decoding.lossy import LossyRule
 from peftlab.decoding.policies import Fixed
-from peftlab.decoding.sampled_trees import GrowTree
+from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.table import Chosen, lossy, policy, tree, verifier, window
+from peftlab.decoding.table import NamedRule, lossy, policy, tree, verifier, window
 from peftlab.decoding.verify import TRAVERSAL, Verifier
 from peftlab.drafting.load import Pair, check_tree, drafts_with_heads, load_pair
 from peftlab.drafting.text import index_corpus, read_documents
@@ -61,7 +61,7 @@ class DecodingOptions:
         """Return how tokens are chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
-    def length(self) -> Chosen:
+    def length(self) -> NamedRule:
         """Return the rule of draft length.
 
         Raises:
@@ -78,7 +78,7 @@ class DecodingOptions:
         """
         return None if self.lossy is None else LossyRule.of(lossy(self.lossy))
 
-    def grow(self) -> GrowTree | None:
+    def grow(self) -> GrowthFactory | None:
         """Return what makes the growth of drawn trees; None drafts as the draft does by itself.
 
         Raises:
@@ -87,7 +87,7 @@ class DecodingOptions:
         if self.tree is None:
             return None
         chosen = tree(self.tree)
-        made: GrowTree = resolve(chosen.row.make)(chosen.value)
+        made: GrowthFactory = resolve(chosen.row.make)(chosen.value)
         return made
 
     def verifier(self) -> Verifier:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine
-from peftlab.decoding.policies import MakePolicy, Parts, fixed
-from peftlab.decoding.table import DRAWN, HEAD, TIMES, Chosen
-from peftlab.decoding.timing import MeasuredTimes, measure_times
+from peftlab.decoding.policies import PolicyFactory, PolicyInputs, fixed
+from peftlab.decoding.table import DRAWN, HEAD, TIMES, NamedRule
+from peftlab.decoding.timing import MeasuredStepTimes, measure_times
 from peftlab.drafting.acceptance import load_acceptance_head
 from peftlab.errors import PeftlabError
 from peftlab.registry import resolve
@@ -29,12 +29,12 @@ class Lengths:
         policies: drafter -> what makes the policy of a sequence. notes: what the user should know.
     """
 
-    policies: Mapping[str, MakePolicy]
+    policies: Mapping[str, PolicyFactory]
     notes: tuple[str, ...] = ()
 
 
 def draft_lengths(
-    chosen: Chosen,
+    chosen: NamedRule,
     gamma: int,
     target: Engine,
     drafters: Mapping[str, Callable[[], Drafter]],
@@ -59,17 +59,17 @@ def draft_lengths(
     first = next(iter(made))
     if first in refused:
         raise PeftlabError(f"policy {chosen.text}: {refused[first]}")
-    times: MeasuredTimes | None = None
+    times: MeasuredStepTimes | None = None
     if chosen.row.needs == TIMES:
         draft = next((drafter.draft_model for drafter in made.values() if drafter.draft_model is not None), None)
         times = measure_times(target, draft, batch, gamma)
-    policies: dict[str, MakePolicy] = {}
+    policies: dict[str, PolicyFactory] = {}
     for name, drafter in made.items():
         if name in refused:
-            policies[name] = fixed(Parts(gamma), None)
+            policies[name] = fixed(PolicyInputs(gamma), None)
             continue
         own = times if times is None or drafter.draft_model is not None else replace(times, drafts={})
-        policies[name] = resolve(chosen.row.make)(Parts(gamma, head, own), chosen.value)
+        policies[name] = resolve(chosen.row.make)(PolicyInputs(gamma, head, own), chosen.value)
     notes = (f"policy {chosen.text}: {', '.join(refused)} draft {gamma} tokens instead",) if refused else ()
     return Lengths(policies, notes)
 
@@ -98,4 +98,4 @@ _REFUSALS = {
 
 def _obstacle(needs: str, drafter: Drafter) -> str | None:
     """Return why a drafter cannot follow a policy; None where it can."""
-    return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.gives else None
+    return _REFUSALS[needs].format(drafter.name) if needs and needs not in drafter.provides else None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.lossy import Departure, LossyResult
-from peftlab.decoding.policies import MakePolicy, Parts, fixed
+from peftlab.decoding.lossy import DistanceMeter, LossyResult
+from peftlab.decoding.policies import PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import HEAD, model_free
 from peftlab.decoding.text_stream import TextStream, stop_at
@@ -60,7 +60,7 @@ class Writer:
     pair: Pair
     options: DecodingOptions
     drafter: str | None
-    policy: MakePolicy
+    policy: PolicyFactory
     eos: frozenset[int]
     stop: Sequence[str] = ()
 
@@ -82,7 +82,7 @@ class Writer:
                 on_text(piece)
 
         sampling, rule = options.sampling(), options.lossy_rule()
-        departure = None if rule is None else Departure(rule, sampling)
+        departure = None if rule is None else DistanceMeter(rule, sampling)
         began = time.perf_counter()
         result = decode(
             self.pair.target,
@@ -126,7 +126,7 @@ def load_writer(
     ends = end_of_turn(pair.tokenizer) if chat else frozenset[int]()
     name = drafter or ("draft" if draft is not None else None)
     name = SUFFIX_AND_DRAFT if name == SUFFIX and draft is not None else name
-    policy = fixed(Parts(options.gamma), None) if name is None else _policy(options, pair, draft, name)
+    policy = fixed(PolicyInputs(options.gamma), None) if name is None else _policy(options, pair, draft, name)
     return Writer(pair, options, name, policy, pair.eos | ends, stop)
 
 
@@ -150,7 +150,7 @@ def _check(options: DecodingOptions, draft: str | None, drafter: str | None) -> 
                 raise PeftlabError(f"{what} {name}: nothing is drafted; give a draft or a drafter")
 
 
-def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> MakePolicy:
+def _policy(options: DecodingOptions, pair: Pair, draft: str | None, name: str) -> PolicyFactory:
     length = options.length()
     head = acceptance_head(draft, pair.target.device) if length.row.needs == HEAD else None
     drafters = {name: partial(make_drafter, name, pair, options.width, options.grow())}

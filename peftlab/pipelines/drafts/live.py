@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.engine import Engine
-from peftlab.decoding.engines import build_engine, read_tokens
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_drafter import read_draft_tokens
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
 from peftlab.drafting.base import Draft, DraftJob, Saved, Served
@@ -260,7 +261,7 @@ class _Live:
         """Load the draft that a directory contains, for decoding, which may cut its head down."""
         _, draft = self._load(directory)
         merged = draft.adapted if draft.separate else None
-        saved = Saved(directory, merged, read_tokens(directory / "merged"))
+        saved = Saved(directory, merged, read_draft_tokens(directory / "merged"))
         served: Served = resolve(self.kind.drafter)(draft, saved)
         return served
 

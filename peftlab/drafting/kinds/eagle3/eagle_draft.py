@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from peftlab.decoding.flat import structure_of
 from peftlab.decoding.state_drafters import FeatureDrafter
-from peftlab.decoding.structure import structure_of
 from peftlab.drafting.base import DraftJob, Loss, Opened, Opening, Saved, Served, check_start, found_in, newest_in
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.eagle import Eagle3, EagleExport, EagleStep, is_eagle, read_eagle, write_eagle

@@ -14,8 +14,8 @@ from peftlab.checkpoints.adapter import load_adapter, read_adapter, save_adapter
 from peftlab.checkpoints.fitting import fill
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.parallel_drafters import MaskedPass, Masks, OnePass, ParallelDrafter
-from peftlab.decoding.recurrent import mix_of
+from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
+from peftlab.decoding.recurrent import MIXERS
 from peftlab.drafting.acceptance import by_depth
 from peftlab.drafting.base import (
     Draft,
@@ -98,7 +98,7 @@ def load(job: DraftJob[GatedLoraDraft], target: PreTrainedModel) -> GatedDraft:
 
 def refuse_states(target: PreTrainedModel) -> None:
     """Refuse a state-space model."""
-    if mix_of(target) is not None:
+    if type(target).__name__ in MIXERS:
         raise PeftlabError(
             f"draft.kind gated_lora: {type(target).__name__} keeps a state that each token changes, so that masks "
             "cannot be read beside a text; train draft: {kind: model} for it"
@@ -174,7 +174,7 @@ def _own(gate: Gate, masks: Masks, engine: Engine) -> OwnLayers:
             f"draft gated_lora: reads masks beside the tokens of a text, and this target's kernel is {engine.kind}"
         )
     two = partial(ParallelDrafter, masks=masks, shares_cache=True)
-    return OwnLayers(MaskedPass(engine, gate), two, one_pass=partial(OnePass, engine, masks, gate=gate))
+    return OwnLayers(MaskedPassEngine(engine, gate), two, one_pass=partial(OnePassDrafter, engine, masks, gate=gate))
 
 
 def open(reference: str, opening: Opening) -> Opened:

@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.engine import Engine
-from peftlab.decoding.engines import ReducedVocabulary, build_engine, read_tokens, write_tokens
-from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.structure import structure_of
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.flat import structure_of
+from peftlab.decoding.model_drafter import ModelDrafter, ReducedVocabulary, read_draft_tokens, write_draft_tokens
 from peftlab.drafting.acceptance import measure, response_tokens
 from peftlab.drafting.base import Draft, DraftJob, Loss, Opened, Opening, Saved, Served
 from peftlab.drafting.checks import (
@@ -171,7 +171,7 @@ def save(job: DraftJob[ModelDraft], draft: PairDraft, directory: Path, train: Da
     """Write which tokens the merged draft is restricted to, where its vocabulary is reduced."""
     tokens = response_tokens(train, job.config.vocabulary, draft.target)
     if tokens is not None:
-        write_tokens(directory / "merged", tokens)
+        write_draft_tokens(directory / "merged", tokens)
     return tokens
 
 
@@ -204,7 +204,7 @@ def open_model(reference: str, opening: Opening, *, beside: bool) -> Opened:
     size = model.num_parameters()
     alone = not beside or model.config.is_encoder_decoder or structure_of(target) is None
     first = 0 if alone else shared_layers(target, model)
-    engine = draft_engine(model, vocabulary, read_tokens(reference), pack=opening.pack)
+    engine = draft_engine(model, vocabulary, read_draft_tokens(reference), pack=opening.pack)
     return opened_beside(Opened(size, engine=engine, vocabulary=vocabulary), first)
 
 
