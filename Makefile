@@ -60,7 +60,7 @@ $(VENV)/.docs: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m peftlab.recipe.document
-	$(BIN)/python -m peftlab.reporting.result_keys
+	$(BIN)/python docs/results_page.py
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs docs/_build
 
 clean:

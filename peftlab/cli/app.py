@@ -264,9 +264,8 @@ def inspect_(
     length: Annotated[int | None, typer.Option(help="Tokens of each row; 128 by default.", min=1)] = None,
 ) -> object:
     """Show what a method would match and train, without loading weights."""
-    from peftlab.pipelines.inspect import inspect_model
+    from peftlab.pipelines.inspect import inspect_model, inspection_table
     from peftlab.recipe.load import parse_fields
-    from peftlab.reporting.console import inspection_table
 
     batch = (batch_size or 32, length or 128) if batch_size or length else None
     found = inspect_model(model, method, parse_fields(fields or []), auto_class, batch=batch)

@@ -62,29 +62,63 @@ class FinetuneResults:
     """What a finetune run ends with; ``results.json`` contains these fields in this order.
 
     Attributes:
-        metric: the deciding metric; ``score`` is its best value on the first evaluation split.
-        metrics, last_metrics: of the best and of the last evaluation, by split.
-        baseline_score, baseline_metrics: of always answering the most frequent class, or the mean.
-        tokens_per_second: tokens without padding.
-        padding_share: share of padding among all positions of the training batches.
-        peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
-        lr: the peak learning rate. cpu: the processor.
-        classes: class name to examples by split; empty for regression.
-        dropped_rows: rows left out because a text or label is missing.
-        left_out: reason to rows of the data that are in no split.
-        merge: how the merged model compares with base and adapter; None if nothing was merged.
-        latency: of the merged model, and of base and adapter; None where the recipe does not ask (``merge.latency``).
-        merge_losses: held-out loss of the ``live`` model and of both merges, ``dequantised`` and ``original``; None
-            where the base is not quantised or nothing was merged.
-        sample: what a language model answers to a held-out input, ``before`` training and ``after``.
-        by_class, confusion, points, hardest: of the best model on the first evaluation split, see
-            ``peftlab.tasks.metrics``; absent for language models.
-        total_seconds: wall time from the start of the process's run to its results, generated answers included.
-        seen_examples, seen_tokens: of all training batches, tokens without padding.
-        trained_tokens: of an epoch, those that the loss counts; None for tasks without them.
-        generate, generate_before: scores of generated answers after training and before; None: none were asked for.
-        cost: of all training steps, scoring included; None with many processes or ``train.compile``.
-        selection: what ``train.sample`` chose by a score; None where none chooses.
+        task: the task, or ``draft of TARGET``.
+        method: how parameters trained.
+        model: reference of the base model, or of the draft before training.
+        metric: name of the deciding metric.
+        score: its value at the best evaluation, on the first split.
+        metrics: all metrics at the best evaluation, by split.
+        last_metrics: all metrics at the last evaluation, by split.
+        best_step: optimiser step of the best evaluation.
+        steps: optimiser steps of the run.
+        baseline_score: the deciding metric of the baseline: the majority class, the mean, or the model before
+            training.
+        baseline_metrics: all metrics of the baseline.
+        trainable_parameters: parameters that required a gradient.
+        total_parameters: all parameters, the adapter's included.
+        train_seconds: wall time of training, evaluations included.
+        examples_per_second: training examples per second.
+        tokens_per_second: training tokens per second, without padding.
+        padding_share: share of the tokens in training batches that were padding.
+        peak_rss_mb: largest main memory in MiB.
+        peak_gpu_mb: largest GPU memory in MiB; null without a GPU.
+        lr: the peak learning rate: ``train.lr``, or the method's own.
+        cpu: the processor: ``name``, ``features`` (instruction sets), ``threads``.
+        seed: ``train.seed``.
+        classes: class name to its number of examples by split; empty for regression.
+        dropped_rows: rows left out because a text or label was missing.
+        left_out: all rows left out, by reason.
+        seen_examples: examples of all training batches.
+        seen_tokens: their tokens without padding.
+        trained_tokens: language tasks: the tokens of an epoch that the loss counts: of the answers, or as
+            ``data.train_on`` says; absent elsewhere.
+        total_seconds: wall time of the process's run up to its results, generated answers included.
+        merge: merged model against adapter: ``max_logit_difference``, ``argmax_agreement`` and ``examples``;
+            only where a merge was verified.
+        latency: forward pass relative to the base model's: of the ``merged`` model, and ``unmerged``, of base
+            and adapter; only where the recipe asks for it (``merge: {latency: true}``).
+        merge_losses: after training on a base in int8 or nf4: loss on the first evaluation split of the
+            ``live`` model and of both merges, ``dequantised`` and ``original``; absent elsewhere.
+        sample: what a language model answers to a held-out input, ``before`` training and ``after``; absent
+            elsewhere.
+        by_class: class name to ``precision``, ``recall``, ``f1`` and ``support`` on the first split;
+            ``text/tokens``: by type of entity (by tag, where tags have none), ``text/choice``: by place of the
+            choice; absent for regression.
+        confusion: examples of that split by [class of the label][class predicted], in the order of
+            ``by_class``; absent where an example has several answers (``text/multilabel``, entities).
+        points: regression: [label, prediction] of at most 500 examples of that split.
+        hardest: the ten examples of that split with the largest loss: ``row``, ``text``, ``text_pair``,
+            ``label``, ``predicted``, ``probability`` (of the label), ``loss``.
+        generate: metric of generated answers to its value (``generate.metrics``, means with a 95 % interval as
+            ``NAME_low``, ``NAME_high``; ``ended``: share that ended before ``max_new_tokens``; ``contexts``:
+            how many); absent elsewhere.
+        generate_before: the same of the model before training.
+        cost: of all training steps, scoring of examples included: ``forward_flops``, ``backward_flops``
+            (products and attention; a multiplication and an addition are 2); of the largest step ``kept_bytes``
+            (for backward, parameters apart) and ``optimizer_bytes`` (gradients and AdamW's averages);
+            ``kv_bytes_per_token`` of a model that generates; absent with many processes or ``train.compile``.
+        selection: what ``train.sample`` chose by a score: ``rounds``, ``examples``, ``scored_examples``
+            (forward passes that this took) and their ``scoring_flops``; absent where no score chooses.
     """
 
     task: str

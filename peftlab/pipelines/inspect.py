@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,44 @@ from peftlab.models.plain import NoValues, plain_model
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
-from peftlab.reporting.console import Inspection
+from peftlab.reporting import facts
+from peftlab.reporting.console import LongName, plain_table
 from peftlab.untyped import Attributes, KnownModel
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from transformers import PreTrainedModel
+
+    from peftlab.models.costs import Cost
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a method would train in a model.
+
+    Attributes:
+        architecture: the class of the model.
+        matches: adapted modules, pattern to their number. trained_in_place: the same of parameters.
+        head: modules trained whole.
+        targets: where default targets came from, "table" or "fallback"; "given" where the method has none or the fields
+            name them.
+        trainable: trainable parameters; trainable_tensors: the tensors that contain them. total: all parameters.
+        linear_covered: share of the linear weights that is in adapted modules.
+        folds: whether the method can be merged into plain weights.
+        cost: of a training step; None where it was not asked for.
+    """
+
+    architecture: str
+    matches: dict[str, int]
+    trained_in_place: dict[str, int]
+    head: list[str]
+    targets: str
+    trainable: int
+    trainable_tensors: int
+    total: int
+    linear_covered: float
+    folds: bool
+    cost: Cost | None = None
 
 
 def inspect_model(
@@ -64,6 +97,35 @@ def inspect_model(
         with suppress(PeftlabError):  # what does not fit is told by the names of the class itself
             return _counted(plain, settings)
     return _counted(_empty(reference, place, auto_class, head), settings)
+
+
+def inspection_table(found: Inspection) -> Table:
+    """Return what ``peftlab inspect`` found: matched module patterns with their numbers, then the counts."""
+    table = plain_table(title=found.architecture)
+    table.add_column("what")
+    table.add_column("number", justify="right", no_wrap=True)
+    for counts, title in ((found.matches, "adapted"), (found.trained_in_place, "trained in place")):
+        for pattern, count in counts.items():
+            table.add_row(LongName(f"{title}: {pattern}"), f"{count:,}")
+    table.add_section()
+    for name, value in (
+        ("trainable parameters", f"{found.trainable:,}"),
+        ("all parameters", f"{found.total:,}"),
+        ("trainable share", facts.percent(found.trainable / found.total)),
+        ("linear weights covered", facts.percent(found.linear_covered)),
+        ("folds into plain weights", "yes" if found.folds else "no"),
+    ):
+        table.add_row(name, value)
+    if found.cost is not None:
+        table.add_section()
+        for name, value in facts.costs(vars(found.cost)).items():
+            table.add_row(name, value)
+    if found.targets == "fallback":
+        table.caption = (
+            "The architecture has no row in the table of targets: linear maps with the usual names of query and value, "
+            "or all where there are none."
+        )
+    return table
 
 
 def _plain(place: Path) -> nn.Module | None:

@@ -11,7 +11,7 @@ from peftlab.errors import PeftlabError
 from peftlab.tasks.table import HIGH, LOW
 
 Results = Mapping[str, object]
-"""The contents of ``results.json``; its keys are listed in ``peftlab.reporting.result_keys``."""
+"""The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
 
 HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
 _ELSEWHERE = frozenset(

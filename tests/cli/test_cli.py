@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from typer.testing import CliRunner
 from peftlab import PeftlabError, predict
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
+from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.reporting.result_keys import COMMON, FINETUNE
 from tests.forked import Ended, python
 
 
@@ -139,7 +140,7 @@ class TestRun:
             "total_parameters", "train_seconds", "examples_per_second", "tokens_per_second", "padding_share",
             "peak_rss_mb", "seed",
         }  # fmt: skip
-        assert set(results) <= COMMON.keys() | FINETUNE.keys()
+        assert set(results) <= {field.name for field in fields(FinetuneResults)}
         assert results["baseline_score"] == 0.5
         assert results["merge"]["max_logit_difference"] < 1e-5
         # 6 layers, r=4: q, k, v, o (384+384 each), both FFN maps (384+1536), the pooler, and the head

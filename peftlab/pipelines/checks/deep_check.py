@@ -9,12 +9,11 @@ from pathlib import Path
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.checks.recipe_data import columns_read, runs_of
-from peftlab.pipelines.inspect import inspect_model
+from peftlab.pipelines.inspect import Inspection, inspect_model
 from peftlab.recipe.schema import FinetuneRecipe, Recipe, injected_method
 from peftlab.references import is_url
 from peftlab.registry import resolve
 from peftlab.remote import local_place
-from peftlab.reporting.console import Inspection
 from peftlab.reporting.facts import data_lines
 from peftlab.tasks.answers import Answers
 from peftlab.tasks.labelled import class_counts, repeated_rows

@@ -23,17 +23,24 @@ class DecodingSpeed:
     """Greedy decoding of a few held-out prompts, plain and with the draft.
 
     Attributes:
-        block_efficiency: tokens per target step. tau_without_bonus: the drafted ones among them, without the one that
-            the target itself adds.
-        accepted: accepted share of the drafted tokens that were tried. acceptance_by_position: the same for the first,
-            second, ... of a step. accepted_runs: drafted tokens accepted one after the other -> steps.
-        plain_tokens_per_second, tokens_per_second: plain, and with the draft.
-        speed_up: their ratio. speed_up_interval: of 95 %.
-        lossless: every output is plain decoding's, with every drafter. verdict: in words.
+        block_efficiency: tokens per target step.
+        tau_without_bonus: the drafted ones among them, without the one that the target itself adds.
+        accepted: accepted share of the drafted tokens that were tried.
+        acceptance_by_position: the same for the first, second, ... token of a step.
+        accepted_runs: drafted tokens accepted one after the other in a step -> steps.
+        plain_tokens_per_second: of plain decoding.
+        tokens_per_second: of decoding with the draft.
+        speed_up: the ratio of the two.
+        speed_up_interval: its 95 % interval.
+        lossless: whether every output is plain decoding's, with every drafter.
+        verdict: the speed-up in words.
         beside: speed-up of the drafters that were timed in turn with it: copying what followed a repeated suffix
             (``suffix``), and both in one tree (``suffix+draft``).
-        time: where it went. gain: by its parts, and the best draft length; None where not measured.
-        kernel: how the target's step is computed. conditions: of the machine.
+        time: shares of target, draft and the time outside the models; None where not measured.
+        gain: the speed-up by its parts (tau, verification C(n), drafting D), and the best draft length; None where not
+            measured.
+        kernel: how the target's step is computed.
+        conditions: of the machine.
         example: one output with what was drafted for it; None before training.
     """
 
@@ -61,7 +68,9 @@ class Decoding:
     """How fast target and draft decode together.
 
     Attributes:
-        before: training; None where nothing could draft yet. after: training. gamma: tokens drafted per target step.
+        before: before training; None where nothing could draft yet, an empty object in ``results.json``.
+        after: after training.
+        gamma: tokens drafted per target step.
     """
 
     before: DecodingSpeed | None
@@ -90,30 +99,32 @@ class HeldOutRates:
 class DraftResults:
     """What a draft run ends with; ``results.json`` contains these fields in this order.
 
-    Those that default to None are measured on the finished draft, after a first ``results.json`` was written.
+    Those that default to None are measured on the finished draft, after a first ``results.json`` was written. Fields
+    that are not described here mean what they do in ``FinetuneResults``.
 
     Attributes:
-        task: "draft of TARGET". draft: the kind. method: how parameters trained; None: the kind's own way.
-        model: reference of the draft before training. objective: ``objective.name``.
-        metric: "acceptance"; ``score`` is its best value on the first held-out split.
-        metrics, last_metrics: of the best and of the last evaluation, by split.
-        baseline_score, baseline_metrics: of the draft before training.
-        tokens_per_second: training tokens without padding.
-        learnt_tokens: tokens of the target's text in the training examples.
-        kept_share: share of them that the loss counted.
-        peak_rss_mb, peak_gpu_mb: largest memory in MiB; the GPU's is None without one.
-        lr: the peak learning rate. cpu: the processor.
-        merge: how the merged draft compares with base and adapter. merged_metrics: its acceptance, read from disk.
-        latency: of the merged draft, and of base and adapter, where the recipe asks (``merge.latency``).
+        draft: the kind of draft, ``draft.kind``.
+        objective: ``objective.name``.
+        train_examples: training examples.
+        learnt_tokens: tokens of the target's text in them.
+        kept_share: share of those tokens that the loss counted (``objective.selective``).
+        repetition: of the held-out answers: share of the 8-grams ``seen`` in the training text, share of the
+            4-grams ``repeated`` within an answer.
+        merged_metrics: acceptance of the merged draft, read from disk.
         vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
         acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
-        repetition: of the held-out answers.
-        decoding: speed before and after training.
-        chosen: how the parts of a pruned draft, or of one whose layers gates chose, were chosen.
-        cost: of all training steps, scoring included; None with many processes or ``train.compile``.
-        selection: what ``train.sample`` chose by a score; None where none chooses.
-        served: how ``data.endpoint`` answered; None where the target wrote here.
-        held_out: acceptance by example.
+        decoding: speed ``before`` and ``after`` training, as ``DecodingSpeed``, and ``gamma``, tokens drafted per
+            target step.
+        chosen: how the parts of a draft were found on the target's text. By gates: the ``layers`` kept, the
+            ``probabilities`` that each layer's gate is open, how many are ``expected`` open, the ``price`` of
+            one, ``steps``. Pruned: units ``kept`` ``of`` how many per layer, and of each of the ``rounds`` its
+            ``steps``, the largest of the ``distances`` of each mask from those before it, and whether they were
+            ``stable``. Absent elsewhere.
+        served: text by ``data.endpoint``: the ``model`` id there, stored ``answers``, form of the request ->
+            answers (``forms``), reason -> answers that were left out (``dropped``), answers with the text of an
+            earlier sample of their prompt (``repeated``); absent elsewhere.
+        held_out: ``acceptance`` of each example of the first held-out split, its ``tokens``, and a digest of
+            the ``text``: ``peftlab report A B`` compares runs on the same text in pairs by them.
     """
 
     task: str
