@@ -11,11 +11,10 @@ from typing import Annotated
 
 import typer
 
-from peftlab.cli.adapter_app import adapter_app
-from peftlab.cli.draft_app import draft_app, generate
-from peftlab.cli.merge_app import merge, unmerge
-from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Cpus, Device, On, Overrides, Overwrite
+from peftlab.cli.adapter import adapter_app
+from peftlab.cli.draft import draft_app, generate
+from peftlab.cli.merge import merge, unmerge
+from peftlab.cli.verbs import Cpus, Device, On, Overrides, Overwrite, show, verb
 from peftlab.errors import PeftlabError, os_error_text, quiet_libraries
 from peftlab.version import __version__
 

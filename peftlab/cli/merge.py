@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Base, Device, LoraAlpha, Out, Overwrite
+from peftlab.cli.verbs import Base, Device, LoraAlpha, Out, Overwrite, show, verb
 
 Adapters = Annotated[
     list[str],

@@ -1,4 +1,4 @@
-"""Where a verb's result goes: to the terminal for people, and as JSON for programs."""
+"""What verbs share: arguments and options, and where a result goes: to people on the terminal, to programs as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,37 @@ from peftlab.untyped import Function
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result of the same kind.")]
+Base = Annotated[str | None, typer.Option("--base", help="Base model; default: the one the adapter names.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda", "mps"],
+    typer.Option("--device", help="Where models run; auto: cuda if there is one, else mps, else cpu."),
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option("--lora-alpha", help="Alpha of a loralib file, which does not contain it.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Overrides: train.lr=1e-4, method=lora, ~data.path; a grid: sweep.lr=[1e-4,5e-4].",
+        metavar="KEY=VALUE",
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", help="Where the cells of a table or sweep run: local, ray, or ray://HOST:PORT.", metavar="ENGINE"
+    ),
+]
+Cpus = Annotated[
+    int | None,
+    typer.Option(
+        "--cpus",
+        help="CPU cores and threads of each cell, as many cells at a time as fit; default: 1 on Ray, else all.",
+        metavar="N",
+    ),
+]
 Json = Annotated[
     Path | None,
     typer.Option("--json", help="Write the result to this file; - is stdout, and all else then goes to stderr."),

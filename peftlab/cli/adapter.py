@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Base, LoraAlpha, Out, Overwrite
+from peftlab.cli.verbs import Base, LoraAlpha, Out, Overwrite, show, verb
 
 adapter_app = typer.Typer(help="Adapter files: check, convert and extract them.", no_args_is_help=True)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftlab.cli.output import show, verb
-from peftlab.cli.parameters import Device, Overwrite
+from peftlab.cli.verbs import Device, Overwrite, show, verb
 from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS, rule_help
+from peftlab.errors import PeftlabError
+
+if TYPE_CHECKING:
+    from peftlab.pipelines.drafts.generate import GeneratedText, Writer
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -311,7 +316,6 @@ def generate(
     device: Device = "auto",
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
-    from peftlab.cli.terminal import show_line, show_piece, talk
     from peftlab.errors import PeftlabError
     from peftlab.pipelines.drafts.decoding_options import DecodingOptions
     from peftlab.pipelines.drafts.generate import generate as generated
@@ -322,11 +326,68 @@ def generate(
         lossy, tree, verify, draft_window,
     )  # fmt: skip
     if prompt is not None:
-        answer = generated(
-            target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=show_piece
-        )
-        show_line(answer)
+        answer = generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=_write)
+        _end_line(answer)
         return answer
     if not chat:
         raise PeftlabError("--prompt: missing; give a text to continue, or --chat for a conversation")
-    return {"answers": talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))}
+    return {"answers": _talk(load_writer(target, draft, options, drafter=drafter, stop=stop or [], chat=True))}
+
+
+# The terminal of a chat: lines typed or piped are turns, answers appear as they are written
+
+
+def _write(piece: str) -> None:
+    """Write a piece of text at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _end_line(answer: GeneratedText) -> None:
+    """End an output, and say on stderr how fast it was."""
+    from peftlab.reporting.console import generation_line
+
+    _write("\n")
+    lossy = answer.lossy.line() if answer.lossy is not None else None
+    line = generation_line(
+        len(answer.tokens), answer.seconds, answer.reason, answer.block_efficiency, answer.acceptance, lossy
+    )
+    print(line if answer.reason != "interrupt" else "[stopped]", file=sys.stderr, flush=True)
+
+
+def _talk(writer: Writer) -> list[GeneratedText]:
+    """Hold a conversation until the input ends, and return the answers; a line is a turn."""
+    from peftlab.pipelines.drafts.conversation import converse
+
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):  # editing and history of the lines
+            import readline  # noqa: F401
+        _note("Ctrl-C stops an answer, Ctrl-D ends the chat.")
+    answers: list[GeneratedText] = []
+
+    def answered(answer: GeneratedText) -> None:
+        _end_line(answer)
+        answers.append(answer)
+
+    converse(writer, _read, _write, answered, _note, interactive=typed)
+    if typed:
+        _write("\n")
+    return answers
+
+
+def _read() -> str | None:
+    """Return the next line, None at the end of the input."""
+    try:
+        if sys.stdin.isatty():
+            return input("> " if sys.stdout.isatty() else "")
+        line = sys.stdin.readline()
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise PeftlabError(f"chat: the input is not {error.encoding} text ({error.reason})") from None
+    return line.rstrip("\r\n") if line else None
+
+
+def _note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
