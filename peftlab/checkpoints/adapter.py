@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhu
 from peftlab.checkpoints.formats.loralib import read_loralib
 from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
+from peftlab.checkpoints.formats.peft_renaming import FACTORS
 from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
 from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
@@ -51,7 +53,7 @@ from peftlab.methods.several.adapters import (
     set_adapter,
 )
 from peftlab.methods.table import METHODS
-from peftlab.methods.targets import embeddings_of
+from peftlab.methods.targets import embeddings_of, has_suffix
 from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
 from peftlab.models.pretrained import describe, loaded_from, stored_vocabulary, vocabulary
 
@@ -364,8 +366,33 @@ def in_model(model: nn.Module, adapter: Adapter) -> Adapter:
     """Return ``adapter`` with the configuration that it has in ``model``, a base model; see ``settled``."""
     if not isinstance(adapter.config, LoraConfig):
         return adapter
+    if not adapter.base:
+        _refuse_partly_adapted(model, adapter)
     config, tensors, notes = settled(model, adapter.config, adapter.tensors)
     return replace(adapter, config=config, tensors=tensors, notes=(*adapter.notes, *notes))
+
+
+def _refuse_partly_adapted(model: nn.Module, adapter: Adapter) -> None:
+    """Refuse an adapter of peft on a module that the model has under several names, of which peft adapts one.
+
+    transformers makes such modules where it resizes the vocabulary of an encoder and a decoder that share embeddings.
+    """
+    assert isinstance(adapter.config, LoraConfig)
+    whole = adapter.config.modules_to_save or []
+    rows = [name for name in adapter.tensors if has_suffix(name, "token_rows")]
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module._parameters:
+            names[id(module)].append(name)
+    for several in (several for several in names.values() if len(several) > 1):
+        trained = [n for n in adapter.tensors if n.rpartition(".")[0] in several]
+        named = [n for n in several if any(has_suffix(n, end) for end in whole)]
+        factors = any(n.rpartition(".")[2] in FACTORS for n in trained)
+        if factors or (named and len(named) < len(several)) or (len(rows) == 1 and rows[0] in trained):
+            raise PeftlabError(
+                f"peft adapts {several[0]} and not {', '.join(several[1:])}, which are one module in this "
+                f"{type(model).__name__}: no adapter of it computes the same"
+            )
 
 
 def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ...]:

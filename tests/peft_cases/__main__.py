@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,21 +19,24 @@ from tests.peft_cases.cases import Case
 from tests.peft_cases.embeddings import embeddings
 from tests.peft_cases.experts import experts
 from tests.peft_cases.judge import Verdict, judge
+from tests.peft_cases.towers import towers
 from tests.peft_cases.translate import translated
 from tests.peft_cases.variants import pickles, starts, variants
 
 ENDS = ("pass", "noted", "refused", "wrong", "other method", "peft fails")
 
 
-def every(file: Path | None) -> Iterator[Case]:
-    """Yield all cases, those of peft's ``file`` first."""
+def every(file: Path | None, sets: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield all cases, those of peft's ``file`` first; of the architectures, which take long to make, if asked for."""
     yield from translated(file) if file else ()
     yield from variants()
     yield from pickles()
     yield from starts()
     yield from experts()
     yield from embeddings()
-    yield from architectures()
+    yield from towers()
+    if not sets or "architectures" in sets:
+        yield from architectures()
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
@@ -60,7 +63,7 @@ def main() -> int:
     torch.set_num_threads(1)
     verdicts = []
     started = time.perf_counter()
-    for case in every(options.file):
+    for case in every(options.file, options.set or ()):
         if options.set and case.group not in options.set:
             continue
         if options.case and not any(part in case.name for part in options.case):

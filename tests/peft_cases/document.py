@@ -11,6 +11,7 @@ from tests.peft_cases.cases import Case
 from tests.peft_cases.embeddings import embeddings
 from tests.peft_cases.experts import experts
 from tests.peft_cases.judge import Verdict, judge
+from tests.peft_cases.towers import SHARED, VISION, towers
 from tests.peft_cases.variants import pickles, starts, variants
 
 PAGE = Path(__file__).parents[2] / "docs" / "peft.md"
@@ -56,6 +57,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "`adapter_model.bin`": ("variants/llama: adapter_model.bin",),
     "LoRA on embeddings, with the base's beside it": ("embeddings/untied, both, by LoRA",),
     "a vocabulary that was resized": ("embeddings/tied, embed_tokens, by LoRA, resized", "embeddings/tied, resized, neither"),
+    "a vocabulary that was resized, with rows of tokens": ("towers/LlavaForConditionalGeneration: rows of tokens, resized",),
+    "models of images and text": tuple(f"towers/{name}: all-linear" for name in VISION),
+    "an encoder and a decoder that share embeddings": tuple(f"towers/{name}: embedding whole" for name in SHARED),
     "tied embeddings that differ once trained": ("embeddings/tied, both, whole",),
     "a base in bf16": ("embeddings/tied, both, by LoRA, bf16",),
     "expert modules that transformers 5 has as parameters": ("experts/Mixtral: as modules", "experts/Qwen3Moe: as modules"),
@@ -72,7 +76,7 @@ def rows() -> dict[str, tuple[str, ...]]:
 
 def by_name() -> dict[str, Case]:
     """Return the cases by set and name."""
-    every = [*variants(), *pickles(), *starts(), *experts(), *embeddings()]
+    every = [*variants(), *pickles(), *starts(), *experts(), *embeddings(), *towers()]
     return {f"{case.group}/{case.name}": case for case in every}
 
 

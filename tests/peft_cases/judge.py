@@ -183,6 +183,10 @@ def _steps(case: Case, place: Path, dtype: torch.dtype, expected: Tensor) -> Ite
             return  # a class that loads another model than it saves
         merge_checkpoint(adapter, place / "base", place / "merged")
         same(outputs(_loaded(base, place / "merged"), case), expected)
+        stored = Path(base.config._name_or_path)  # of which the base is not a copy, as its vocabulary was resized
+        if base.config._name_or_path and (stored / "config.json").is_file():
+            merge_checkpoint(place / "ours", stored, place / "merged-stored")
+            same(outputs(_loaded(base, place / "merged-stored"), case), expected)
 
     yield from zip(STEPS[:4], (load, train, save, merge), strict=True)
     if isinstance(held["model"], PreTrainedModel):

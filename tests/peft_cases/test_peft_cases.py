@@ -20,6 +20,7 @@ from tests.peft_cases.document import table as page_table
 from tests.peft_cases.embeddings import embeddings
 from tests.peft_cases.experts import experts
 from tests.peft_cases.judge import judge
+from tests.peft_cases.towers import towers
 from tests.peft_cases.translate import GROUP, translated
 from tests.peft_cases.variants import starts, variants
 
@@ -57,9 +58,11 @@ CHOSEN = {
     "llama: plain", "gpt2: dora", "bert: modules_to_save", "roberta: bias all", "roberta: all-linear",
     "roberta: all-linear, without a task type", "llama: one target absent", "pissa", "Mixtral: as modules",
     "Qwen3Moe: experts and router", "GptOss: bare names", "tied, both, whole, resized", "tied, both, by LoRA, resized",
-    "untied, lm_head, by LoRA, bf16",
+    "untied, lm_head, by LoRA, bf16", "LlavaForConditionalGeneration: rows of tokens, resized",
+    "Gemma3ForConditionalGeneration: queries, dora, all biases", "WhisperForConditionalGeneration: queries, resized",
+    "MT5ForConditionalGeneration: embedding whole, kept tied",
 }  # fmt: skip
-QUICK = [case for case in [*variants(), *starts(), *experts(), *embeddings()] if case.name in CHOSEN]
+QUICK = [case for case in [*variants(), *starts(), *experts(), *embeddings(), *towers()] if case.name in CHOSEN]
 
 
 def test_a_file_of_peft_s_form_is_translated(tmp_path: Path) -> None:
@@ -102,3 +105,9 @@ def test_all_of_them() -> None:
     print(table(verdicts))
     wrong = [(v.case.group, v.case.name, v.detail) for v in verdicts if v.end == "wrong"]
     assert not wrong, wrong
+
+
+def test_a_module_of_several_names_that_peft_adapts_under_one() -> None:
+    case = next(case for case in towers() if case.name == "MT5ForConditionalGeneration: embedding by LoRA, resized")
+    verdict = judge(case)
+    assert verdict.end == "refused" and "shared and not encoder.embed_tokens, decoder.embed_tokens" in verdict.detail

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.formats.peft_renaming import with_new_names
+from peftlab.checkpoints.formats.peft_renaming import FACTORS, with_new_names
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
@@ -40,9 +40,10 @@ def settled(
     config, tensors = _matrices(model, _by_full_names(model, config, tensors), tensors)
     config, notes = _head(model, config, set(tensors))
     unused = [name for name in never_called(model) if f"{name.removesuffix('out_proj')}lora_A" not in tensors]
-    uncalled = sorted({key.rpartition(".")[0] for key in tensors if inside(key, unused)})
-    if uncalled:
-        tensors = {key: tensor for key, tensor in tensors.items() if not inside(key, uncalled)}
+    # Their factors, that is: the biases train with bias="all".
+    without_effect = {key for key in tensors if inside(key, unused) and key.rpartition(".")[2] in FACTORS}
+    if uncalled := sorted({key.rpartition(".")[0] for key in without_effect}):
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in without_effect}
         notes = (*notes, f"left out {', '.join(uncalled)}: attention never calls it, so that it has no effect")
     half = [name for name in never_called(model) if f"{name}.lora_A" in tensors]
     if half:

@@ -119,6 +119,7 @@ def _resized(
 ) -> PreTrainedModel:
     """Return the model with the numbers of labels and tokens of the adapter's whole tensors."""
     config, changed = model.config, False
+    text = config.get_text_config()  # of a model of images and text, the part that has a vocabulary
     shapes = {key: p.shape for key, p in model.named_parameters(remove_duplicate=False)}
     for key, tensor in tensors.items():
         shape = shapes.get(_ADDED.sub("", key))
@@ -126,6 +127,6 @@ def _resized(
             continue
         if shape[0] == config.num_labels:
             config.num_labels, changed = tensor.shape[0], True
-        elif shape[0] == config.vocab_size:
-            config.vocab_size, changed = tensor.shape[0], True
+        elif shape[0] == getattr(text, "vocab_size", None):
+            text.vocab_size, changed = tensor.shape[0], True
     return empty_model(name, config, base, trust_remote_code) if changed else model
