@@ -40,7 +40,7 @@ class TargetWeights:
 
     @property
     def total(self) -> float:
-        """Of a step over one token."""
+        """Return the numbers that a step over one token reads."""
         return self.layer * self.layers + self.vocabulary * self.hidden
 
 
@@ -134,7 +134,7 @@ def rank_rates(alpha: float) -> RankRates:
 
 
 def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> Choice:
-    """Return the size and shape of the largest gain, the smallest among equals.
+    """Return the size and shape of the largest gain; the smallest draft where several gain the same.
 
     Args:
         verification: C(1) = 1, C(2), ...: of at most this many tokens, one of them not drafted.

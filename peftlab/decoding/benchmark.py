@@ -101,7 +101,7 @@ class Settings:
 
     @property
     def lossless_by(self) -> str:
-        """How it is known that outputs are the target's own, see ``DrafterResult``."""
+        """Return how it is known that outputs are the target's own, see ``DrafterResult``."""
         if self.lossy is not None:
             return "lossy"
         return "comparison" if self.sampling.greedy else "construction"
@@ -190,7 +190,7 @@ class Comparison:
         return TimeShares(target, draft, max(0.0, 1 - target - draft))  # less than 0 where the two work at once
 
     def _divergences(self, name: str) -> list[PromptDivergence]:
-        """Where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
+        """Return where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
         if not self.settings.sampling.greedy:
             return []
         questions = [q for batch in self.batches for q in batch]
@@ -454,7 +454,7 @@ def measured_gain(
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to decode all prompts: with the drafter or plainly, in a pool or batch after batch."""
+    """A way to decode all prompts: with the drafter or plainly, in a pool or batch after batch."""
 
     target: Engine
     settings: Settings
@@ -585,7 +585,7 @@ def drafted_text(
 
 
 def _rejected(verified: Verified) -> list[int]:
-    """The drafted tokens behind the last accepted one."""
+    """Return the drafted tokens behind the last accepted one."""
     tokens, parents, path = verified.draft.tokens[0].tolist(), verified.draft.parents_of(0), verified.paths[0]
     node, found = (path[-1] if path else -1), list[int]()
     while (child := next((i for i, p in enumerate(parents) if p == node and tokens[i] >= 0), None)) is not None:
@@ -607,5 +607,5 @@ def pieces(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Se
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of ids up to the last whole character."""
+    """Return the text of ids up to the last whole character."""
     return str(tokenizer.decode(ids)).rstrip(BROKEN)

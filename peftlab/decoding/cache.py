@@ -80,7 +80,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory, without what the prompts of an encoder-decoder model gave."""
+        """Return the bytes of keys and values, without those of an encoder-decoder model's prompts."""
         return sum(stored.nbytes for stored in self.states if stored is not None)
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class KVCache:
         return copies
 
     def commit(self, row: int, start: int, nodes: Sequence[int] = ()) -> None:
-        """Let a row continue after its tokens before ``start`` and the accepted ones of those that follow.
+        """Keep a row's tokens before ``start`` and, of those that follow, the accepted ones.
 
         Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
         """
@@ -197,12 +197,12 @@ class Block:
 
     @property
     def end(self) -> int:
-        """One past the last slot that any row uses."""
+        """Return the slot after the last one that any row uses."""
         return max(self.starts) + self.n
 
     @property
     def even(self) -> bool:
-        """Whether all rows have the same length, so that a slice can replace a scatter."""
+        """Return whether all rows have the same length, so that a slice can replace a scatter."""
         return self.starts.count(self.starts[0]) == len(self.starts)
 
     def positions(self, device: torch.device) -> Tensor:
@@ -235,7 +235,7 @@ class Block:
         return seen[:, None]
 
     def _stored(self, slot: Tensor, tree: TreeShape) -> Tensor:
-        """The positions of the tokens in the slots [end], [b, 1, end]."""
+        """Return the positions of the tokens in the slots [end], as [b, 1, end]."""
         starts = torch.tensor(self.starts, device=slot.device)[:, None, None]
         offset = slot - starts  # place among the new tokens, negative for older slots
         depths = tree.depths.to(slot.device)[:, None].gather(2, offset.clamp(0, self.n - 1))

@@ -161,13 +161,13 @@ def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
 
 
 def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
-    """How many tokens a row may still emit."""
+    """Return how many tokens a row may still emit."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
 def _equal_lengths(rows: list[Row]) -> list[Row]:
-    """The largest set of rows of one length; the shortest of equals, which may then reach the length of others."""
+    """Return the largest set of rows of one length; of several the shortest rows, which may catch up."""
     by_length: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_length[len(row.tokens)].append(row)
@@ -243,7 +243,7 @@ class _Batch:
         return Proposal.empty(len(rows), self.target.device)
 
     def _budget(self, row: Row, batch: int) -> int:
-        """How many tokens to draft: no more than could be emitted before the one that follows them."""
+        """Return how many tokens to draft: no more than could be emitted before the one that follows them."""
         return max(0, min(row.policy.budget(batch), _room(self.target, row, self.stopping) - 1, _SLACK))
 
     def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
@@ -295,7 +295,7 @@ class _Batch:
         return reason is not None
 
     def _cut(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
-        """How many tokens of an accepted run are output, and why the output ends there, if it does."""
+        """Return how many tokens of an accepted run are output, and why the output ends there, if it does."""
         room = _room(self.target, row, self.stopping)
         for n, token in enumerate(run, start=1):
             if token in self.stopping.eos:

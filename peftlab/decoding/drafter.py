@@ -42,7 +42,7 @@ class Row:
 
     @property
     def text(self) -> list[int]:
-        """All that is known of the sequence, the source first."""
+        """Return the source, if there is one, and the tokens."""
         return self.source + self.tokens if self.source else self.tokens
 
 
@@ -219,7 +219,7 @@ class Drafter(Protocol):
 
 
 class DrafterWrapper(Drafter):
-    """What a drafter around another one has of it: everything.
+    """A base for a drafter around another one: whatever it does not override is the other's.
 
     Attributes:
         drafter: the other one.

@@ -56,7 +56,7 @@ class Engine(Protocol):
         device: where tokens go.
         encoder: of an encoder-decoder model; None of others, whose prompts are the beginnings of their outputs.
         positioned: whether tokens are placed by the positions of their block, whatever slots they are stored in.
-        packed: how the CPU's products have the weights, beside the model's own; empty: as the model has them.
+        packed: the forms in which the CPU's products store the weights; empty: the model's own form alone.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Engine(Protocol):
 
 
 class EngineWrapper:
-    """What an engine around another one has of it: all but the forward pass.
+    """A base for an engine around another one: all but the forward pass is the other's.
 
     Args:
         engine: the other one. note: added to its ``kind``.
@@ -192,7 +192,7 @@ def cache_memory(
 
 
 def _bytes(engine: Engine) -> tuple[int, int]:
-    """Bytes of a sequence's cache: whatever its length (states), and per token."""
+    """Return the bytes of a sequence's cache that do not depend on its length (states), and those per token."""
     found = []
     for capacity in (1, 2):
         cache = empty_cache(engine, capacity, [[0]])

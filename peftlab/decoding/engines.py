@@ -203,7 +203,7 @@ class Trial:
         )
 
     def _begin(self) -> Tensor:
-        """The model's own logits of the prompt, [n, V], whose keys and values are kept."""
+        """Return the model's own logits of the prompt, [n, V], and keep its keys and values."""
         cache = DynamicCache(config=self._config)
         logits = self._read(self._prompt, cache)
         self._states = [
@@ -214,12 +214,12 @@ class Trial:
         return logits
 
     def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
-        """The model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
+        """Return the model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
         cache = self._library_cache(length)
         return [self._read(part, cache) for part in parts]
 
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
-        """The model's own forward of one row, [n, V]."""
+        """Return the logits of the model's own forward of one row, [n, V]."""
         return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
 
     def _context(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -249,7 +249,7 @@ class Trial:
 
 
 class StateTrial(Trial):
-    """The same of a state-space model: its own forward reads everything anew, from the first token on."""
+    """A trial of a state-space model, whose own forward reads everything anew, from the first token on."""
 
     def _begin(self) -> Tensor:
         return self._after(0, self._prompt)[0]
@@ -293,13 +293,13 @@ def _dtypes_of_products(model: PreTrainedModel | Decoder) -> Iterator[set[torch.
 
 
 def _precision(dtype: torch.dtype) -> float:
-    """The relative precision of products in ``dtype``, which float32 may compute in TF32 or bfloat16."""
+    """Return the relative precision of products in ``dtype``, which float32 may compute in TF32 or bfloat16."""
     coarse = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
     return torch.finfo(coarse[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype).eps
 
 
 def _window(config: PretrainedConfig) -> int:
-    """The width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
+    """Return the width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
     names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
     widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]
     return max((width for width in widths if width <= _WIDEST), default=0)

@@ -213,7 +213,7 @@ def _gpt_neox(model: KnownModel) -> Structure:
     heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
     def by_part(linear: Linear) -> Linear:
-        """The three parts of each head, next to one another in the file, as all queries, all keys, all values."""
+        """Reorder a map whose outputs are query, key and value of each head: all queries, all keys, all values."""
 
         def parts(outputs: Tensor) -> Tensor:
             return outputs.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2)
@@ -291,7 +291,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _is_quantised_on_cpu(module: nn.Module) -> bool:
-    """Whether a map is one of bitsandbytes' on the CPU, which dequantise their weights at every step."""
+    """Return whether a map is one of bitsandbytes' on the CPU, which dequantise their weights at every step."""
     own = type(module).__name__ in ("Linear4bit", "Linear8bitLt")
     return own and is_quantised(module) and module.get_parameter("weight").device.type == "cpu"
 
@@ -323,7 +323,7 @@ def _read_norm(module: KnownModel) -> Norm:
 
 
 def _read_activation(module: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function itself: calling a module takes longer than a small product."""
+    """Return the function that an activation module computes: calling a module takes longer than a small product."""
     return F.silu if isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation" else module
 
 
@@ -335,14 +335,14 @@ def _attention_window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def _has_dynamic_rope(config: PretrainedConfig) -> bool:
-    """Whether the angles of a position depend on the length: then there is no table of them."""
+    """Return whether the angles of a position depend on the length: then there is no table of them."""
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
     return any(p.get("rope_type") in ("dynamic", "longrope") for p in each)
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Whether a hook may change what is computed; those that ``output_hidden_states`` leaves behind only record."""
+    """Return whether a hook may change what is computed; those that ``output_hidden_states`` leaves only record."""
     hooks = (hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
     return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
@@ -412,7 +412,7 @@ class FlatEngine:
         with without_torch_function():
             ahead = cache.take_first_layers(tokens, block)
             if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
-                h, entering = self.through(cache, self.embedded(tokens, block), block, range(self.layers))
+                h, entering = self.run_layers(cache, self.embed(tokens, block), block, range(self.layers))
             else:
                 h, entering = self._run_remaining(cache, tokens, block, ahead)
             if self.layers in self._features:
@@ -423,22 +423,22 @@ class FlatEngine:
     def _run_remaining(
         self, cache: KVCache, tokens: Tensor, block: Block, ahead: FirstLayers
     ) -> tuple[Tensor, list[Tensor]]:
-        """As ``through`` from the embeddings on, where the first layers have read the first tokens."""
+        """Run the later layers on tokens that the first ones have read, and all layers on the others."""
         states, features = ahead.states, ahead.features
         rest = block.after(states.shape[1])
         if rest is not None:
-            h = self.embedded(tokens[:, -rest.n :], rest)
-            h, entering = self.through(cache, h, rest, range(ahead.layers))
+            h = self.embed(tokens[:, -rest.n :], rest)
+            h, entering = self.run_layers(cache, h, rest, range(ahead.layers))
             states = torch.cat((states, h), 1)
-            features = torch.cat((features, side_by_side(entering, h)), 1)
-        h, entering = self.through(cache, states, block, range(ahead.layers, self.layers))
+            features = torch.cat((features, concatenate_states(entering, h)), 1)
+        h, entering = self.run_layers(cache, states, block, range(ahead.layers, self.layers))
         return h, [features, *entering] if features.shape[-1] else entering
 
     def _width(self, layers: int) -> int:
-        """F of the states that enter the first ``layers`` layers and are to be reported."""
+        """Return the width F of the features that the first ``layers`` layers report."""
         return self._embedding.shape[1] * sum(layer < layers for layer in self._features)
 
-    def through(
+    def run_layers(
         self,
         cache: KVCache,
         h: Tensor,
@@ -483,7 +483,7 @@ class FlatEngine:
         logits = self._head(h)
         return Output(logits if self._cap is None else _softcap(logits, self._cap), h)
 
-    def embedded(self, tokens: Tensor, block: Block) -> Tensor:
+    def embed(self, tokens: Tensor, block: Block) -> Tensor:
         """Return the states that enter the first layer, [b, n, H]."""
         h = F.embedding(tokens, self._embedding)
         if self._embedding_scale is not None:
@@ -494,7 +494,7 @@ class FlatEngine:
         return h
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: _Layer) -> Tensor:
-        """queries [b, n, heads, D], keys and values [b, kv, end, D] -> [b, n, heads * D]."""
+        """Return the attention of queries [b, n, heads, D] to keys and values [b, kv, end, D], as [b, n, heads * D]."""
         folded = fold_heads(queries, keys.shape[1])
         if layer.cap is None:
             seen = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
@@ -518,8 +518,8 @@ def without_torch_function() -> Iterator[None]:
         yield
 
 
-def side_by_side(states: list[Tensor], like: Tensor) -> Tensor:
-    """Return states [b, n, H] one after the other, [b, n, F]; of no width for none."""
+def concatenate_states(states: list[Tensor], like: Tensor) -> Tensor:
+    """Concatenate states [b, n, H] to [b, n, F]; F is 0 where there are none."""
     return torch.cat(states, -1) if states else like[..., :0]
 
 
@@ -530,7 +530,7 @@ class _RotaryTable:
         self._angles, self._made = angles, (torch.empty(0), torch.empty(0))
 
     def rotation(self, block: Block, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the block's positions, [b or 1, n, 1, R]."""
+        """Return cosines and sines of the block's positions, [b or 1, n, 1, R]."""
         if len(self._made[0]) < capacity:
             cos, sin = self._angles(torch.arange(capacity, device=device)[None])
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
@@ -554,7 +554,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def fold_heads(queries: Tensor, kv: int) -> Tensor:
-    """Make query heads that share a key head further queries of it: [b, n, heads, D] -> [b, kv, groups * n, D]."""
+    """Turn query heads that share a key head into further queries of it: [b, n, heads, D] -> [b, kv, groups * n, D]."""
     b, n, heads, dim = queries.shape
     folded = queries.reshape(b, n, kv, heads // kv, dim)
     return folded[:, 0] if n == 1 else folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -592,7 +592,7 @@ def _layer_functions(layer: LayerStructure, structure: Structure, products: Prod
 
 
 def _norm_then_linear(norm: Norm | None, linears: Sequence[Linear], products: Products) -> Function:
-    """h -> norm(h) Wᵀ + bias; the factor of packed weights is part of the norm's weight."""
+    """Return h -> norm(h) Wᵀ + bias; the factor of packed weights is part of the norm's weight."""
     multiply, shrink = products.product(linears)
     if norm is not None:
         normed = _norm_function(norm, shrink)
@@ -601,7 +601,7 @@ def _norm_then_linear(norm: Norm | None, linears: Sequence[Linear], products: Pr
 
 
 def _linear_then_norm(linear: Linear, norm: Norm | None, products: Products) -> Added:
-    """(x, residual) -> residual + norm(x Wᵀ + bias)."""
+    """Return (x, residual) -> residual + norm(x Wᵀ + bias)."""
     if norm is None:
         return products.added(linear)
     multiply, shrink = products.product([linear])
@@ -610,7 +610,7 @@ def _linear_then_norm(linear: Linear, norm: Norm | None, products: Products) -> 
 
 
 def _head_norms(layer: LayerStructure, structure: Structure) -> Callable[[Tensor], None] | None:
-    """The norms of queries and keys, in place on [b, n, heads + 2 kv, D]."""
+    """Return what norms queries and keys in place, in [b, n, heads + 2 kv, D]; None for a layer that does not."""
     queries, keys = layer.queries, layer.keys
     if queries is None or keys is None:
         return None
@@ -634,7 +634,7 @@ def _head_norms(layer: LayerStructure, structure: Structure) -> Callable[[Tensor
 
 
 def _norm_function(norm: Norm, factor: float = 1.0) -> Function:
-    """h -> factor times its norm, in the operations that take the least time on a handful of rows."""
+    """Return h -> factor times its norm, in the operations that take the least time on a handful of rows."""
     weight = norm.weight * factor
     bias = None if norm.bias is None else norm.bias * factor
     if norm.centred:

@@ -132,7 +132,7 @@ class LossyResult:
     differing: float | None = None
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the result as one line of text."""
         text = f"lossy: {self.rule}"
         if self.distance is not None:
             text += f", total variation from the target's distribution {self.distance:.3f} per token"

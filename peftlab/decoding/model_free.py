@@ -278,7 +278,7 @@ def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> 
 
 
 def _likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
-    """Whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
+    """Return whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
     if not rest or draft.logits is None or draft.parents is not None:
         return True
     if node + 1 == len(tokens) or tokens[node + 1] < 0:  # past the end of the chain the model said nothing

@@ -1,4 +1,9 @@
-"""Parts of a flattened step as engines of their own, which draft in the cache of the whole."""
+"""Drafting with the target's own layers, in the target's cache: early exits, DEL, SWIFT and Kangaroo.
+
+The engines are parts of a flattened step (``flat.py``): the first layers (``EarlyExit``), all layers without some
+sublayers (``SkippedSublayers``), the first layers and further ones of a draft (``AdaptedExit``). Of the sublayers,
+2i is the attention of layer i, 2i + 1 its MLP. The drafters choose among these parts while they decode.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from peftlab.decoding.cache import Block, FirstLayers, KVCache
 from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engine import EngineWrapper, Output
-from peftlab.decoding.flat import FlatEngine, side_by_side, without_torch_function
+from peftlab.decoding.flat import FlatEngine, concatenate_states, without_torch_function
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.sampling import argmax
 
@@ -39,124 +44,14 @@ class EarlyExit(EngineWrapper):
         """Read tokens [b, n] and return the states after these layers, [b, n, H]."""
         whole = self._whole
         with without_torch_function():
-            h, entering = whole.through(cache, whole.embedded(tokens, block), block, range(self.first))
-            cache.record_first_layers(FirstLayers(tokens, block, self.first, h, side_by_side(entering, h)))
+            h, entering = whole.run_layers(cache, whole.embed(tokens, block), block, range(self.first))
+            cache.record_first_layers(FirstLayers(tokens, block, self.first, h, concatenate_states(entering, h)))
             return h
 
     def logits(self, states: Tensor) -> Tensor:
         """Return what an exit predicts from the states [..., H] after its layers, [..., V]."""
         with without_torch_function():
             return self._whole.output(states).logits
-
-
-class SkippedSublayers(EngineWrapper):
-    """A flat engine without some of its sublayers, as a draft in its cache.
-
-    Attributes:
-        skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
-    """
-
-    def __init__(self, engine: FlatEngine):
-        super().__init__(engine, ", some sublayers left out")
-        self._whole = engine
-        self.skipped: Collection[int] = ()
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        whole = self._whole
-        with without_torch_function():
-            h = whole.embedded(tokens, block)
-            h, _ = whole.through(cache, h, block, range(self.layers), self.skipped)
-            return whole.output(h, keep)
-
-
-class AdaptedExit(EngineWrapper):
-    """The first layers of a flat engine, and on them the later layers of a draft that has the same first ones.
-
-    The first layers read and write the cache of the whole; the draft's own layers have one beside it.
-
-    Args:
-        exit_: the target's first layers. draft: its layers from ``exit_.first`` on run.
-    """
-
-    def __init__(self, exit_: EarlyExit, draft: FlatEngine):
-        super().__init__(draft, f", the first {exit_.first} layers with the target")
-        self._exit, self._draft = exit_, draft
-        self._layers = range(exit_.first, draft.layers)
-        self.limit, self.layers = exit_.limit, exit_.layers
-        self._caches: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()
-
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        with without_torch_function():
-            h, _ = self._draft.through(self.own(cache), self._exit.states(cache, tokens, block), block, self._layers)
-            return self._draft.output(h, keep)
-
-    def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
-        """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
-        with without_torch_function():
-            self._draft.through(self.own(cache), states, block, self._layers)
-
-    def own(self, cache: KVCache) -> KVCache:
-        """Return the cache of the draft's own layers beside ``cache``."""
-        if cache not in self._caches:
-            # Rows that have not drafted for several steps are read together with one that is nearly at its end.
-            self._caches[cache] = KVCache(self._draft.layers, cache.batch, 2 * cache.capacity)
-        return self._caches[cache]
-
-
-@dataclass(kw_only=True)
-class KangarooDrafter(ModelDrafter):
-    """An early exit with layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
-
-    Target and draft read a token's first layers once between them. The draft's own layers take the states of accepted
-    tokens from the verification, and so the target's engine must report the states that enter the layer after the exit.
-
-    Attributes:
-        adapted: the layers; ``engine``, which may be one around it, runs them.
-    """
-
-    adapted: AdaptedExit
-    shares_cache: bool = field(default=True, init=False)
-    # Of each row: how many of its tokens the draft's own layers have read, and the states of those after them.
-    _held: dict[int, int] = field(init=False, repr=False, default_factory=dict)
-    _states: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
-
-    def start(self, rows: list[Row], state: TargetState) -> None:
-        self._held, self._states = {}, {}
-        super().start(rows, state)
-
-    def join(self, rows: list[Row], state: TargetState) -> None:
-        super().join(rows, state)
-        self._held |= {row.index: 0 for row in rows}
-        self._states |= {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
-
-    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        self._read_states(rows)
-        return super().propose(rows, budgets)
-
-    def _read_states(self, rows: list[Row]) -> None:
-        """Let the draft's own layers read what was accepted since they last drafted for these rows."""
-        starts, news = [self._held[row.index] for row in rows], [self._states.pop(row.index, None) for row in rows]
-        known = [new for new in news if new is not None]
-        if not known:
-            return
-        states = pad_sequence([known[0][:0] if new is None else new for new in news], batch_first=True)
-        block = self._cache.block([row.slot for row in rows], starts, states.shape[1])
-        self.adapted.read(self._cache, states, block)
-        for row, new in zip(rows, news, strict=True):
-            self._held[row.index] += 0 if new is None else len(new)
-
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        super().accept(rows, verified)
-        features = verified.output.features
-        assert features is not None
-        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
-            new, old = features[i, [0, *(node + 1 for node in path)]], self._states.get(row.index)
-            self._states[row.index] = new if old is None else torch.cat((old, new))
-
-    def select(self, slots: list[int]) -> None:
-        self.adapted.own(self._cache).select(slots)
 
 
 def tokens_per_layer(alpha: float, exit_: float, length: int, layers: float, head: float = 0.0) -> float:
@@ -191,11 +86,11 @@ class ExitSelector:
 
     @property
     def alphas(self) -> list[float]:
-        """The acceptance expected of each exit: that of the last tokens and of one accepted token."""
+        """Return the acceptance expected of each exit: that of the last tokens and of one accepted token."""
         return [(accepted + 1) / (self._seen + 1) for accepted in self._accepted]
 
     def best(self, longest: int) -> tuple[int, int]:
-        """Return exit and length, at most ``longest``; length 0 where no draft pays. Of equals the cheapest."""
+        """Return exit and length, at most ``longest``; 0 where no draft pays. The cheapest wins a tie."""
         options = [(exit_, d) for exit_ in self.exits for d in range(longest + 1)]
         alphas = dict(zip(self.exits, self.alphas, strict=True))
 
@@ -259,11 +154,33 @@ class DelDrafter(ModelDrafter):
         return torch.minimum(p[:, None], q).sum(-1).tolist()
 
 
+class SkippedSublayers(EngineWrapper):
+    """A flat engine without some of its sublayers, as a draft in its cache.
+
+    Attributes:
+        skipped: sublayers that are left out: 2i is the attention of layer i, 2i + 1 its MLP. May change.
+    """
+
+    def __init__(self, engine: FlatEngine):
+        super().__init__(engine, ", some sublayers left out")
+        self._whole = engine
+        self.skipped: Collection[int] = ()
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        whole = self._whole
+        with without_torch_function():
+            h = whole.embed(tokens, block)
+            h, _ = whole.run_layers(cache, h, block, range(self.layers), self.skipped)
+            return whole.output(h, keep)
+
+
 _SHARE = 0.45  # of the sublayers that may be left out
-_EVERY = 25  # tries from one modelled set to the next
+_EVERY = 25  # tries from one set that the Gaussian process proposes to the next
 _ENOUGH, _MISSES, _TRIES = 0.95, 300, 1000
-_CANDIDATES = 256  # random sets of which the model takes the most promising
-_BOLDNESS = 2.576  # standard deviations above the mean: how much a set counts for not being known
+_CANDIDATES = 256  # random sets of which the Gaussian process takes the most promising
+_DEVIATIONS = 2.576  # above the mean: how much a set counts for not being known
+_WINDOW = 32  # tokens on which a set is tried
 
 
 @dataclass
@@ -297,7 +214,7 @@ class SkipSearch:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is tried any more."""
+        """Return whether the search has ended."""
         return self.score >= _ENOUGH or self._misses >= _MISSES or self.tries >= _TRIES
 
     def candidate(self) -> frozenset[int]:
@@ -327,33 +244,30 @@ class SkipSearch:
         return chosen
 
     def _numbers(self, chosen: Tensor) -> frozenset[int]:
-        """The numbers of the sublayers: those of the first layer are not among the places."""
+        """Return the numbers of the sublayers; those of the first layer are not among the places."""
         return frozenset(2 + place for place in chosen.nonzero()[:, 0].tolist())
 
 
 def upper_bound(tried: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
-    """Return mean + 2.576 standard deviations of the scores of ``sets`` [m, d], by those of ``tried`` [n, d].
+    """Return mean + 2.576 standard deviations of the scores that a Gaussian process expects of ``sets``, [m].
 
-    A Gaussian process with a Matérn kernel (5/2) of unit length in units of the mean distance of random sets, on scores
-    [n] normalised to mean 0 and deviation 1.
+    Its kernel is a Matérn kernel (5/2), its unit of length the mean distance of random sets; scores are normalised to
+    mean 0 and deviation 1.
+
+    Args:
+        tried: [n, d], sets whose scores are known, 1 where a sublayer is left out.
+        scores: [n], of these.
+        sets: [m, d], random sets.
     """
-    tried, sets, scores = tried.double(), sets.double(), scores.double()
-    spread = scores.std(correction=0).clamp_min(1e-6)
-    unit = torch.cdist(sets, sets).mean().clamp_min(1e-6)
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Matern
 
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        d = math.sqrt(5) * torch.cdist(a, b) / unit
-        return (1 + d + d * d / 3) * (-d).exp()
-
-    known = kernel(tried, tried) + 1e-3 * torch.eye(len(tried), dtype=torch.float64)
-    across = kernel(sets, tried)
-    solved = torch.linalg.solve(known, across.mT).mT  # [m, n]
-    mean = solved @ ((scores - scores.mean()) / spread)
-    deviation = (1 - (solved * across).sum(1)).clamp_min(0).sqrt()
-    return mean + _BOLDNESS * deviation
-
-
-_WINDOW = 32  # tokens on which a set is tried
+    tried, scores, sets = tried.double(), scores.double(), sets.double()
+    unit = float(torch.cdist(sets, sets).mean().clamp_min(1e-6))
+    process = GaussianProcessRegressor(Matern(unit, nu=2.5), alpha=1e-3, optimizer=None)  # the kernel is not fitted
+    process.fit(tried.numpy(), ((scores - scores.mean()) / scores.std(correction=0).clamp_min(1e-6)).numpy())
+    mean, deviation = process.predict(sets.numpy(), return_std=True)
+    return torch.from_numpy(mean + _DEVIATIONS * deviation)
 
 
 @dataclass(kw_only=True)
@@ -390,7 +304,7 @@ class SwiftDrafter(ModelDrafter):
             self.layers.skipped = self.search.best
 
     def _predicted(self, row: Row) -> float:
-        """The share of the newest tokens of a row that are predicted; the cache is as before afterwards."""
+        """Return the share of a row's newest tokens that are predicted; the cache is restored."""
         read, written = row.tokens[-_WINDOW - 1 : -1], row.tokens[-_WINDOW:]
         start = len(row.tokens) - _WINDOW - 1
         device = self.engine.device
@@ -398,3 +312,92 @@ class SwiftDrafter(ModelDrafter):
             block = self._cache.block([row.slot], [start], _WINDOW)
             logits = self.engine.forward(self._cache, torch.tensor([read], device=device), block).logits[0]
         return float((argmax(logits) == torch.tensor(written, device=device)).float().mean())
+
+
+class AdaptedExit(EngineWrapper):
+    """The first layers of a flat engine, and on them the later layers of a draft that has the same first ones.
+
+    The first layers read and write the cache of the whole; the draft's own layers have one beside it.
+
+    Args:
+        exit_: the target's first layers. draft: its layers from ``exit_.first`` on run.
+    """
+
+    def __init__(self, exit_: EarlyExit, draft: FlatEngine):
+        super().__init__(draft, f", the first {exit_.first} layers with the target")
+        self._exit, self._draft = exit_, draft
+        self._layers = range(exit_.first, draft.layers)
+        self.limit, self.layers = exit_.limit, exit_.layers
+        self._caches: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()
+
+    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
+        """See ``Engine.forward``."""
+        with without_torch_function():
+            h, _ = self._draft.run_layers(self.own(cache), self._exit.states(cache, tokens, block), block, self._layers)
+            return self._draft.output(h, keep)
+
+    def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
+        """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
+        with without_torch_function():
+            self._draft.run_layers(self.own(cache), states, block, self._layers)
+
+    def own(self, cache: KVCache) -> KVCache:
+        """Return the cache of the draft's own layers beside ``cache``."""
+        if cache not in self._caches:
+            # Rows that have not drafted for several steps are read together with one that is nearly at its end.
+            self._caches[cache] = KVCache(self._draft.layers, cache.batch, 2 * cache.capacity)
+        return self._caches[cache]
+
+
+@dataclass(kw_only=True)
+class KangarooDrafter(ModelDrafter):
+    """An early exit with layers of its own after it (Kangaroo, Liu et al. 2024, arXiv 2404.18911).
+
+    Target and draft read a token's first layers once between them. The draft's own layers take the states of accepted
+    tokens from the verification, and so the target's engine must report the states that enter the layer after the exit.
+
+    Attributes:
+        adapted: the layers; ``engine``, which may be one around it, runs them.
+    """
+
+    adapted: AdaptedExit
+    shares_cache: bool = field(default=True, init=False)
+    # Of each row: how many of its tokens the draft's own layers have read, and the states of those after them.
+    _held: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    _states: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def start(self, rows: list[Row], state: TargetState) -> None:
+        self._held, self._states = {}, {}
+        super().start(rows, state)
+
+    def join(self, rows: list[Row], state: TargetState) -> None:
+        super().join(rows, state)
+        self._held |= {row.index: 0 for row in rows}
+        self._states |= {row.index: new for row, new in zip(rows, state.features, strict=True) if new is not None}
+
+    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
+        self._read_states(rows)
+        return super().propose(rows, budgets)
+
+    def _read_states(self, rows: list[Row]) -> None:
+        """Let the draft's own layers read what was accepted since they last drafted for these rows."""
+        starts, news = [self._held[row.index] for row in rows], [self._states.pop(row.index, None) for row in rows]
+        known = [new for new in news if new is not None]
+        if not known:
+            return
+        states = pad_sequence([known[0][:0] if new is None else new for new in news], batch_first=True)
+        block = self._cache.block([row.slot for row in rows], starts, states.shape[1])
+        self.adapted.read(self._cache, states, block)
+        for row, new in zip(rows, news, strict=True):
+            self._held[row.index] += 0 if new is None else len(new)
+
+    def accept(self, rows: list[Row], verified: Verified) -> None:
+        super().accept(rows, verified)
+        features = verified.output.features
+        assert features is not None
+        for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
+            new, old = features[i, [0, *(node + 1 for node in path)]], self._states.get(row.index)
+            self._states[row.index] = new if old is None else torch.cat((old, new))
+
+    def select(self, slots: list[int]) -> None:
+        self.adapted.own(self._cache).select(slots)

@@ -161,7 +161,7 @@ class Products:
 
 
 def float16_scale(weight: Tensor) -> float | None:
-    """The power of two that moves float32 weights into float16 without rounding a single one; None where none does.
+    """Return the power of two that makes float32 weights exact in float16; None where none does.
 
     Checkpoints in bfloat16 or float16 contain numbers that float16 represents, too, once the largest is
     moved to the top of its range: with activations, products and sums in float32, the result is the same from half the
@@ -201,14 +201,14 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _half(weight: Tensor, bias: Tensor | None) -> Product:
-    """x -> x Wᵀ + bias in float32, the weights kept in 16 bits."""
+    """Return x -> x Wᵀ + bias in float32, the weights kept in 16 bits."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     dynamic = torch.ops.quantized.linear_dynamic_fp16.default
     return lambda x: dynamic(x, packed)
 
 
 def _rows(blocks: CodedWeight, bias: Tensor | None) -> Product:
-    """x -> x Wᵀ + bias in float32, W's codes kept in 16 bits, which represent whole numbers up to 2,048."""
+    """Return x -> x Wᵀ + bias in float32, W's codes kept in 16 bits, which represent whole numbers up to 2,048."""
     product, scales = _half(blocks.codes.float(), None), blocks.scales.flatten()
     return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
 
@@ -235,12 +235,12 @@ class CodedWeight:
 
     @property
     def size(self) -> int:
-        """Weights that share a scale."""
+        """Return how many weights share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
     @property
     def by_row(self) -> bool:
-        """Whether a row is one block, without a minimum."""
+        """Return whether a row is one block, without a minimum."""
         return self.scales.shape[1] == 1 and self.minima is None
 
     def __str__(self) -> str:
@@ -352,7 +352,7 @@ def _coded(values: Tensor, form: _Form, usual: Sequence[tuple[int, int]]) -> _Co
 
 
 def _shifted(values: Tensor, form: _Form, spans: Tensor, shifts: Sequence[int]) -> _Coded | None:
-    """As ``_coded``, the spans [B, 1] known."""
+    """Return the same as ``_coded``, for known spans [B, 1]."""
     if not shifts:
         return None
     found, wrong = _tried(values, form, spans, shifts[0])
@@ -432,7 +432,7 @@ def coded_product(blocks: CodedWeight, bias: Tensor | None) -> Callable[[Tensor]
     groups = inputs // size
 
     def tiled(x: Tensor) -> Tensor:
-        """[outputs, n] to [tiles, n, outputs of a tile]."""
+        """Cut [outputs, n] into tiles, [tiles, n, outputs of a tile]."""
         padded = x.new_zeros(tiles * _TILE, x.shape[1])
         padded[:outputs] = x
         return padded.view(tiles, _TILE, -1).transpose(1, 2).contiguous()
@@ -447,7 +447,7 @@ def coded_product(blocks: CodedWeight, bias: Tensor | None) -> Callable[[Tensor]
 
     @cache
     def places(n: int) -> tuple[Tensor, Tensor]:
-        """The table's rows of every bag, and where the bags end: for n rows of x."""
+        """Return the table's rows of every bag, and where the bags end, for n rows of x."""
         each = torch.arange(tiles * inputs, dtype=torch.int32).view(-1, 1, size).expand(-1, n, -1)
         return each.flatten(), torch.arange(0, tiles * inputs * n + 1, size, dtype=torch.int32)
 

@@ -93,11 +93,11 @@ class ParallelDrafter(Drafter):
 
     @property
     def _certain(self) -> bool:
-        """Whether the first token is the target's own choice, with no other worth a node of a tree."""
+        """Return whether the first token is the target's own choice, with no other worth a node of a tree."""
         return self.shares_cache and self._sampling.greedy
 
     def _room(self, row: Row) -> int:
-        """How many places behind a row are drafted at most."""
+        """Return how many places behind a row are drafted at most."""
         return room(self.engine, row, self.masks.length)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:

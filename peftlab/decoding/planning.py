@@ -194,12 +194,12 @@ def plan_from_repeats(target: list[list[float]], draft: list[float], conditions:
 
 
 def _attributes(of: Gains) -> Attributes:
-    """The attributes as they are, for a plan that has more of them."""
+    """Return the attributes of a plan, to make a plan with more of them."""
     return {field.name: getattr(of, field.name) for field in fields(of)}
 
 
 def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000) -> tuple[Interval, Interval]:
-    """The intervals of c and of the largest gain at α = 1; repeats are drawn together, as the steps took turns."""
+    """Return the intervals of c and of the largest gain at α = 1; repeats are drawn together: the steps took turns."""
     if len(draft) < 2:
         return None, None
     from scipy.stats import bootstrap
@@ -245,7 +245,7 @@ def _verdict(gammas: list[LengthGain]) -> str:
 
 
 def _break_even(gain: Callable[[float], float]) -> float | None:
-    """The least α at which the gain is 1; None where no draft gains anything."""
+    """Return the least α at which the gain is 1; None where no draft gains anything."""
     if gain(1.0) <= 1:
         return None
     low, high = 0.0, 1.0
@@ -303,7 +303,7 @@ def plan(
 
 
 def _of_target(seconds: Seconds) -> list[list[float]]:
-    """The repeats of a target step over 1, 2, ... tokens."""
+    """Return the repeats of a target step over 1, 2, ... tokens."""
     return [times for (name, _), times in seconds.items() if name == "target"]
 
 

@@ -154,7 +154,7 @@ class Goodput:
 
     @property
     def alpha(self) -> float:
-        """The acceptance that it expects: that of the last steps and of one accepted token."""
+        """Return the expected acceptance: that of the last steps and of one accepted token."""
         return (self._accepted + 1) / (self._tested + 1)
 
     def budget(self, batch: int) -> int:

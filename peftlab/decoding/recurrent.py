@@ -127,7 +127,7 @@ def blank(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
 
 
 def _mamba(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]:
-    """Mamba (Gu and Dao 2023, arXiv 2312.00752), and FalconMamba, which norms B, C and the time step."""
+    """Compute a layer of Mamba (Gu and Dao 2023, arXiv 2312.00752) or FalconMamba, which norms B, C and the step."""
     mixed, gate = mixer.in_proj(x).chunk(2, -1)
     mixed, windows = _convolved(mixer, mixed, before.window)
     size = mixer.ssm_state_size
@@ -142,7 +142,7 @@ def _mamba(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]:
 
 
 def _mamba2(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]:
-    """Mamba 2 (Dao and Gu 2024, arXiv 2405.21060): one decay for each head, B and C shared by groups of heads."""
+    """Compute a layer of Mamba 2 (Dao and Gu 2024, arXiv 2405.21060): a decay for each head, B and C for groups."""
     heads, size, groups = mixer.num_heads, mixer.ssm_state_size, mixer.n_groups
     gate, mixed, step = mixer.in_proj(x).split([mixer.intermediate_size, mixer.conv_dim, heads], -1)
     mixed, windows = _convolved(mixer, mixed, before.window)

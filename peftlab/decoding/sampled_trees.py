@@ -297,7 +297,7 @@ def verify_kseq_tree(
 
 
 def _accept_ratio(p: Tensor, q: Tensor, k: int, rho: float) -> float:
-    """p_acc / β = Σ_{j<k} (1-β)^j, which stays finite where p and q are disjoint and β = 0."""
+    """Return p_acc / β = Σ_{j<k} (1-β)^j, which stays finite where p and q are disjoint and β = 0."""
     miss = float((q - p / rho).clamp_min(0).sum())  # 1 - β, exactly 0 where p = q and ρ = 1
     return sum(miss**j for j in range(k))
 

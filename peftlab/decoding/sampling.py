@@ -35,7 +35,7 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] -> [..., V]."""
+        """Return the distribution of logits under these settings: [..., V] -> [..., V]."""
         return probabilities(logits, self.temperature, self.top_k, self.top_p)
 
 
@@ -49,7 +49,7 @@ def probabilities(
 
     Args:
         logits: [..., V], any float dtype; a masked token has logit -inf and gets probability 0.
-        temperature: 0 gives a one-hot at the largest logit, the lowest index among equals.
+        temperature: 0 gives a one-hot at the largest logit, ties go to the lowest index.
         top_k: keep the k most probable tokens, exactly k of them: the lowest indices win a tie.
         top_p: of what top-k left (renormalised), keep the fewest most probable tokens whose mass reaches it.
 
@@ -88,7 +88,7 @@ def _descending(probs: Tensor) -> Tensor:
 
 
 def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
-    """Return which tokens are the ``count`` [..., 1] most probable of each row, the lowest indices among equals.
+    """Return which tokens are the ``count`` [..., 1] most probable of each row, ties go to the lowest indices.
 
     Args:
         ordered: the values of ``probs``, descending.
@@ -103,8 +103,8 @@ def _most_probable(probs: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Return the index of the largest score of each row, the lowest among equals: [..., V] -> [...]."""
-    # Of equals max returns the first. On a CPU argmax takes three to five times as long.
+    """Return the index of the largest score of each row, ties go to the lowest: [..., V] -> [...]."""
+    # torch's max returns the first index of the largest value; its argmax takes three to five times as long on a CPU.
     return scores.max(-1).indices
 
 

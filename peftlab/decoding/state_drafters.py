@@ -316,7 +316,7 @@ class FeatureDrafter(Drafter):
         return torch.stack([last.get(i, nothing) for i in range(len(rows))])[:, None]
 
     def _advance(self, tokens: Tensor, states: Tensor, block: Block) -> Tensor:
-        """Compute the rows of a block of chains."""
+        """Advance the network over a block of chains, [b, n] to [b, n, H]."""
         device = self.network.device
         return self.network.advance(
             self._cache, tokens, states, block, block.positions(device), block.visible(None, device)
@@ -425,7 +425,7 @@ class GrowingTrees:
         return self._tokens.gather(1, self._read), place, self._above
 
     def deeper_matters(self, sizes: Sequence[int]) -> bool:
-        """Whether a child of one of the newest nodes can be among the ``sizes[i]`` most probable ones of a row i."""
+        """Return whether a child of a newest node can be among the ``sizes[i]`` most probable nodes of row i."""
         count = self._values.shape[1]
         if max(sizes) > count:
             return True
@@ -434,7 +434,7 @@ class GrowingTrees:
         return bool((self._values[:, self._begin :].amax(1) > least).any())
 
     def best(self, sizes: Sequence[int]) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Return the ``sizes[i]`` most probable nodes of each row i, parents first and of equals the older.
+        """Return the ``sizes[i]`` most probable nodes of each row i, parents first; the older node wins a tie.
 
         Returns:
             Their tokens [b, N], -1 where a row has fewer, and their parents.

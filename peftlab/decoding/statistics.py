@@ -244,7 +244,7 @@ class MeasuredGain:
     best_width: int | None = None
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the gain as one line of text."""
         options = f"--gamma {self.best_gamma}" + ("" if self.best_width is None else f" --width {self.best_width}")
         best = f"best by these rates: {options}, {self.best_gain:.2f}x"
         return (
@@ -278,7 +278,7 @@ class TimeShares:
     outside: float
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the shares as one line of text."""
         shares = (("target", self.target), ("drafting", self.draft), ("outside both", self.outside))
         return "time: " + ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares)
 
@@ -390,7 +390,7 @@ class PoolResult:
     equal: bool | None
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return the rates as one line of text."""
         rates = ", ".join(
             f"{name} {rate:.1f} against {self.static[name]:.1f} tokens/s ({rate / self.static[name]:.2f}x)"
             for name, rate in self.pooled.items()

@@ -99,7 +99,7 @@ def break_even_alpha(gamma: int, c: float) -> float:
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int) -> int:
-    """Return the γ in 0..max_gamma of the largest gain, the smallest among equals; 0 says not to draft."""
+    """Return the γ in 0..max_gamma of the largest gain, the smallest in a tie; 0 says not to draft."""
     return max(range(max_gamma + 1), key=lambda gamma: speedup(alpha, gamma, c))
 
 
@@ -148,7 +148,7 @@ def best_goodput_gamma(
     draft_time: Callable[[int], float],
     max_gamma: int,
 ) -> int:
-    """Return the γ in 0..max_gamma of the largest goodput, the smallest among equals."""
+    """Return the γ in 0..max_gamma of the largest goodput, the smallest in a tie."""
     return max(range(max_gamma + 1), key=lambda g: goodput(alpha, g, batch, target_time, draft_time))
 
 

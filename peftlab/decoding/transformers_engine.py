@@ -103,7 +103,7 @@ class TransformersEngine:
         return output.logits, torch.cat(features, -1) if features else None
 
     def _seen(self, block: Block) -> int:
-        """How many slots the model is shown. In a chain none past its limit: it may have no bias or mask for them."""
+        """Return how many slots the model is shown: in a chain none past its limit, for which it may have no mask."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
     def _mask(self, block: Block) -> Tensor | dict[str, Tensor | None] | None:
@@ -135,7 +135,7 @@ class _Slots(CacheLayerMixin):
         self.cache, self.block, self.layer, self.seen = cache, block, layer, seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the ``KVCache`` allocates."""
+        """Do nothing: the ``KVCache`` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.write(self.layer, torch.cat((key_states, value_states), 1), self.block)
@@ -186,13 +186,13 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         device: torch.device = self.model.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Return the dtype of its weights."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
 
 
 def _stored(context: Context) -> DynamicCache:
-    """The keys and values of the cross-attention as the library's cache, without a copy."""
+    """Return the keys and values of the cross-attention as the library's cache, without a copy."""
     cache = DynamicCache()
     for keys, values in context.layers:
         layer = DynamicLayer()

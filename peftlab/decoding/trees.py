@@ -45,7 +45,7 @@ class RankRates:
 
     @property
     def width(self) -> int:
-        """Ranks that were measured."""
+        """Return how many ranks were measured."""
         return len(self.rates[0])
 
     def __call__(self, depth: int, rank: int) -> float:

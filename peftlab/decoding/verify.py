@@ -177,17 +177,17 @@ def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> 
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values[..., index]: [..., V], [...] -> [...]."""
+    """Return values[..., index]: [..., V], [...] -> [...]."""
     return values.gather(-1, index[..., None]).squeeze(-1)
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:
-    """values[..., index, :]: [..., N, V], [...] -> [..., V]."""
+    """Return values[..., index, :]: [..., N, V], [...] -> [..., V]."""
     return values.take_along_dim(index[..., None, None], dim=-2).squeeze(-2)
 
 
 def _leading(accepted: Tensor) -> Tensor:
-    """Number of leading True along the last dimension: [..., γ] -> [...]."""
+    """Return the number of leading True along the last dimension: [..., γ] -> [...]."""
     return accepted.long().cumprod(-1).sum(-1)
 
 
