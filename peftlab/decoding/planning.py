@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -389,8 +388,3 @@ def _batch_advice(batch: int, seconds: Seconds, costs: Sequence[DraftCost], alph
     target = [statistics.median(times) for times in _of_target(seconds)]
     verification = [each / target[0] for each in target]
     return BatchPlan(batch, target, verification, None, [], recommendation(advise(costs, verification, alpha)))
-
-
-def finite(value: float | None) -> str:
-    """Return a gain or an acceptance for a table; a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peftlab.decoding.advice import GAIN_ALPHAS
-from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at, finite
+from peftlab.decoding.planning import MeasuredAdvice, MeasuredPlan, best_gamma_at
 from peftlab.files import Json, member, read_object, to_json
 from peftlab.reporting.pages import drafted_example, render, require
 from peftlab.reporting.plots import INK, SERIES, Plot, acceptance_plots, figure
@@ -478,6 +479,11 @@ def page(title: str, tables: Sequence[TextTable], facts: Sequence[str], plots: S
     """
     context = {"title": title, "about": facts[-1:], "notes": facts[:-1], "tables": tables, "plots": plots}
     return render("draft.html.j2", context | {"speed": None, "categories": [], "example": None, "last": []})
+
+
+def finite(value: float | None) -> str:
+    """Return a gain or an acceptance for a table; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
 def _between(interval: Interval, digits: int) -> str:

@@ -24,7 +24,6 @@ from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
-from peftlab.decoding.planning import finite
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampled_trees import rsd_c
 from peftlab.decoding.sampling import Sampling
@@ -33,6 +32,7 @@ from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.pipelines.drafts.measure_draft import watched
+from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2
 
