@@ -50,10 +50,9 @@ from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.problem import Scores, TrainingProblem
-from peftlab.training.distributed import make_accelerator
+from peftlab.training.distributed import check_trackers, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.state import Progress
-from peftlab.training.trackers import check_trackers
 
 _BEFORE, _AFTER = 4, 24  # held-out prompts that are decoded before and after training, one at a time
 

@@ -50,11 +50,10 @@ from peftlab.tasks.problem import ModelSource, Scores, TaskOptions, TaskProblem
 from peftlab.tasks.table import find_task
 from peftlab.tasks.tokens import model_inputs
 from peftlab.training.config import TrainConfig
-from peftlab.training.distributed import AsTrained, make_accelerator
+from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.state import Progress, SelectionResult
-from peftlab.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)

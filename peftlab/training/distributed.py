@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,6 +45,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 NestedT = TypeVar("NestedT")
 
 OLDEST = "0.18"  # DeepSpeed before this ignores ``torch_autocast``
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise ``PeftlabError`` for a tracker whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise PeftlabError(f"train.trackers: {name} is not installed; pip install 'peftlab[{name}]'")
 
 
 def make_accelerator(settings: TrainConfig, run_dir: Path, device: str) -> Accelerator:

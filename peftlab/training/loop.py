@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -42,7 +44,6 @@ from peftlab.training.state import (
     restore_adapter,
     save_checkpoint,
 )
-from peftlab.training.trackers import JsonlTracker, flat
 
 
 def train(
@@ -397,7 +398,7 @@ class Log:
 
     def __init__(self, path: Path, accelerator: Accelerator, step: int, keep_bytes: int, order: Order) -> None:
         self._accelerator, self._order = accelerator, order
-        self._file = JsonlTracker(path, keep_bytes) if accelerator.is_main_process else None
+        self._file = MetricsFile(path, keep_bytes) if accelerator.is_main_process else None
         self._pending: list[tuple[int, float, Tensor, Tensor, list[int]]] = []
         # None: no bar where standard error is no terminal (a log file, CI)
         hidden = None if accelerator.is_main_process else True
@@ -409,7 +410,7 @@ class Log:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
         if self._file is not None:
-            self._file.finish()
+            self._file.close()
 
     def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
         """Record a training step; losses are read from the device every ``READ_EVERY`` steps."""
@@ -460,6 +461,64 @@ class Log:
     def _write(self, step: int, values: dict[str, object]) -> None:
         values = {"epoch": self._order.epoch(step), **values}
         if self._file is not None:
-            self._file.log(values, step)
+            self._file.write({"step": step, **values})
         if self._accelerator.trackers:
             self._accelerator.log(flat(values), step=step)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object per line.
+
+    The file contains nothing that differs between two runs of one recipe (no clock), so that a resumed run's file
+    equals an uninterrupted one's.
+
+    Args:
+        path: the file.
+        keep_bytes: its length at the checkpoint, to which it is truncated.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        self._file = open(path, "ab")  # noqa: SIM115
+        self._file.truncate(keep_bytes)
+
+    def write(self, values: Mapping[str, object]) -> None:
+        """Append ``values`` as a line; a number that is not finite becomes null, as JSON has none."""
+        self._file.write((json.dumps(_finite(values)) + "\n").encode())
+
+    def flush(self) -> None:
+        """Write buffered lines to the file; ``PeftlabError`` if that fails, as on a full disk."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise PeftlabError(
+                f"{self._file.name}: cannot be written ({error.strerror}); the newest checkpoint is complete"
+            ) from None
+
+    def position(self) -> int:
+        """Flush to the disk and return the file's length in bytes."""
+        self.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file; ``flush`` has already reported a full disk."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in nested ``values`` under slash-joined names, as accelerate's trackers need them."""
+    result: dict[str, float] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result |= flat(value, f"{name}/")
+        elif isinstance(value, (int, float)):
+            result[name] = value
+    return result

@@ -23,7 +23,7 @@ from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.distributed import make_accelerator
-from peftlab.training.trackers import flat
+from peftlab.training.loop import flat
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K-hf"
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="no shared data beside the checkout")

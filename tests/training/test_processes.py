@@ -12,7 +12,7 @@ import torch
 from launching import LAUNCHED, ended, free_port, launch, run_in_two, start
 from safetensors.torch import load_file
 
-from peftlab.training.trackers import flat
+from peftlab.training.loop import flat
 
 # 31 examples in batches of 6: the last one has one example, and three of its four parts have none. Nine
 # examples in evaluation batches of 4: the second process has one batch less.

@@ -5,17 +5,18 @@ import json
 import pytest
 
 from peftlab.errors import PeftlabError
-from peftlab.training.trackers import JsonlTracker, check_trackers, flat
+from peftlab.training.distributed import check_trackers
+from peftlab.training.loop import MetricsFile, flat
 
 
 def test_lines_and_positions(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path)
-    tracker.log({"loss": 0.5}, 1)
-    first = tracker.position()
-    tracker.log({"split": "dev", "eval": {"accuracy": 1.0}}, 1)
-    assert tracker.position() == path.stat().st_size > first
-    tracker.finish()
+    file = MetricsFile(path)
+    file.write({"step": 1, "loss": 0.5})
+    first = file.position()
+    file.write({"step": 1, "split": "dev", "eval": {"accuracy": 1.0}})
+    assert file.position() == path.stat().st_size > first
+    file.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 0.5},
         {"step": 1, "split": "dev", "eval": {"accuracy": 1.0}},
@@ -24,23 +25,23 @@ def test_lines_and_positions(tmp_path):
 
 def test_a_resumed_file_is_cut_to_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path)
-    tracker.log({"loss": 0.5}, 1)
-    kept = tracker.position()
-    tracker.log({"loss": 9.0}, 2)
-    tracker.finish()
-    again = JsonlTracker(path, kept)
-    again.log({"loss": 0.25}, 2)
-    again.finish()
+    file = MetricsFile(path)
+    file.write({"step": 1, "loss": 0.5})
+    kept = file.position()
+    file.write({"step": 2, "loss": 9.0})
+    file.close()
+    again = MetricsFile(path, kept)
+    again.write({"step": 2, "loss": 0.25})
+    again.close()
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [0.5, 0.25]
-    JsonlTracker(path).finish()
+    MetricsFile(path).close()
     assert path.read_bytes() == b""
 
 
 def test_numbers_that_json_does_not_have(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    tracker.log({"grad_norm": float("inf"), "eval": {"loss": float("nan"), "accuracy": 0.5}}, 1)
-    tracker.finish()
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "grad_norm": float("inf"), "eval": {"loss": float("nan"), "accuracy": 0.5}})
+    file.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line == {"step": 1, "grad_norm": None, "eval": {"loss": None, "accuracy": 0.5}}
 
