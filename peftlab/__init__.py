@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from peftlab.checkpoints.engines import check_adapter as check_adapter
     from peftlab.checkpoints.engines import convert_adapter as convert_adapter
     from peftlab.checkpoints.extract import extract_adapter as extract_adapter
-    from peftlab.checkpoints.merge.options import MergeOptions as MergeOptions
+    from peftlab.checkpoints.merge.config import MergeOptions as MergeOptions
     from peftlab.checkpoints.merge.run import merge_checkpoint as merge_checkpoint
-    from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint as unmerge_checkpoint
+    from peftlab.checkpoints.merge.run import unmerge_checkpoint as unmerge_checkpoint
     from peftlab.checkpoints.trainers import AdapterCheckpoints as AdapterCheckpoints
     from peftlab.decoding.decode import decode as decode
     from peftlab.drafting.export import export_draft as export_draft

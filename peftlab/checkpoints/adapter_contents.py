@@ -31,8 +31,8 @@ from peftlab.checkpoints.adapter import (
 )
 from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.formats.peft import PREFIX
-from peftlab.checkpoints.merge.base import base_directory
-from peftlab.checkpoints.merge.task_model import closest_model
+from peftlab.checkpoints.merge.plan import closest_model
+from peftlab.checkpoints.merge.run import base_directory
 from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_header
 from peftlab.errors import PeftlabError, did_you_mean

@@ -39,9 +39,8 @@ from peftlab.checkpoints.adapter_contents import (
     split_experts,
 )
 from peftlab.checkpoints.formats.peft import PREFIX
-from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.merge.plan import plan_merge
-from peftlab.checkpoints.merge.task_model import task_model
+from peftlab.checkpoints.merge.config import MergeOptions
+from peftlab.checkpoints.merge.plan import plan_merge, task_model
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import staged_directory, write_json

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.formats.peft import short_names
-from peftlab.checkpoints.merge.base import base_directory, quantisation
+from peftlab.checkpoints.merge.run import base_directory, quantisation
 from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_at
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory

@@ -61,7 +61,7 @@ def merge(
     device: Device = "auto",
 ) -> object:
     """Fold adapters into their base model: a plain checkpoint, streamed."""
-    from peftlab.checkpoints.merge.options import MergeOptions
+    from peftlab.checkpoints.merge.config import MergeOptions
     from peftlab.files import to_json
     from peftlab.models.dtypes import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
@@ -77,7 +77,12 @@ def merge(
         overwrite=overwrite,
     )
     done = run_merge(adapters, base, out, options, Combining(method, rank, density), verify=verify, device=device)
-    show(merge_table(done.report), *done.report.notes, *(f"warning: {text}" for text in done.report.warnings))
+    show(
+        merge_table(done.report),
+        done.report.accounts.line(),
+        *done.report.notes,
+        *(f"warning: {text}" for text in done.report.warnings),
+    )
     show(*(f"{name.replace('_', ' ')}: {value:.3g}" for name, value in to_json(done.check or {}).items()))
     show(f"merged: {out}")
     return done
@@ -91,7 +96,7 @@ def unmerge(
     overwrite: Overwrite = False,
 ) -> object:
     """Write the base model of a merged directory, bit for bit, after checking that it is the right one."""
-    from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
+    from peftlab.checkpoints.merge.run import unmerge_checkpoint
 
     show(f"unmerged: {unmerge_checkpoint(merged, out, base=base, overwrite=overwrite)}")
     return {"out": out}

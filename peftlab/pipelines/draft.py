@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
-from peftlab.checkpoints.merge.config import into, times
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
 from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head

@@ -14,8 +14,7 @@ from torch import nn
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
-from peftlab.checkpoints.merge.config import into, times
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
 from peftlab.errors import PeftlabError, about

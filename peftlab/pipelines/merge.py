@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError

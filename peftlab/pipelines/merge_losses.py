@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from peftlab.checkpoints.merge.config import Into
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import Into, MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.files import scratch_directory
 from peftlab.models.pretrained import load_base, load_config

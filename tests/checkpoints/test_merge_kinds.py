@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.adapter import load_adapter, read_adapter
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.errors import PeftlabError

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
-from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.merge.run import merge_checkpoint
-from peftlab.checkpoints.merge.unmerge import unmerge_checkpoint
+from peftlab.checkpoints.merge.config import MergeOptions
+from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
 from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
 from peftlab.models.base_format import BaseFormat

@@ -11,7 +11,7 @@ from models import adapt, build, load, reference, save_base, weight_files
 from safetensors.torch import load_file, save_file
 
 import peftlab
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.report import TensorReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError

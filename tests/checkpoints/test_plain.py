@@ -15,7 +15,7 @@ from models import adapt, save_base
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS

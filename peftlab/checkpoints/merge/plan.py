@@ -1,34 +1,41 @@
-"""Deciding where each tensor of a merged checkpoint comes from, by names and shapes alone."""
+"""Deciding where each tensor of a merged checkpoint comes from, by names and shapes alone.
+
+The model is made without transformers where names and shapes alone decide: ``plain_task_model``.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, in_model
 from peftlab.checkpoints.fitting import check_fit, fitted
+from peftlab.checkpoints.formats.peft_renaming import new_names
 from peftlab.checkpoints.formats.peft_settling import divided
-from peftlab.checkpoints.merge.options import MergeOptions
-from peftlab.checkpoints.merge.plain_task import plain_task_model
-from peftlab.checkpoints.merge.task_model import task_model
+from peftlab.checkpoints.merge.config import MergeOptions
+from peftlab.checkpoints.merge.report import BaseAccounts
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
-from peftlab.errors import PeftlabError
-from peftlab.methods.injection import inject, injection_of
+from peftlab.errors import PeftlabError, did_you_mean, reason
+from peftlab.files import Json, member, read_object
+from peftlab.methods.injection import inject
 from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.own_copy import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
+from peftlab.methods.targets import inside
 from peftlab.models.base_format import BaseFormat
-from peftlab.models.plain import NoValues
+from peftlab.models.bounds import check_sizes
+from peftlab.models.plain import NoValues, PlainModel, plain_model
 from peftlab.models.pretrained import load_config
-from peftlab.models.skeleton import Place, places, tied_names
+from peftlab.models.skeleton import Place, empty_model, places, tied_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,14 +66,16 @@ class Target:
 
 @dataclass
 class MergePlan:
-    """What a merge will write.
+    """What a merge will write. Each tensor of the base's files is a target's source, in ``dropped``, or refused.
 
     Attributes:
         model: the task model on the meta device, adapter injected.
         adapter: the adapter. shards: the base's files.
         files: the merged files' targets, by file name.
-        folded: the parameters with a linear addition, and the leaf of each.
-        given: parameters that the adapter contains whole.
+        folded: the parameters with a linear addition, under each of their names, and the leaf of each.
+        given: the values of parameters that the adapter contains whole, under each of their names.
+        values: the adapter's tensors by the identity of the model's parameters.
+        ignored: base keys that the task model has no parameter for and that are copied as they are.
         dropped: base keys left out, and why. notes: what the reader of the report should know.
         dtype: the dtype of most weights, by torch's name. stored: the dtype asked for, or None.
         trained: the weights that the base computed with in training, where the update is added to those.
@@ -81,17 +90,37 @@ class MergePlan:
     files: dict[str, list[Target]]
     folded: dict[str, str]
     given: dict[str, Tensor]
+    values: dict[int, Tensor]
     dropped: dict[str, str]
     dtype: str
     stored: torch.dtype | None
     trained: TrainingWeights | None = None
     plain: list[str] | None = None
-    composite: PretrainedConfig | None = None
+    ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    composite: PretrainedConfig | None = None
 
     def changes(self, name: str) -> bool:
         """Whether the merge changes the values of a parameter."""
         return name in self.folded or name in self.given or (self.trained is not None and name in self.trained)
+
+    def accounts(self) -> BaseAccounts:
+        """Count what becomes of the base's tensors.
+
+        Raises:
+            PeftlabError: one is neither written nor named as left out: a fault of the plan, not of its input.
+        """
+        changed: set[str] = set()
+        written: set[str] = set()
+        for target in (target for targets in self.files.values() for target in targets if target.shard is not None):
+            names = target.place.names if target.place is not None else [target.name]
+            written.add(target.source)
+            if any(self.changes(name) for name in names):
+                changed.add(target.source)
+        every = {key for shard in self.shards for key in shard.entries}
+        if lost := sorted(every - written - self.dropped.keys()):
+            raise PeftlabError(f"{len(lost)} tensors of the base would be lost, {lost[0]} for one; nothing was written")
+        return BaseAccounts(len(every), len(changed), len(written - changed), len(self.dropped))
 
     def close(self) -> None:
         """Close the base's files."""
@@ -131,34 +160,104 @@ def _planned(
     fp8 = options.dtype == FP8
     stored = None if fp8 else options.dtype
     weights, plain = _compressible(model) if fp8 else (set(), None)
+    found = _placed(model, shards)
+    notes = _untie_what_differs(model, shards, found)
     adapter = in_model(model, adapter)
-    tied = tied_names(model)
+    tied: dict[int, list[str]] = defaultdict(list)  # all names of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied[id(parameter)].append(name)
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    groups = [names for names in tied.values() if len(names) > 1]
+    if composite is not None:
+        present = _with_ties((name for place in found.values() for name in place.names), groups)
+        if known.keys() <= present:  # all of the larger model is there: its keys stay as they are
+            found = {key: replace(place, key=key) for key, place in found.items()}
+        else:  # a task head is new: the merged checkpoint is the task model's
+            composite = None
     with NoValues():
         inject(model, adapter.config)
-    given, shared = _whole_tensors(model, adapter, known, source)
-    replaced = {name: model.get_submodule(name) for name in injection_of(model).replaced}
-    leaves = {n: leaf for n, leaf in replaced.items() if isinstance(leaf, Adapted) and not isinstance(leaf, OwnCopy)}
-    refuse_unfoldable(leaves)
-    folded = {f"{name}.{key}": name for name, leaf in leaves.items() for key in leaf.fold()}
+    values = _values(model, adapter, source)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    given = {}  # a module that trains a copy of its own has that copy's value
+    for name in known:
+        owner, _, last = name.rpartition(".")
+        used = parameters.get(f"{owner}.own_{last}", parameters.get(name))
+        if id(used) in values:
+            given[name] = values[id(used)]
     main = _main_dtype(shards) if stored is None else stored
     name = str(main).removeprefix("torch.")
-    plan = MergePlan(model, adapter, shards, {}, folded, given, {}, name, stored, plain=plain, composite=composite)
-    plan.notes += adapter.notes
-    found = _place_base(plan, known, tied)
+    plan = MergePlan(
+        model, adapter, shards, {}, _folded(model), given, values, {}, name, stored, plain=plain, composite=composite
+    )
+    plan.notes += [*adapter.notes, *notes]
     if not dequantised:
         _restore_training(plan, found, options, source)
     _refuse_codes(plan, found)
-    extra = _tie(plan, found, tied, shared)
-    _refuse_missing(plan, known, found, tied, extra, shards[0].path.parent)
+    extra = _write_tied(plan, found, groups)
+    _refuse_missing(plan, known, found, extra, groups)
+    rest = _unplaced(plan, found, options)
     for shard in shards:
-        targets = [_target(plan, shard, key, found[key]) for key in shard.entries if key in found]
-        if targets:
-            plan.files[shard.output_name] = targets
+        where = {key: place for key in shard.entries if (place := found.get(key) or rest.get(key))}
+        if where:
+            plan.files[shard.output_name] = [_target(plan, shard, key, place) for key, place in where.items()]
     plan.files[list(plan.files)[-1]] += extra
+    _check_shapes(plan, known)
     plan.files = {name: list(_in_fp8(targets, weights)) for name, targets in plan.files.items()}
     return plan
+
+
+def _placed(model: PreTrainedModel, shards: list[Shard]) -> dict[str, Place]:
+    """Return the place in the model of each base key that it has a parameter for: each parameter has one key.
+
+    Raises:
+        PeftlabError: no key belongs to the model, or two keys are one parameter and their values differ.
+    """
+    kind, base = type(model).__name__, shards[0].path.parent
+    holders = {key: shard for shard in shards for key in shard.entries}
+    found = {key: place for key, place in places(model, list(holders)).items() if place is not None}
+    if not found:
+        raise PeftlabError(f"{base}: none of its weights belongs to {kind}")
+    by_name: dict[str, str] = {}
+    for key, place in found.items():
+        first = by_name.setdefault(place.name, key) if place.converter is None else key
+        if first != key:
+            raise PeftlabError(f"{base}: {first!r} and {key!r} are both {place.name} of {kind}; remove one of them")
+    return found
+
+
+def _untie_what_differs(model: PreTrainedModel, shards: list[Shard], found: dict[str, Place]) -> list[str]:
+    """Untie the parameters that the base stores with different values, as ``from_pretrained`` does; return notes.
+
+    The configuration may say that they are tied: the files decide.
+    """
+    holders = {place.name: (shard, key) for shard in shards for key in shard.entries if (place := found.get(key))}
+    notes = []
+    for twin, origin in tied_names(model).items():
+        if twin not in holders or origin not in holders or model.get_parameter(twin) is not model.get_parameter(origin):
+            continue
+        (shard, key), (other, other_key) = holders[twin], holders[origin]
+        if shard.entries[key].shape == other.entries[other_key].shape and torch.equal(
+            shard.read(key), other.read(other_key)
+        ):
+            continue
+        owner, _, last = twin.rpartition(".")
+        parameter = model.get_parameter(twin)
+        model.get_submodule(owner)._parameters[last] = nn.Parameter(torch.empty_like(parameter))
+        model.all_tied_weights_keys.pop(twin)
+        notes.append(f"the base stores {twin} and {origin} with different values: they are merged as two matrices")
+    return notes
+
+
+def _folded(model: PreTrainedModel) -> dict[str, str]:
+    """Return the parameters with a linear addition, under each of their names, with the name of the adapted leaf."""
+    refuse_unfoldable({name: leaf for name, leaf in model.named_modules() if isinstance(leaf, Adapted)})
+    return {
+        f"{name}.{key}": name
+        for name, leaf in model.named_modules(remove_duplicate=False)
+        if isinstance(leaf, Adapted) and not isinstance(leaf, OwnCopy)
+        for key in leaf.fold()
+    }
 
 
 def _restore_training(plan: MergePlan, found: dict[str, Place], options: MergeOptions, source: str) -> None:
@@ -211,54 +310,37 @@ def _in_fp8(targets: list[Target], weights: set[str]) -> Iterator[Target]:
         yield Target(scale, f"{target.name}_scale", "F32", (target.shape[0], 1))
 
 
-def _whole_tensors(
-    model: PreTrainedModel, adapter: Adapter, known: dict[str, torch.Size], source: str
-) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the adapter's whole tensors by parameter, and those of them that all tied twins share.
+def _values(model: PreTrainedModel, adapter: Adapter, source: str) -> dict[int, Tensor]:
+    """Return the adapter's tensors by the identity of the parameters that they are the values of.
 
-    All others are checked to be the trained parameters of the method, one to one.
+    What peft saved beside the adapter (embeddings) replaces the base's parameter, in all modules that share it; all
+    other tensors are checked to be the trained parameters of the method, one to one.
     """
-    trained, given = divided(model, fitted(model, adapter.tensors, source=source), source=source)
+    trained, saved = divided(model, fitted(model, adapter.tensors, source=source), source=source)
     check_fit(model, trained, source=source)
-    shared = set(given)
-    for key, tensor in trained.items():
-        module, _, last = key.rpartition(".")
-        name = f"{module}.{last.removeprefix('own_')}"
-        if name in known:
-            given[name] = tensor
-            shared |= {name} & {key}
-    return given, shared
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {id(parameters[name]): tensor for name, tensor in (saved | trained).items()}
 
 
-def _place_base(plan: MergePlan, known: dict[str, torch.Size], tied: dict[str, str]) -> dict[str, Place]:
-    """Return the place of each base key in the model; keys without one are recorded as dropped.
-
-    Where the model is the text model of a larger one, and the base contains all of it, all keys stay as they are.
-    """
-    kind = type(plan.model).__name__
-    everywhere = places(plan.model, [key for shard in plan.shards for key in shard.entries])
-    if plan.composite is not None:
-        present = {name for place in everywhere.values() if place is not None for name in place.names}
-        present |= {name for pair in tied.items() if present & {*pair} for name in pair}
-        if known.keys() <= present:
-            everywhere = {key: Place(key, key) if p is None else replace(p, key=key) for key, p in everywhere.items()}
-        else:  # a task head is new: the merged checkpoint is the task model's
-            plan.composite = None
-    found: dict[str, Place] = {}
-    for shard in plan.shards:
-        for key, entry in shard.entries.items():
-            place = everywhere[key]
-            if place is None:
-                plan.dropped[key] = f"{kind} has no such parameter"
-                continue
-            whole = place.converter is None and place.name not in plan.given
-            needed = tuple(known.get(place.name, entry.shape))
-            if whole and entry.shape != needed:
-                raise PeftlabError(f"{shard.path}: {key!r} has shape {entry.shape}, {kind} needs {needed}")
-            found[key] = place
-    if not found:
-        raise PeftlabError(f"{plan.shards[0].path.parent}: none of its weights belongs to {kind}")
-    return found
+def _check_shapes(plan: MergePlan, known: dict[str, torch.Size]) -> None:
+    """Refuse a tensor that would not have its parameter's shape, as where the vocabulary has grown in training."""
+    for target in (target for targets in plan.files.values() for target in targets):
+        if target.place is None or target.place.converter is not None or target.name not in known:
+            continue
+        shape = tuple(known[target.name])
+        if target.shape == shape:
+            continue
+        assert target.shard is not None
+        tokens = getattr(plan.model.config.get_text_config(), "vocab_size", None)
+        grown = (
+            f"; the adapter was trained with {tokens} tokens and does not contain {target.name}: load the base, "
+            f"model.resize_token_embeddings({tokens}) as in training, then the adapter, and save it with "
+            "peftlab.save_adapter"
+        )
+        raise PeftlabError(
+            f"{target.shard.path}: {target.source!r} has shape {target.shape}, {type(plan.model).__name__} needs "
+            f"{shape}{grown if tokens in shape and tokens not in target.shape else ''}"
+        )
 
 
 def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
@@ -273,62 +355,107 @@ def _refuse_codes(plan: MergePlan, found: dict[str, Place]) -> None:
                 )
 
 
-def _tie(plan: MergePlan, found: dict[str, Place], tied: dict[str, str], shared: set[str]) -> list[Target]:
-    """Keep tied parameters tied, or untie those that the adapter makes differ.
+def _write_tied(plan: MergePlan, found: dict[str, Place], groups: list[list[str]]) -> list[Target]:
+    """Choose the names that tied parameters are written under; return the targets that the base has no key for.
 
-    Returns the targets that the base has no key for: heads, and the second of two untied parameters.
+    Parameters that are equal after the merge stay tied and are written once. Where two differ, every tied name of the
+    model is written, since the setting in ``config.json`` holds for all of them.
+
+    Args:
+        groups: the names of each parameter that has several, in the model's order.
     """
     holders = {place.name: (shard, key) for shard in plan.shards for key in shard.entries if (place := found.get(key))}
-    pairs = [(twin, origin) for twin, origin in tied.items() if twin in holders or origin in holders]
-    differ = [pair for pair in pairs if _differ(plan, holders, *pair, shared)]
-    extra = []
-    for twin, origin in pairs:
-        if not differ:
-            if twin in holders and origin in holders:
-                if plan.composite is not None:  # which may not tie what its text model does
-                    plan.given |= {twin: plan.given[origin]} if origin in plan.given else {}
-                    continue
-                key = holders[twin][1]
-                plan.dropped[key] = f"tied to {origin}"
-                del found[key]
-            plan.given.pop(twin, None)
-            continue
-        if (twin, origin) in differ:
-            plan.notes.append(f"{twin} and {origin} were tied and differ now: both are written, config.json says so")
-        # The setting holds for the whole model: pairs that are still equal would not be tied on loading either.
-        for config in {id(c): c for c in (plan.model.config, plan.model.config.get_text_config())}.values():
+    groups = [names for names in groups if any(name in holders or name in plan.given for name in names)]
+    apart = [names for names in groups if len({_merged_value(plan, name) for name in names}) > 1]
+    extra: list[Target] = []
+    for names in groups:
+        held = [name for name in names if name in holders]
+        if not apart:
+            # A larger model around this one may not tie what this one does: there both are written.
+            for name in held[1:] if plan.composite is None else []:
+                plan.dropped[holders[name][1]] = f"tied to {held[0]}"
+                del found[holders[name][1]]
+        elif held:
+            shard, key = holders[held[0]]
+            prefix = key.removesuffix(held[0]) if plan.composite is not None else ""
+            extra += [_target(plan, shard, key, Place(name, prefix + name)) for name in names if name not in holders]
+    if apart:
+        plan.notes += [f"{' and '.join(names)} were tied and differ now: both are written" for names in apart]
+        for config in (plan.model.config, plan.model.config.get_text_config()):
             config.tie_word_embeddings = False
-        for name, other in ((twin, origin), (origin, twin)):
-            if name not in plan.given and other in shared and other in plan.given:
-                plan.given[name] = plan.given[other]
-            if name not in holders:
-                shard, key = holders[other]
-                prefix = key.removesuffix(other) if plan.composite is not None and key.endswith(other) else ""
-                extra.append(_target(plan, shard, key, Place(name, prefix + name)))
-    present = {place.name for place in found.values()} | {target.name for target in extra} | set(tied)
+    written = {place.name for place in found.values()} | {target.name for target in extra}
+    tied = {name for names in groups if written.intersection(names) for name in names}
     for name, tensor in plan.given.items():
-        if name not in present:
+        if name not in written | tied:
             extra.append(Target(name, name, NAMES[getattr(torch, plan.dtype)], tuple(tensor.shape)))
+            tied |= {other for names in groups if not apart and name in names for other in names}
     return extra
 
 
-def _differ(plan: MergePlan, holders: dict[str, tuple[Shard, str]], twin: str, origin: str, shared: set[str]) -> bool:
-    """Whether two tied parameters have different values after the merge."""
-    if twin in plan.folded or origin in plan.folded:
-        return not _folded_alike(plan, twin, origin)
-    if twin in plan.given and origin in plan.given:
-        return not torch.equal(plan.given[twin], plan.given[origin])
-    if twin in plan.given or origin in plan.given:
-        return not shared & {twin, origin}
-    if twin in holders and origin in holders:
-        (shard, key), (other, other_key) = holders[twin], holders[origin]
-        return not torch.equal(shard.read(key), other.read(other_key))
-    return False
+def _merged_value(plan: MergePlan, name: str) -> tuple[object, ...]:
+    """Return what identifies a tied parameter's value after the merge: where it starts, and what is folded into it."""
+    given = plan.given.get(name)
+    start = None if given is None else next(id(t) for t in plan.given.values() if t is given or torch.equal(t, given))
+    if name not in plan.folded:
+        return start, None
+    leaf = plan.model.get_submodule(plan.folded[name])
+    assert isinstance(leaf, Adapted)
+    return start, addition(leaf), name.removeprefix(f"{plan.folded[name]}.")
 
 
-def _folded_alike(plan: MergePlan, twin: str, origin: str) -> bool:
-    leaves = [plan.model.get_submodule(plan.folded[name]) for name in (twin, origin) if name in plan.folded]
-    return len({addition(leaf) for leaf in leaves if isinstance(leaf, Adapted)}) == 1 and len(leaves) == 2
+def _unplaced(plan: MergePlan, found: dict[str, Place], options: MergeOptions) -> dict[str, Place]:
+    """Return the places of base keys that the task model has no parameter for: they are copied as they are.
+
+    Such are layers that predict further tokens, the vision tower beside a text model, buffers: what the class ignores
+    when it loads, and other programs read. Only the head of the base's own task is left out where the adapter's task
+    has another one; that is noted.
+    """
+    kind = type(plan.model).__name__
+    rest = [key for shard in plan.shards for key in shard.entries if key not in found and key not in plan.dropped]
+    if not rest:
+        return {}
+    directory = plan.shards[0].path.parent
+    own = _own_class(directory, options)
+    where: dict[str, Place] = {}
+    prefix = f"{plan.model.base_model_prefix}."
+    heads: list[str] = []
+    in_body: set[str] = set()
+    if own is not None and type(own) is not type(plan.model):
+        body = own.base_model_prefix
+        if isinstance(own._modules.get(body), nn.Module):
+            heads = [name for name in own._modules if name != body]
+        elif any(place.key == prefix + key for key, place in found.items()):  # of the bare body, whose name is added
+            in_body = {key for key, place in places(own, rest).items() if place is not None}
+    for key in rest:
+        if inside(key, heads):
+            plan.dropped[key] = f"of the head of {type(own).__name__}, which {kind} does not have"
+        else:
+            where[key] = Place(key, prefix + key if key in in_body else key)
+    plan.ignored = list(where)
+    if where:
+        plan.notes.append(
+            f"{len(where)} tensors of the base that {kind} has no parameter for were copied as they are: "
+            f"{_summary(where)}"
+        )
+    if plan.dropped.keys() & rest:
+        left = [key for key in rest if key in plan.dropped]
+        plan.notes.append(f"{len(left)} tensors were left out: the head of {type(own).__name__} ({_summary(left)})")
+    return where
+
+
+def _own_class(directory: Path, options: MergeOptions) -> PreTrainedModel | None:
+    """Return the empty model of the class that the base's configuration names; None where it cannot be made."""
+    config = load_config(str(directory), trust_remote_code=options.trust_remote_code)
+    try:
+        return empty_model((config.architectures or [""])[0], config, directory, options.trust_remote_code)
+    except PeftlabError:
+        return None
+
+
+def _summary(keys: Iterable[str]) -> str:
+    """Return keys in short: the first two parts of their names, layers' numbers as ``*``."""
+    starts = dict.fromkeys(".".join(re.sub(r"\b\d+\b", "*", key).split(".")[:2]) for key in keys)
+    return ", ".join([*list(starts)[:4], *(["..."] if len(starts) > 4 else [])])
 
 
 def _target(plan: MergePlan, shard: Shard, key: str, place: Place) -> Target:
@@ -351,23 +478,182 @@ def _main_dtype(shards: list[Shard]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
+def _with_ties(names: Iterable[str], groups: list[list[str]]) -> set[str]:
+    """Return names of parameters, and the other names of those that have several."""
+    found = set(names)
+    return found.union(*(group for group in groups if found.intersection(group)))
+
+
 def _refuse_missing(
-    plan: MergePlan,
-    known: dict[str, torch.Size],
-    found: dict[str, Place],
-    tied: dict[str, str],
-    extra: list[Target],
-    base: Path,
+    plan: MergePlan, known: dict[str, torch.Size], found: dict[str, Place], extra: list[Target], groups: list[list[str]]
 ) -> None:
-    present = {target.name for target in extra} | plan.given.keys()
-    for place in found.values():
-        present |= set(place.names)
-    twins = {*tied.items(), *((origin, twin) for twin, origin in tied.items())}
-    present |= {name for name, other in twins if other in present}
+    """Refuse a model with a parameter that neither the base nor the adapter contains."""
+    in_base = {name for place in found.values() for name in place.names}
+    present = _with_ties(in_base | {target.name for target in extra} | plan.given.keys(), groups)
     computed = set(plan.model._keys_to_ignore_on_save or ())  # such as sinusoidal positions, made by the class
-    missing = [name for name in known if name not in present and name not in tied and name not in computed]
+    missing = [name for name in known if name not in present and name not in computed]
     if missing:
         raise PeftlabError(
-            f"{base} and the adapter together lack {len(missing)} tensors of {type(plan.model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+            f"{plan.shards[0].path.parent} and the adapter together lack {len(missing)} tensors of "
+            f"{type(plan.model).__name__}: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
         )
+
+
+def plain_task_model(
+    adapter: Adapter, directory: Path, shards: Sequence[Shard], options: MergeOptions
+) -> PlainModel | None:
+    """Return the model the adapter was trained in, on the meta device, made without transformers; None where it
+    has to be asked.
+
+    The base's files contain exactly the parameters of the class that the base's configuration and the adapter name,
+    and the adapter contains low-rank factors of its layers and nothing else.
+    """
+    if not _factors_of_layers(adapter) or adapter.base.get("format"):
+        return None
+    if options.dtype == FP8 or options.trust_remote_code:
+        return None
+    # Where it is missing, transformers makes one of the model's defaults.
+    if not (directory / "generation_config.json").is_file():
+        return None
+    try:
+        base = read_object(directory / "config.json")
+    except (PeftlabError, OSError):
+        return None
+    model = plain_model(_trained(adapter, base))
+    stored = {key: tuple(entry.shape) for shard in shards for key, entry in shard.entries.items()}
+    return model if model is not None and _shapes(model) == stored else None
+
+
+def _factors_of_layers(adapter: Adapter) -> bool:
+    """Whether the adapter's tensors are low-rank factors of maps in numbered layers, which nothing is tied to."""
+    names = [name.rpartition(".") for name in adapter.tensors]
+    return all(last in ("lora_A", "lora_B") and ".layers." in f".{owner}" for owner, _, last in names)
+
+
+def _trained(adapter: Adapter, base: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the configuration of the merged model: the trained one's, or for a foreign adapter the base's own; an
+    empty one where the two are of different models."""
+    if not adapter.base:
+        return dict(base) if adapter.task_type in (None, "CAUSAL_LM") else {}
+    trained = adapter.base.get("config")
+    same = isinstance(trained, dict) and trained.get("model_type") == base.get("model_type")
+    if not isinstance(trained, dict) or not same or base.get("auto_map"):
+        return {}
+    return {**trained, "architectures": [adapter.base.get("architecture")]}
+
+
+def _shapes(model: PlainModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the stored parameters: of two tied ones the first."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+_ADDED = re.compile(r"\.base_layer|[._]lora_\w+$|\.token_rows$")
+
+
+# peft's task_type -> the auto class that makes the model; otherwise the first class that has the adapter's modules.
+_AUTO = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+
+
+def task_model(adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the model the adapter was trained in, on the meta device.
+
+    An adapter that peftlab wrote names class and configuration. For any other it is the first class that has the
+    adapter's modules (the one that its task type names, or the one that the base's configuration names), with the
+    numbers of labels and tokens of its tensors.
+
+    Args:
+        source: the adapter's path, for messages. trust_remote_code: run model code in ``base``.
+
+    Raises:
+        PeftlabError: the adapter is for another architecture than ``base``.
+    """
+    model, unknown = closest_model(adapter, base, source=source, trust_remote_code=trust_remote_code)
+    if unknown:
+        hint = did_you_mean(unknown[0], _names(model))
+        raise PeftlabError(f"{source} does not fit {base}: {type(model).__name__} has no {unknown[0]}{hint}")
+    return model
+
+
+def closest_model(
+    adapter: Adapter, base: Path, *, source: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model that lacks fewest of the adapter's modules, and what it lacks; else as ``task_model``."""
+    config = load_config(str(base), trust_remote_code=trust_remote_code)
+    trained = adapter.base.get("config")
+    if isinstance(trained, dict) and trained:
+        part = _part(config, trained.get("model_type", config.model_type))
+        if part is None:
+            raise PeftlabError(f"{source} was trained on {trained['model_type']!r}, {base} is {config.model_type!r}")
+        config = part
+        if type(config).__module__.startswith("transformers."):
+            config = _config_of(trained, config, source)
+        return empty_model(member(adapter.base, "architecture", str, source), config, base, trust_remote_code), []
+    own, autos = (config.architectures or [])[:1], list(_AUTO.values())
+    # The class of a model of images and text is the base's own, whatever task its adapter names.
+    names = [_AUTO[adapter.task_type], *own] if adapter.task_type in _AUTO else own + autos
+    closest: tuple[PreTrainedModel, list[str]] | None = None
+    failed = ""
+    for name in names:
+        try:
+            model = empty_model(name, config, base, trust_remote_code)
+        except PeftlabError as error:
+            failed = failed or str(error)
+            continue
+        renamed = new_names(model, adapter.tensors)
+        wanted = {_ADDED.sub("", renamed.get(name, name)) for name in adapter.tensors}
+        unknown = sorted(wanted - _names(model))
+        if not unknown:
+            tensors = {renamed.get(key, key): tensor for key, tensor in adapter.tensors.items()}
+            return _resized(model, tensors, name, base, trust_remote_code), []
+        if closest is None or len(unknown) < len(closest[1]):
+            closest = model, unknown
+    if closest is None:
+        raise PeftlabError(f"{source} does not fit {base}: {failed}")
+    return closest
+
+
+def _part(config: PretrainedConfig, model_type: object) -> PretrainedConfig | None:
+    """Return a configuration, or the one in it, that is of ``model_type``; None where there is none.
+
+    A text model is loaded from a composite checkpoint by the text configuration in its config.json.
+    """
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return next((each for each in (config, *inner) if getattr(each, "model_type", None) == model_type), None)
+
+
+def _names(model: PreTrainedModel) -> set[str]:
+    """Return the names of a model's modules and parameters."""
+    return {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+
+
+def _config_of(values: Mapping[str, Json], like: PretrainedConfig, source: str) -> PretrainedConfig:
+    check_sizes(values, f"{source}: the base model's configuration")
+    try:
+        return type(like).from_dict(dict(values))
+    except Exception as error:  # whatever the library makes of values that are not as it expects
+        raise PeftlabError(f"{source}: the base model's configuration cannot be read: {reason(error)}") from error
+
+
+def _resized(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, base: Path, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Return the model with the numbers of labels and tokens of the adapter's whole tensors."""
+    config, changed = model.config, False
+    text = config.get_text_config()  # of a model of images and text, the part that has a vocabulary
+    shapes = {key: p.shape for key, p in model.named_parameters(remove_duplicate=False)}
+    for key, tensor in tensors.items():
+        shape = shapes.get(_ADDED.sub("", key))
+        if shape is None or shape == tensor.shape or shape[1:] != tensor.shape[1:]:
+            continue
+        if shape[0] == config.num_labels:
+            config.num_labels, changed = tensor.shape[0], True
+        elif shape[0] == getattr(text, "vocab_size", None):
+            text.vocab_size, changed = tensor.shape[0], True
+    return empty_model(name, config, base, trust_remote_code) if changed else model

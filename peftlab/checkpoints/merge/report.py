@@ -46,6 +46,29 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
+class BaseAccounts:
+    """What became of the tensors in the base's files.
+
+    Attributes:
+        tensors: how many there are. changed: by the merge. copied: with the values they have.
+        left_out: named in the report's ``dropped``, with the reason.
+    """
+
+    tensors: int = 0
+    changed: int = 0
+    copied: int = 0
+    left_out: int = 0
+
+    def line(self) -> str:
+        """Return the accounts as a line of text."""
+        found = self.changed + self.copied + self.left_out
+        return (
+            f"{found} of {self.tensors} base tensors accounted for: {self.changed} changed, {self.copied} copied, "
+            f"{self.left_out} left out"
+        )
+
+
+@dataclass(frozen=True)
 class MergeReport:
     """What ``merge_checkpoint`` wrote; ``merge.json`` has the same keys.
 
@@ -56,6 +79,8 @@ class MergeReport:
         tensors: what was folded, replaced or added.
         copied: how many tensors are the base's own.
         dropped: base keys that were left out, and why.
+        ignored: base keys that the class has no parameter for, copied as they are.
+        accounts: what became of the base's tensors.
         underflow, overflow: how many weights a change of dtype made 0 or infinite, by tensor; of those that the
             adapter changes, the infinite ones are in ``tensors``.
         notes: what the reader should know. warnings: what the reader should act on.
@@ -83,6 +108,8 @@ class MergeReport:
     into: str | None = None
     survived: float | None = None
     kept: float | None = None
+    ignored: list[str] = field(default_factory=list)
+    accounts: BaseAccounts = BaseAccounts()
 
 
 @dataclass

@@ -7,24 +7,53 @@ weights that the adapter does not change are copied byte for byte.
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from peftlab.checkpoints.adapter import Adapter, adapter_of, read_adapter
-from peftlab.checkpoints.merge.base import plain_base, refuse_overlap, stored_base
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
 from peftlab.checkpoints.merge.report import Figures, MergeReport
-from peftlab.checkpoints.merge.sidefiles import copy_side_files, merge_card, write_model_config
 from peftlab.checkpoints.merge.steps import Steps
-from peftlab.checkpoints.tensors import OutputFile, run
+from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
+from peftlab.checkpoints.quantised import quantization_config
+from peftlab.checkpoints.tensors import DTYPES, OutputFile, Shard, open_shards, run, write_tensors
 from peftlab.errors import PeftlabError
-from peftlab.files import staged_directory, write_json, write_text
+from peftlab.files import (
+    MARK,
+    Json,
+    contains,
+    member,
+    read_object,
+    real,
+    scratch_directory,
+    staged_directory,
+    write_errors,
+    write_json,
+    write_text,
+)
 from peftlab.methods.table import METHODS
-from peftlab.models.finetuned import refuse_gated
-from peftlab.references import upload
+from peftlab.methods.targets import inside
+from peftlab.models.bounds import check_directory
+from peftlab.models.finetuned import find_model, plain_directory, refuse_gated
+from peftlab.models.plain import PlainModel, decoder
+from peftlab.models.pretrained import load_config, load_tokenizer
+from peftlab.models.skeleton import places
+from peftlab.references import locate, snapshot, upload
+from peftlab.untyped import Attributes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def merge_checkpoint(
@@ -34,9 +63,9 @@ def merge_checkpoint(
 
     Each folded weight is W0 + ΔW, product and sum in fp32 and rounded once; all other weights are the base's bytes.
     Where the adapter was trained on a base in 4 or 8 bits, W0 is what that computed with (``MergeOptions.into``).
-    Memory: the adapter and three times the largest tensor. ``out`` appears complete or not at all. Base keys that
-    the task model has no parameter for (another head's, buffers no longer stored) are dropped and listed in the
-    report, which is also written to ``out`` as ``merge.json``.
+    Memory: the adapter and three times the largest tensor. ``out`` appears complete or not at all. Base tensors that
+    the task model has no parameter for (layers that predict further tokens, a vision tower) are copied as they are;
+    the head of another task is dropped. Both are in the report, which is also written to ``out`` as ``merge.json``.
 
     Args:
         adapter: an adapter directory (peftlab's, peft's or AdapterHub's), a run directory, or a combined adapter.
@@ -102,6 +131,7 @@ def _merge(
         # The copy of a GGUF file is what would be quantised on loading; that of a quantised checkpoint is the result.
         dequantised = bool(notes) and not reference.endswith(".gguf")
         plan = plan_merge(adapter, directory, options, source=name, dequantised=dequantised)
+        accounts = plan.accounts()
         inputs = {"the base model": directory, "the adapter": place}
         try:
             with staged_directory(out, "model", overwrite=options.overwrite, inputs=inputs) as staging:
@@ -126,6 +156,8 @@ def _merge(
                     into=_into(plan, adapter, dequantised=dequantised),
                     survived=figures.survived,
                     kept=figures.kept,
+                    ignored=plan.ignored,
+                    accounts=accounts,
                 )
                 write_model_config(plan, staging)
                 write_text(staging / "README.md", merge_card(report, directory, staging, options))
@@ -169,3 +201,321 @@ def _write_index(plan: MergePlan, staging: Path, where: dict[str, OutputFile], t
         "weight_map": {key: output.path.name for key, output in where.items()},
     }
     write_text(staging / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOptions) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the local directory of a base model with plain weights, and notes on how they were obtained.
+
+    A base that is itself an adapter (``models.finetuned``) is merged into its own base beside ``out`` for the duration
+    of the block. A GGUF file or a quantised checkpoint is loaded and saved there as plain fp32 weights, which takes
+    memory for the whole model. Both take disk for it.
+
+    Raises:
+        PeftlabError: the base does not exist, or it is quantised and the update is to go into the original.
+    """
+    place, why = stored_base(reference, options)
+    if place is not None:
+        yield place, []
+        return
+    with write_errors(out), scratch_directory(real(out), "base") as directory:
+        if inner := find_model(reference).adapters:
+            plain = directory / "merged"
+            merge_checkpoint(inner[-1], None, plain, MergeOptions(trust_remote_code=options.trust_remote_code))
+            yield plain, [why]
+            return
+        _save_plain(reference, adapter, directory, options.trust_remote_code)
+        yield directory, [why]
+
+
+def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str]:
+    """Return the local directory of a base model's plain weights; or None, and what has to be done to get them.
+
+    Raises:
+        PeftlabError: as ``plain_base``.
+    """
+    if find_model(reference).adapters:
+        return None, f"{reference} is an adapter: it was folded into its own base model first"
+    place = _located(reference)
+    if place.suffix == ".gguf":
+        quantised = f"{place.name} is quantised (GGUF)"
+    else:
+        if not place.is_dir():
+            raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
+        plain = _is_plain(place)
+        method = "" if plain else quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
+        if not method:
+            return place, ""
+        if options.into == "original":
+            raise PeftlabError(
+                f"{reference} is stored quantised ({method}) and does not contain its original weights; name the model "
+                "that was quantised (--base), or merge --into dequantised: into a plain float32 copy of its values"
+            )
+        quantised = f"the base was quantised ({method})"
+    return None, f"{quantised}: it was dequantised to float32 first, and the update was added to that"
+
+
+def _is_plain(place: Path) -> bool:
+    """Whether a model's ``config.json`` says by itself that its weights are plain: that of a known decoder."""
+    try:
+        known = decoder(read_object(place / "config.json"))
+    except PeftlabError:
+        return False  # loading it says what is wrong
+    if known:
+        check_directory(place)
+    return bool(known)
+
+
+def base_directory(reference: str, what: str = "base model") -> Path:
+    """Return the local directory of a model: a path, a package's, or the hub's snapshot.
+
+    Args:
+        what: the model's name in messages.
+    """
+    place = _located(reference, what)
+    if not place.is_dir():
+        raise PeftlabError(f"{what} {reference!r}: {place} is a file; name the directory")
+    return place
+
+
+def _located(reference: str, what: str = "base model") -> Path:
+    place = locate(plain_directory(reference), what)
+    return snapshot(place, what) if isinstance(place, str) else place
+
+
+def refuse_overlap(out: Path, base: Path) -> None:
+    """Refuse an output that is, is inside or contains the base directory."""
+    if contains(base, out) or contains(out, base):
+        raise PeftlabError(f"{out} is, is inside or contains the base directory {base}; choose another directory")
+
+
+def quantisation(config: object) -> str:
+    """Return how a model's weights are quantised, by its configuration; an empty text if they are not."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown method")
+
+
+def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
+    """Write a quantised model's weights as fp32, and the tensors beside them that its class does not read."""
+    architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
+    options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
+    model, _ = load_model(reference, architecture, **options)
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    if quantised:
+        try:
+            model = model.dequantize()
+        except (NotImplementedError, ValueError, AttributeError) as error:
+            raise PeftlabError(f"{reference} cannot be dequantised: {error}") from None
+    # The original format of a quantised checkpoint would be the quantised one.
+    model.save_pretrained(directory, save_original_format=not quantised)
+    if not reference.endswith(".gguf"):
+        _add_unread(model, _located(reference), directory)
+    with suppress(PeftlabError):  # the base may have no tokenizer
+        load_tokenizer(reference).save_pretrained(directory)
+
+
+def _add_unread(model: PreTrainedModel, quantised: Path, directory: Path) -> None:
+    """Add to ``directory`` the tensors of a quantised checkpoint that belong to no module of its model."""
+    shards = open_shards(quantised)
+    holders = {key: shard for shard in shards for key in shard.entries}
+    modules = [name for name, _ in model.named_modules() if name]
+    # What quantisers store beside a weight, or in its place, is named by its module.
+    unread = [k for k, place in places(model, holders).items() if place is None and not inside(k, modules)]
+    codes = [key for key in unread if not DTYPES[holders[key].entries[key].dtype].is_floating_point]
+    if codes:
+        raise PeftlabError(
+            f"{quantised}: {codes[0]} is stored as {holders[codes[0]].entries[codes[0]].dtype}, and "
+            f"{type(model).__name__} has no such module to dequantise it; name the model that was quantised (--base)"
+        )
+    if unread:
+        tensors = {key: holders[key].read(key) for key in unread}
+        saved = {key: shard.path.name for shard in open_shards(directory) for key in shard.entries}
+        write_tensors(directory / "model-unread.safetensors", tensors, {})
+        index = {"metadata": {}, "weight_map": saved | dict.fromkeys(unread, "model-unread.safetensors")}
+        write_json(directory / "model.safetensors.index.json", index)
+    for shard in shards:
+        shard.close()
+
+
+TOKENIZER = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.spm", "*.tiktoken",
+    "sentencepiece*", "spiece*", "*.bpe", "bpe.codes", "normalizer.json", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+OTHERS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*",
+)  # fmt: skip
+
+
+def copy_side_files(base: Path, adapter: Path | None, out: Path) -> list[str]:
+    """Copy tokenizer, chat templates, custom code and licence to ``out``; return notes on what was left out.
+
+    The tokenizer is the adapter's or run's if that directory has one (its vocabulary may have grown), else the
+    base's. A symbolic link out of its directory is not followed: its target may be private.
+    """
+    homes = [adapter / "adapter", adapter] if adapter is not None else []
+    own = next((home for home in homes if (home / "tokenizer_config.json").exists()), None)
+    return _copy(own or base, out, TOKENIZER) + _copy(base, out, OTHERS)
+
+
+def write_model_config(plan: MergePlan, out: Path) -> None:
+    """Write ``config.json``, and ``generation_config.json`` where the model generates and none was copied."""
+    model = plan.model
+    if isinstance(model, PlainModel):
+        left_out = ("torch_dtype", "_name_or_path")  # the earlier name of dtype; where the base was
+        values = {key: value for key, value in vars(model.config).items() if key not in left_out}
+        values["dtype"] = plan.dtype
+        write_text(out / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+        return
+    model.config.dtype = plan.dtype
+    config = model.config
+    if plan.composite is None:
+        config.architectures = [type(model).__name__]
+    else:
+        config = plan.composite
+        name = next(name for name, part in config.sub_configs.items() if part is type(model.config))
+        setattr(config, name, model.config)
+        if not model.config.tie_word_embeddings:
+            config.tie_word_embeddings = False
+        config.dtype = plan.dtype
+    if plan.plain is not None:
+        config.quantization_config = quantization_config(plan.plain)
+    config.save_pretrained(out)
+    if model.can_generate() and not (out / "generation_config.json").exists():
+        model.generation_config.save_pretrained(out)
+
+
+def merge_card(report: MergeReport, base: Path, out: Path, options: MergeOptions) -> str:
+    """Return the README.md of a merged directory: what it was made of and trained on, how to load it, the recipe.
+
+    Args:
+        report: of the merge. base: the base's directory, whose card names a licence.
+        out: the directory that the card is for, in which a tokenizer may be.
+        options: its ``training`` and ``recipe``.
+    """
+    licence, training = _base_licence(base), options.training
+    data = {
+        "base_model": hub_id(report.base),
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        **licence,
+        **(training.data if training else {}),
+    }
+    name = training.name if training else Path(report.out).name
+    folded = sum(row.kind == "folded" for row in report.tensors)
+    parts = [
+        f"{code(report.base)} with the {report.method} adapter {code(report.adapter)} merged into its weights by "
+        f"peftlab{f', {training.summary}' if training else ''}: {folded} tensors folded, "
+        f"{len(report.tensors) - folded} trained whole, {report.copied} as they were. `merge.json` has the figures of "
+        "each.",
+        *(training.parts if training else ()),
+        f"## Use\n\n{fence(_loading(report.architecture, name, out), 'python')}",
+    ]
+    return model_card(data, name, parts, recipe=options.recipe, license_=licence.get("license"))
+
+
+def _loading(architecture: str, name: str, out: Path) -> str:
+    """Return the code that loads a merged directory."""
+    shown = json.dumps(name)
+    model = f"model = {architecture}.from_pretrained({shown})"
+    if not (out / "tokenizer_config.json").exists():
+        return f"from transformers import {architecture}\n\n{model}"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({shown})"
+    return f"from transformers import AutoTokenizer, {architecture}\n\n{tokenizer}\n{model}"
+
+
+def _base_licence(base: Path) -> dict[str, str]:
+    """Return the licence lines of the base's own card: ``license``, ``license_name``, ``license_link``."""
+    card = base / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and _belongs(card, base) else ""
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    lines = re.findall(r"^(license(?:_name|_link)?): *(\S.*)$", front.group(1), re.MULTILINE) if front else []
+    return {key: value.strip().strip("'\"") for key, value in lines}
+
+
+def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
+    notes = []
+    for entry in sorted(source.iterdir()):
+        if not any(fnmatch(entry.name, pattern) for pattern in patterns):
+            continue
+        for file in sorted(entry.rglob("*")) if entry.name == "additional_chat_templates" else [entry]:
+            if not _belongs(file, source):
+                notes.append(f"{file} was left out: it is a link to {os.path.realpath(file)}, outside {source}")
+            elif file.is_file():
+                copied = out / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copied)
+    return notes
+
+
+def _belongs(file: Path, directory: Path) -> bool:
+    """Whether a file is within the directory once links are followed, or is the hub cache's own copy of it.
+
+    The cache keeps contents in ``blobs`` and links to them from ``snapshots/<revision>``.
+    """
+    # Unlike Path.resolve, realpath does not fail on circular links.
+    home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
+    cached = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    return cached or target.is_relative_to(home)
+
+
+def unmerge_checkpoint(
+    merged: str | Path, out: str | Path, *, base: str | Path | None = None, overwrite: bool = False
+) -> Path:
+    """Write the base model of ``merged`` to ``out`` and return that path.
+
+    A rounded sum cannot be undone, so the weights that the merge changed are read from the base again. That it is the
+    same base is checked: all weights that the merge did not change must be equal in both.
+
+    Args:
+        merged: a directory that ``merge_checkpoint`` wrote. base: reference of its base; default: the one that
+            its ``merge.json`` names.
+
+    Raises:
+        PeftlabError: no ``merge.json``, another base, or ``out`` exists.
+    """
+    merged, out = Path(merged), Path(out)
+    report = merged / "merge.json"
+    values = read_object(report)
+    changed = {member(row, "name", str, report) for row in _objects(member(values, "tensors", list, report), report)}
+    changed |= set(member(values, "dropped", dict, report))
+    directory = base_directory(str(base) if base else member(values, "base", str, report))
+    for place in (merged, directory):
+        refuse_overlap(out, place)
+    _same_base(merged, directory, changed)
+    inputs = {"the merged model": merged, "the base model": directory}
+    with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
+        shutil.copytree(directory, staging, dirs_exist_ok=True, ignore=lambda place, names: {MARK} & set(names))
+    return out
+
+
+def _objects(rows: list[Json], path: Path) -> list[dict[str, Json]]:
+    objects = [row for row in rows if isinstance(row, dict)]
+    if len(objects) < len(rows):
+        raise PeftlabError(f"{path}: tensors must be a list of objects")
+    return objects
+
+
+def _same_base(merged: Path, base: Path, changed: set[str]) -> None:
+    ours, theirs = _by_key(open_shards(merged)), _by_key(open_shards(base))
+    compared = 0
+    for key, shard in theirs.items():
+        if key in changed:
+            continue
+        # A merged key may carry the name of the body before it.
+        other = next((k for k in (key, *(k for k in ours if k.endswith(f".{key}"))) if k in ours), None)
+        if other is None or other in changed:
+            continue
+        mine, yours = ours[other].read(other), shard.read(key)
+        if mine.dtype == yours.dtype and (mine.shape != yours.shape or mine.ne(yours).any()):
+            raise PeftlabError(f"{merged} was not made of {base}: {other} differs, and the merge did not change it")
+        compared += mine.dtype == yours.dtype
+    if not compared and not changed & ours.keys():
+        raise PeftlabError(f"{merged} was not made of {base}: they have no weights in common")
+
+
+def _by_key(shards: list[Shard]) -> dict[str, Shard]:
+    return {key: shard for shard in shards for key in shard.entries}

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.formats.peft import tied_twins
-from peftlab.checkpoints.merge.options import MergeOptions
+from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, Target
 from peftlab.checkpoints.merge.report import Figures, Tally, TensorReport, compressed, out_of_range, replaced
 from peftlab.checkpoints.quantised import compress
@@ -30,7 +29,6 @@ class Steps:
         self, plan: MergePlan, outputs: dict[str, OutputFile], figures: Figures, options: MergeOptions
     ) -> None:
         self.plan, self.outputs, self.figures, self.options = plan, outputs, figures, options
-        self.twins = tied_twins(plan.model)
         self.targets = {target.key: target for targets in plan.files.values() for target in targets}
 
     def __iter__(self) -> Iterator[Job | Copy]:
@@ -147,12 +145,12 @@ class Steps:
         leaf = recast(type(empty), empty)
         assert isinstance(leaf, Adapted)
         own = name.removeprefix(f"{leaf_name}.")
-        values, tensors = {own: weight}, self.plan.adapter.tensors
-        for key in leaf._parameters:
-            known = [n for n in (f"{leaf_name}.{key}", self.twins.get(f"{leaf_name}.{key}")) if n in tensors]
-            if key not in values and known:
-                values[key] = tensors[str(known[0])]
-        leaf._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in values.items()})
+        for key, parameter in leaf._parameters.items():
+            value = weight if key == own else self.plan.values.get(id(parameter))
+            if value is not None:
+                leaf._parameters[key] = nn.Parameter(value, requires_grad=False)
+            elif key in leaf.added and parameter is not None:
+                raise PeftlabError(f"{leaf_name}.{key}: the adapter has no values for it")
         leaf.update_start()
         with torch.no_grad():
             return leaf.fold(replace(how, only=own))[own]
