@@ -72,7 +72,8 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
     """Return the leaves whose tokens' rows train, with the functions that make them.
 
     As in peft, a list of tokens belongs to the input embedding, and modules that share the input embedding's weight
-    train the same rows, unless several of them are named with different tokens.
+    train the same rows, unless several of them are named with different tokens. So do modules that share it by the
+    configuration alone, where the checkpoint has a matrix of its own for each.
 
     Raises:
         PeftlabError: a name that matches nothing, or not one embedding or linear map; a token out of range.
@@ -98,7 +99,12 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
         _check(name, leaves[name], numbers)
     if embedding not in tokens:
         return {name: partial(_with_rows, rows=_Rows(numbers)) for name, numbers in tokens.items()}
-    tied = {name: tokens[embedding] for name, leaf in leaves.items() if leaf.weight is leaves[embedding].weight}
+    shares = _tied_by_configuration(model, f"{embedding}.weight")
+    tied = {
+        name: tokens[embedding]
+        for name, leaf in leaves.items()
+        if leaf.weight is leaves[embedding].weight or f"{name}.weight" in shares
+    }
     if any(tokens[name] != numbers for name, numbers in tied.items() if name in tokens):
         tied = {}
     shared = _Rows(tokens[embedding])
@@ -106,6 +112,14 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
         name: partial(_with_rows, rows=shared if name in tied else _Rows(numbers))
         for name, numbers in (tokens | tied).items()
     }
+
+
+def _tied_by_configuration(model: nn.Module, weight: str) -> set[str]:
+    """Return the weights that the model's configuration ties to an embedding's, itself among them."""
+    expanded = getattr(model, "get_expanded_tied_weights_keys", None)
+    pairs: dict[str, str] = expanded(all_submodels=True) if expanded is not None else {}
+    origin = pairs.get(weight, weight)
+    return {origin, *(twin for twin, other in pairs.items() if other == origin)}
 
 
 class _Rows:
