@@ -20,7 +20,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -101,7 +101,7 @@ def _write_error(error: Exception) -> str:
         code, name = error.errno, str(error.filename or "")
         # An error without a name, or with that of a temporary file, would not say what could not be written.
         return reason(error) if code in _WRITE_ERRORS or (code and (not name or STAGING_PREFIX in name)) else ""
-    if "inline_container.cc" in str(error):  # torch.save, which does not know the reason
+    if "inline_container.cc" in str(error) or "iostream error" in str(error):  # torch.save, which knows no reason
         return reason(error)
     return os.strerror(code) if code in _WRITE_ERRORS else ""
 
@@ -125,7 +125,8 @@ def replacing(path: str | Path, consequence: str = "") -> Iterator[Path]:
     staged = any(parent.name.startswith(STAGING_PREFIX) for parent in path.absolute().parents)
     temporary = path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(4)}-{path.name}")
     try:
-        with write_errors(path, consequence):
+        # In a staging directory, whose name says nothing, the error is told with the directory's own.
+        with nullcontext() if staged else write_errors(path, consequence):
             yield temporary
             if not staged:
                 fsync_path(temporary)

@@ -169,6 +169,11 @@ def test_a_full_disk_is_said_with_the_path(write: Callable[[Path], object]) -> N
             staged_directory(path, "model") as staging,
         ):
             write(staging / "part")
+        with (
+            pytest.raises(PeftlabError, match=f"^{path}: cannot be written .*; nothing was left behind$"),
+            staged_directory(path, "model") as staging,
+        ):
+            write_text(staging / "part.txt", "x" * 10_000)
     with pytest.raises(PeftlabError, match=r"^out.txt: cannot be written \(File too large\)$"):
         write_text("out.txt", "x" * 10_000)
     assert [path.name for path in Path().iterdir()] == ["large"]

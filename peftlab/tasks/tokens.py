@@ -62,8 +62,6 @@ def tokenise(
     Raises:
         PeftlabError: ``max_length`` leaves no room beside the special tokens, or a text has no tokens.
     """
-    from pyarrow import ArrowInvalid
-
     pair = "text_pair" in dataset.column_names
     shortest = tokenizer.num_special_tokens_to_add(pair=pair) + (2 if pair else 1)
     # A tokenizer given less room than its special tokens may return the text untruncated.
@@ -82,7 +80,9 @@ def tokenise(
     with _bars_on_terminals_only():
         try:
             tokenised = encoded(cache_file_name=_cache_file(key))
-        except (OSError, ArrowInvalid):  # no space on the disk, or a damaged file
+        except PeftlabError:
+            raise
+        except Exception:  # no space on the disk, where closing a file may raise anything, or a damaged file
             tokenised = encoded()
     _reset_backend(tokenizer)
     lengths = list(tokenised["length"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz import campaign, recipes, tables
+from tests.fuzz import campaign, cases, recipes, tables
 from tests.fuzz.cases import CLASSES_OF_INPUT
 
 
@@ -28,6 +32,17 @@ def test_two_thousand_inputs() -> None:
     summary = campaign.run(seed, range(2000), processes=processes)
     print(summary)
     assert not summary.faults, f"seed {seed}\n" + "\n".join(summary.faults)
+
+
+@pytest.mark.long
+def test_every_write_of_every_command_fails_once() -> None:
+    mounts = ["mount", "--help"] if os.geteuid() == 0 else ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if shutil.which(mounts[0]) is None or subprocess.run(mounts, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    swept = [sys.executable, "-m", "tests.fuzz.full_disks"]
+    done = subprocess.run(swept, capture_output=True, text=True, cwd=cases.ROOT, timeout=3600, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 def test_an_input_is_made_from_seed_and_number_alone() -> None:
