@@ -63,6 +63,12 @@ def parsed(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
+def public_names() -> list[tuple[str, str]]:
+    """Return module and name of each import in the stub of the public API."""
+    body = ast.parse((ROOT / "peftlab" / "__init__.pyi").read_text(encoding="utf-8")).body
+    return [(f"peftlab.{n.module}", alias.name) for n in body if isinstance(n, ast.ImportFrom) for alias in n.names]
+
+
 @cache
 def imports(module: str) -> frozenset[str]:
     """Return the modules of the package that a module imports anywhere in its source.
@@ -70,7 +76,7 @@ def imports(module: str) -> frozenset[str]:
     ``from peftlab.a import b`` imports the module ``peftlab.a.b`` if there is one, else ``peftlab.a``. That importing
     ``a.b`` runs ``a/__init__.py`` is not counted: these files are empty or import when asked.
     """
-    found = set()
+    found = {place for place, _ in public_names()} if module == "peftlab" else set()
     for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in modules()}
@@ -146,6 +152,15 @@ def test_there_are_no_import_circles() -> None:
     assert not mended, f"no longer so, take it off the list in {Path(__file__).name}: {mended}"
 
 
+def test_public_names_are_where_the_stub_says() -> None:
+    for place, name in public_names():
+        defined = {node.name for node in parsed(place).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined |= {
+            t.id for n in parsed(place).body if isinstance(n, ast.Assign) for t in n.targets if hasattr(t, "id")
+        }
+        assert name in defined, f"peftlab/__init__.pyi: {place} defines no {name}"
+
+
 def test_each_module_says_what_it_is() -> None:
     bare = {
         module
@@ -169,7 +184,7 @@ def test_recipes_are_composed_of_configurations_and_tables() -> None:
 
 def test_imports_are_found_wherever_they_are() -> None:
     assert imports("peftlab.checkpoints.adapter") >= {"peftlab.errors", "peftlab.files"}  # at the top
-    assert "peftlab.checkpoints.adapter" in imports("peftlab")  # under TYPE_CHECKING
+    assert "peftlab.checkpoints.adapter" in imports("peftlab")  # in the stub
     lazy = next(module for module in sorted(modules()) if module.startswith("peftlab.cli."))
     inside = [
         node.module

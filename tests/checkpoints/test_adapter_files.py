@@ -345,8 +345,3 @@ def test_an_output_is_not_replaced_unless_told(tmp_path: Path, bases: dict[str, 
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(PeftlabError, match="the adapter"):
         peftlab.convert_adapter(place, place, "vllm", base=bases["llama"], overwrite=True)
-
-
-def test_the_former_name_shows_the_present_one() -> None:
-    with pytest.raises(AttributeError, match=r"export_adapter.*convert_adapter"):
-        peftlab.export_adapter  # noqa: B018

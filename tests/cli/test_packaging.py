@@ -61,7 +61,7 @@ def test_the_wheel_has_all_files_of_the_package_and_the_recipes(wheel: Path, sou
         assert message_from_bytes(file.read(metadata))["Version"] == peftlab.__version__
     inside = files(ROOT, "peftlab") | {f"peftlab/_{name}" for name in files(ROOT, "recipes")}
     assert {name for name in names if ".dist-info/" not in name} == inside
-    assert {path.suffix for path in map(Path, inside)} >= {".py", ".j2", ".css", ".json", ".yaml", ".typed"}
+    assert {path.suffix for path in map(Path, inside)} >= {".py", ".pyi", ".j2", ".css", ".json", ".yaml", ".typed"}
     assert files(source, "peftlab", "recipes", "tests", "docs") >= files(ROOT, "peftlab", "recipes", "tests")
     assert not (source / ".venv").exists()
 
