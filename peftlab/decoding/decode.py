@@ -222,7 +222,7 @@ class _Batch:
             self.observe(rows, verified)
         draft = verified.draft
         parents = [None] * len(rows) if draft.parents is None else draft.parents
-        ahead = verified.ahead or [False] * len(rows)
+        ahead = verified.next_was_drafted or [False] * len(rows)
         emitted = verified.paths, verified.next_tokens, ahead
         outcome = zip(rows, parents, draft.tokens.tolist(), *emitted, strict=True)
         ended = {row.index for row, *emitted in outcome if self._emit(row, *emitted)}

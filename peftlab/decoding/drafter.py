@@ -83,7 +83,7 @@ class Verified:
         output: the target's output for the inputs.
         paths: accepted nodes of each row, as indices into the draft.
         next_tokens: the token after each path.
-        ahead: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: of none.
+        next_was_drafted: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: of none.
     """
 
     inputs: Tensor
@@ -91,7 +91,7 @@ class Verified:
     output: Output
     paths: list[list[int]]
     next_tokens: list[int]
-    ahead: list[bool] | None = None
+    next_was_drafted: list[bool] | None = None
 
 
 @dataclass

@@ -346,7 +346,7 @@ class PearlDrafter(ModelDrafter):
         known = []
         for i, row in enumerate(rows):
             new = self._new.pop(row.index, self._nothing())
-            waiting = new.part(1) if verified.ahead and verified.ahead[i] else self._nothing()
+            waiting = new.part(1) if verified.next_was_drafted and verified.next_was_drafted[i] else self._nothing()
             self._waiting[row.index] = waiting
             known.append(replace(row, tokens=row.tokens + waiting.tokens.tolist()))
         super().accept(known, verified)

@@ -13,21 +13,21 @@ class Argument:
     """The X of NAME:X.
 
     Attributes:
-        name: for messages. says: what it may be. read: text -> its value; ValueError for another.
+        name: for messages. description: what it may be. read: text -> its value; ValueError for another.
         default: its value where it is left out; None is a value as well.
         required: whether it may not be left out.
     """
 
     name: str
-    says: str
+    description: str
     read: Callable[[str], float]
     default: float | None = None
     required: bool = False
 
 
 @dataclass(frozen=True)
-class Row:
-    """One rule.
+class Rule:
+    """A named rule of a table.
 
     Attributes:
         make: ``"module:attribute"`` of its constructor.
@@ -47,16 +47,16 @@ class NamedRule:
     """A rule as a user named it.
 
     Attributes:
-        text: what was written. name: of the rule. row: its row. value: its X, the default where it was left out.
+        text: what was written. name, row: of the rule. value: its X, the default where it was left out.
     """
 
     text: str
     name: str
-    row: Row
+    row: Rule
     value: float | None
 
 
-def parse_rule(what: str, rows: Mapping[str, Row], text: str) -> NamedRule:
+def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
     """Return the rule that ``text``, NAME or NAME:X, names.
 
     Args:
@@ -69,19 +69,20 @@ def parse_rule(what: str, rows: Mapping[str, Row], text: str) -> NamedRule:
     if name not in rows:
         forms = ", ".join(_form(each, row.argument) for each, row in rows.items())
         raise PeftlabError(f"{what} {text}: one of {forms}{did_you_mean(name, rows)}")
-    row = rows[name]
-    if row.argument is None:
+    rule = rows[name]
+    if rule.argument is None:
         if colon:
             raise PeftlabError(f"{what} {text}: {name} takes no value")
-        return NamedRule(text, name, row, None)
+        return NamedRule(text, name, rule, None)
     if not colon:
-        if row.argument.required:
-            raise PeftlabError(f"{what} {text}: needs a value, {_form(name, row.argument)}; {row.argument.says}")
-        return NamedRule(text, name, row, row.argument.default)
+        if rule.argument.required:
+            form = _form(name, rule.argument)
+            raise PeftlabError(f"{what} {text}: needs a value, {form}; {rule.argument.description}")
+        return NamedRule(text, name, rule, rule.argument.default)
     try:
-        return NamedRule(text, name, row, row.argument.read(x))
+        return NamedRule(text, name, rule, rule.argument.read(x))
     except ValueError:
-        raise PeftlabError(f"{what} {text}: {row.argument.name} is {row.argument.says}") from None
+        raise PeftlabError(f"{what} {text}: {rule.argument.name} is {rule.argument.description}") from None
 
 
 def _form(name: str, argument: Argument | None) -> str:
@@ -90,60 +91,47 @@ def _form(name: str, argument: Argument | None) -> str:
     return f"{name}:{argument.name}" if argument.required else f"{name}[:{argument.name}]"
 
 
-def rule_help(rows: Mapping[str, Row]) -> str:
+def rule_help(rows: Mapping[str, Rule]) -> str:
     """Return what may be written and what it does, for the help of an option."""
     return "; ".join(f"{_form(name, row.argument)}, {row.about}" for name, row in rows.items())
 
 
-def _natural(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError
-    return value
+def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return what reads a number from text; it raises ValueError for a text that is none, or a number not allowed."""
+
+    def read(text: str) -> float:
+        if not allowed(value := kind(text)):
+            raise ValueError
+        return value
+
+    return read
 
 
-def _whole(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise ValueError
-    return value
-
-
-def _inside(text: str) -> float:
-    if not 0 < (value := float(text)) < 1:
-        raise ValueError
-    return value
-
-
-def _several(text: str) -> int:
-    if (value := int(text)) < 2:
-        raise ValueError
-    return value
-
+_NATURAL = _number(int, lambda n: n >= 0)
+_POSITIVE = _number(int, lambda n: n >= 1)
+_SEVERAL = _number(int, lambda n: n >= 2)
+_SHARE = _number(float, lambda x: 0 <= x <= 1)
+_INSIDE = _number(float, lambda x: 0 < x < 1)
 
 _LENGTHS = "peftlab.decoding.policies"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
-POLICIES: dict[str, Row] = {
-    "fixed": Row(f"{_LENGTHS}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _whole)),
-    "confidence": Row(
+POLICIES: dict[str, Rule] = {
+    "fixed": Rule(f"{_LENGTHS}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _POSITIVE)),
+    "confidence": Rule(
         f"{_LENGTHS}:confidence",
         "up to one that the draft gave less than T (default 0.4)",
-        Argument("T", "a probability from 0 to 1", _share, 0.4),
+        Argument("T", "a probability from 0 to 1", _SHARE, 0.4),
         DRAWN,
     ),
-    "heuristic": Row(f"{_LENGTHS}:heuristic", "from gamma, 2 more after a step without a rejection, else 1 fewer"),
-    "head": Row(
+    "heuristic": Rule(f"{_LENGTHS}:heuristic", "from gamma, 2 more after a step without a rejection, else 1 fewer"),
+    "head": Rule(
         f"{_LENGTHS}:head",
         "until the draft run's acceptance head expects a rejection with H (default 0.7)",
-        Argument("H", "a probability from 0 to 1", _share, 0.7),
+        Argument("H", "a probability from 0 to 1", _SHARE, 0.7),
         HEAD,
     ),
-    "goodput": Row(f"{_LENGTHS}:goodput", "the most tokens per second by measured step times", needs=TIMES),
+    "goodput": Rule(f"{_LENGTHS}:goodput", "the most tokens per second by measured step times", needs=TIMES),
 }
 """Name -> rule of draft length. ``make`` is (``draft_length.PolicyInputs``, X) -> what makes a sequence's policy.
 
@@ -159,16 +147,16 @@ def policy(text: str) -> NamedRule:
 
 _LOSSY = "peftlab.decoding.lossy"
 
-LOSSY: dict[str, Row] = {
-    "typical": Row(
+LOSSY: dict[str, Rule] = {
+    "typical": Rule(
         f"{_LOSSY}:typical",
         "drafted tokens of p > min(E, sqrt(E)/exp(entropy)) (default 0.09)",
-        Argument("E", "a number between 0 and 1", _inside, 0.09),
+        Argument("E", "a number between 0 and 1", _INSIDE, 0.09),
     ),
-    "accept_k": Row(
+    "accept_k": Rule(
         f"{_LOSSY}:accept_k",
         "drafted tokens among the target's K most probable",
-        Argument("K", "a whole number from 2", _several, required=True),
+        Argument("K", "a whole number from 2", _SEVERAL, required=True),
     ),
 }
 """Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
@@ -180,12 +168,12 @@ def lossy(text: str) -> NamedRule:
 
 
 _TREES, _VERIFY = "peftlab.decoding.sampled_trees", "peftlab.decoding.verify"
-_WIDTH = Argument("W", "a whole number from 2", _several, required=True)
+_WIDTH = Argument("W", "a whole number from 2", _SEVERAL, required=True)
 
-TREES: dict[str, Row] = {
-    "rsd_c": Row(f"{_TREES}:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
-    "rsd_s": Row(f"{_TREES}:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
-    "specinfer": Row(f"{_TREES}:specinfer", "W independent chains with shared beginnings", _WIDTH),
+TREES: dict[str, Rule] = {
+    "rsd_c": Rule(f"{_TREES}:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
+    "rsd_s": Rule(f"{_TREES}:rsd_s", "of each length the W first of a stochastic beam", _WIDTH),
+    "specinfer": Rule(f"{_TREES}:specinfer", "W independent chains with shared beginnings", _WIDTH),
 }
 """Name -> tree drawn from a draft model. ``make`` is X -> what makes its growth, see ``sampled_trees``."""
 
@@ -195,10 +183,10 @@ def tree(text: str) -> NamedRule:
     return parse_rule("tree", TREES, text)
 
 
-VERIFIERS: dict[str, Row] = {
-    "traversal": Row(f"{_VERIFY}:TRAVERSAL", "chains as a block, trees path by path (default)"),
-    "tokens": Row(f"{_VERIFY}:TOKENS", "token by token"),
-    "kseq": Row(f"{_TREES}:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
+VERIFIERS: dict[str, Rule] = {
+    "traversal": Rule(f"{_VERIFY}:TRAVERSAL", "chains as a block, trees path by path (default)"),
+    "tokens": Rule(f"{_VERIFY}:TOKENS", "token by token"),
+    "kseq": Rule(f"{_TREES}:KSEQ", "independent drafts by K-SEQ", needs="specinfer"),
 }
 """Name -> verifier of sampled drafts, a ``verify.Verifier``. ``needs``: the tree that it verifies."""
 
@@ -210,14 +198,14 @@ def verifier(text: str) -> NamedRule:
 
 _MODEL_FREE = "peftlab.decoding.model_free"
 
-MODEL_FREE: dict[str, Row] = {
-    "lookup": Row(f"{_MODEL_FREE}:lookup", "what followed the last tokens before"),
-    "suffix": Row(f"{_MODEL_FREE}:suffix", "what followed the longest repeated suffix"),
-    "recycling": Row(f"{_MODEL_FREE}:recycling", "a tree of the target's earlier choices"),
-    "ngram": Row(
+MODEL_FREE: dict[str, Rule] = {
+    "lookup": Rule(f"{_MODEL_FREE}:lookup", "what followed the last tokens before"),
+    "suffix": Rule(f"{_MODEL_FREE}:suffix", "what followed the longest repeated suffix"),
+    "recycling": Rule(f"{_MODEL_FREE}:recycling", "a tree of the target's earlier choices"),
+    "ngram": Rule(
         f"{_MODEL_FREE}:ngram",
         "counts of N tokens (default 3; 1: unigram, 0: uniform)",
-        Argument("N", "a whole number from 0", _natural, 3),
+        Argument("N", "a whole number from 0", _NATURAL, 3),
     ),
 }
 """Name -> drafter that needs no model. ``make`` is (a corpus or None, X) -> a new drafter."""

@@ -1,4 +1,7 @@
-"""The state of the machine during a measurement, and why a measurement on a busy machine is called uncertain."""
+"""Measuring time: the state of the machine meanwhile, clocks around the calls of a decoder, and the seconds of a step.
+
+A measurement on a busy machine is called uncertain, with its reasons (``Conditions.doubts``).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +21,6 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified
 from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache
 from peftlab.decoding.parallel_drafters import PearlDrafter
-from peftlab.decoding.state_drafters import FeatureNetwork, Heads
-from peftlab.decoding.trees import Path
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
 from peftlab.hardware import wait_for
@@ -84,31 +85,27 @@ class Watch:
             repeats: for each piece of work the seconds of its repeats.
         """
         running = None if self._waits_for_device else min(1.0, self._ran / self._wall)
-        return Conditions(self._load, _cores(), running, spread(repeats))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Conditions(self._load, cores, running, spread(repeats))
 
 
 def spread(repeats: Sequence[Sequence[float]]) -> float | None:
     """Return the median over all work of (third quartile - first quartile) / median of its repeats."""
-    each = [_relative_range(sorted(times)) for times in repeats if len(times) > 1]
+    each = []
+    for times in repeats:
+        if len(times) > 1:
+            first, middle, third = statistics.quantiles(times, n=4, method="inclusive")
+            each.append((third - first) / middle)
     return statistics.median(each) if each else None
-
-
-def uncertain(doubts: Sequence[str], statement: str) -> str:
-    """Return ``statement`` as it is, or with the reasons why it may be wrong before it."""
-    return f"uncertain, the machine was busy ({'; '.join(doubts)}): by these times {statement}" if doubts else statement
-
-
-def _relative_range(times: list[float]) -> float:
-    first, middle, third = statistics.quantiles(times, n=4, method="inclusive")
-    return (third - first) / middle
 
 
 def _load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def uncertain(doubts: Sequence[str], statement: str) -> str:
+    """Return ``statement`` as it is, or with the reasons why it may be wrong before it."""
+    return f"uncertain, the machine was busy ({'; '.join(doubts)}): by these times {statement}" if doubts else statement
 
 
 ResultT = TypeVar("ResultT")
@@ -145,25 +142,27 @@ class Stopwatch(EngineWrapper, Clock):
         """See ``Engine.forward``."""
         return self.timed(self._engine.forward, cache, tokens, block, keep)
 
-    def including(self, heads: Heads) -> Heads:
-        """Return ``heads`` with their time counted as this engine's."""
-        return _TimedHeads(heads, self)
 
-    def including_network(self, network: FeatureNetwork) -> FeatureNetwork:
-        """Return ``network`` with its time counted as this engine's."""
-        return _TimedNetwork(network, self)
+ObjectT = TypeVar("ObjectT")
 
 
-class _TimedEngine(EngineWrapper):
-    """An engine whose forward passes a clock adds up; to a drafter it is the engine."""
+def timed_calls(inner: ObjectT, clock: Clock, *methods: str) -> ObjectT:
+    """Return an object that is ``inner`` to its users, and whose calls of some methods a clock adds up.
 
-    def __init__(self, engine: Engine, clock: Clock):
-        super().__init__(engine)
-        self._clock = clock
+    Args:
+        inner: such as a draft's engine or heads. clock: adds up. methods: names, called with arguments by position.
+    """
+    return cast(ObjectT, _TimedCalls(inner, clock, methods))
 
-    def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """See ``Engine.forward``."""
-        return self._clock.timed(self._engine.forward, cache, tokens, block, keep)
+
+class _TimedCalls:
+    def __init__(self, inner: object, clock: Clock, methods: Sequence[str]):
+        self._inner = inner
+        for method in methods:
+            setattr(self, method, partial(clock.timed, getattr(inner, method)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
 
 
 @dataclass
@@ -192,41 +191,11 @@ class TimedDrafter(DrafterWrapper):
 def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
     """Return a new drafter whose time ``clock`` adds up."""
     drafter = make()
-    if isinstance(drafter, PearlDrafter):  # its own calls return at once: its model works beside the target
-        return replace(drafter, engine=_TimedEngine(drafter.engine, clock))
+    if isinstance(
+        drafter, PearlDrafter
+    ):  # its own calls return before its model, which works in another thread, has drafted
+        return replace(drafter, engine=timed_calls(drafter.engine, clock, "forward"))
     return TimedDrafter(drafter, clock)
-
-
-class _TimedHeads:
-    """Heads whose time a stopwatch adds up; to a drafter they are the heads."""
-
-    def __init__(self, heads: Heads, stopwatch: Stopwatch):
-        self._heads, self._stopwatch = heads, stopwatch
-        self.vocab_size, self.depth, self.ranks = heads.vocab_size, heads.depth, heads.ranks
-        self.parameters = heads.parameters
-
-    def tokens(self, hidden: Tensor, last: Tensor, tree: Sequence[Path]) -> Tensor:
-        return self._stopwatch.timed(self._heads.tokens, hidden, last, tree)
-
-
-class _TimedNetwork:
-    """A network on the target's states whose time a stopwatch adds up; to a drafter it is the network."""
-
-    def __init__(self, network: FeatureNetwork, stopwatch: Stopwatch):
-        self._network, self._stopwatch = network, stopwatch
-        self.features, self.vocab_size = network.features, network.vocab_size
-        self.tokens, self.device, self.ranks = network.tokens, network.device, network.ranks
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self._stopwatch.timed(self._network.fuse, features)
-
-    def advance(
-        self, cache: KVCache, tokens: Tensor, states: Tensor, block: Block, positions: Tensor, visible: Tensor | None
-    ) -> Tensor:
-        return self._stopwatch.timed(self._network.advance, cache, tokens, states, block, positions, visible)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self._stopwatch.timed(self._network.logits, states)
 
 
 def step_seconds(

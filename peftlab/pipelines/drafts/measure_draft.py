@@ -22,7 +22,7 @@ from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import CacheMemory, cache_memory
 from peftlab.decoding.statistics import BenchmarkResult
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
-from peftlab.decoding.timing import Stopwatch
+from peftlab.decoding.timing import Stopwatch, timed_calls
 from peftlab.drafting.load import (
     ONE_PASS,
     PEARL,
@@ -279,7 +279,7 @@ def watched(pair: Pair) -> list[Stopwatch]:
             watches.append(Stopwatch(pair.whole))
         pair.draft, pair.whole = watches[1], watches[-1] if pair.whole is not None else None
     if pair.heads is not None:
-        pair.heads = watches[0].including(pair.heads)
+        pair.heads = timed_calls(pair.heads, watches[0], "tokens")
     if pair.network is not None:
-        pair.network = watches[0].including_network(pair.network)
+        pair.network = timed_calls(pair.network, watches[0], "fuse", "advance", "logits")
     return watches
