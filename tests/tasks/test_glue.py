@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import datasets
 import pytest
@@ -43,6 +44,12 @@ def glue(shared):
     return shared / "data" / "glue"
 
 
+@pytest.fixture(scope="module")
+def official(glue):
+    """A task's name to its published data, each read once."""
+    return cache(lambda task: load(task, glue))
+
+
 def write(tmp_path, name, *lines):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +62,8 @@ def load(task, path, **options):
 
 
 @pytest.mark.parametrize("task", COUNTS)
-def test_official_counts_columns_and_labels(glue, task):
-    data = load(task, glue)
+def test_official_counts_columns_and_labels(official, task):
+    data = official(task)
     assert {name: len(rows) for name, rows in data.splits.items()} == COUNTS[task]
     assert data.left_out == {}
     for name, rows in data.splits.items():
@@ -73,9 +80,9 @@ def test_labels_are_in_the_hubs_order():
     }
 
 
-def test_the_label_of_known_sentences(glue):
+def test_the_label_of_known_sentences(official):
     def first(task, split="validation"):
-        return load(task, glue).splits[split][0]
+        return official(task).splits[split][0]
 
     assert first("cola") == {"text": "The sailors rode the breeze clear of the rocks.", "label": 1}
     assert first("sst2") == {"text": "it 's a charming and often affecting journey . ", "label": 1}
@@ -90,20 +97,20 @@ def test_the_label_of_known_sentences(glue):
     }
 
 
-def test_stray_quotes_are_text(glue):
-    row = load("mrpc", glue).splits["validation"][0]
+def test_stray_quotes_are_text(official):
+    row = official("mrpc").splits["validation"][0]
     assert row["text_pair"] == '"The foodservice pie business does not fit our long-term growth strategy.'
     assert row["label"] == 1
 
 
-def test_the_tasks_own_folder_and_its_parent_give_the_same(glue):
-    inside, above = load("wnli", glue / "WNLI"), load("wnli", glue)
+def test_the_tasks_own_folder_and_its_parent_give_the_same(glue, official):
+    inside, above = load("wnli", glue / "WNLI"), official("wnli")
     assert inside.fingerprint == above.fingerprint
     assert inside.splits["train"][:] == above.splits["train"][:]
 
 
-def test_a_seeded_subset_of_the_training_split(glue):
-    full = load("rte", glue)
+def test_a_seeded_subset_of_the_training_split(glue, official):
+    full = official("rte")
     some, again, other = (load("rte", glue, max_train_examples=100, split_seed=seed) for seed in (0, 0, 1))
     assert some.splits["train"]["text"] == again.splits["train"]["text"] != other.splits["train"]["text"]
     assert len(some.splits["train"]) == 100 and len(some.splits["validation"]) == 277

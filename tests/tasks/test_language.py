@@ -1,9 +1,13 @@
-"""Language tasks: which tokens are trained, how rows are read, and that the loss is the plain one."""
+"""Language tasks: chats as files have them, chat templates of real models, tokens, losses and scores."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +36,26 @@ from transformers import (
 import peftlab
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
+from peftlab.pipelines import run
+from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.conversations import Completion, Conversation
+from peftlab.tasks.conversations import Completion, Conversation, read_calls
 from peftlab.tasks.language import LanguageEvaluation, load_language, nll, reads_head
-from peftlab.tasks.language_examples import Encoding, answers, collate, encode, encode_rows
+from peftlab.tasks.language_examples import (
+    Encoding,
+    Tokens,
+    answers,
+    collate,
+    encode,
+    encode_rows,
+    end_of_turn,
+    markers,
+    shapes,
+)
 from peftlab.tasks.table import find_task
+from tests.byte_tokens import byte_tokenizer
 
+# --- Language tasks: which tokens are trained, how rows are read, and that the loss is the plain one.
 MARKERS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -326,3 +344,260 @@ def test_scores_do_not_depend_on_the_batches(tokenizer) -> None:
     total = sum(float(nll(model, collate([data[i]], pad=0))) for i in range(len(data)))
     assert found[0]["loss"] == pytest.approx(total / sum(data["trained_tokens"]), rel=1e-5)
     assert found[0]["bits_per_byte"] == pytest.approx(total / 0.6931472 / sum(2 * n for n in range(1, 8)), rel=1e-5)
+
+
+# --- Files of chats with mistakes in them, through a recipe: one error that names the place, and nothing written.
+# Has no system turn, and no tool calls.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+GOOD = {"messages": [user("q"), said("a")]}
+LONG = {"messages": [user("q"), said("a " * 400)]}
+
+
+def call(**function: Any) -> dict[str, Any]:
+    return {"messages": [user("q"), said(None, tool_calls=[{"function": function}])]}
+
+
+def shared_gpt(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": name, "value": value} for name, value in turns], **more}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two tiny models, the second without a chat template."""
+    directory = tmp_path_factory.mktemp("bad")
+    for name, template in (("model", TEMPLATE), ("bare", None)):
+        tokenizer = byte_tokenizer(template, ["<|turn|>", "<|end|>"], bos="<s>", eos="</s>")
+        torch.manual_seed(0)
+        sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    (directory / "recipe.yaml").write_text(
+        f"model: {directory / 'model'}\ntask: text/chat\ndata: {{path: x, validation: 1}}\nmethod: {{name: lora}}\n"
+        "train: {max_length: 256, max_steps: 1, eval_every: 1}\nmerge: false\noutput_dir: x\n"
+    )
+    return directory
+
+
+def start(place: Path, out: Path, rows: list[Any] | bytes, *overrides: str) -> FinetuneResults:
+    file = out.parent / "rows.jsonl"
+    data = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file.write_bytes(data)
+    results = run(place / "recipe.yaml", [f"data.path={file}", f"output_dir={out}", *overrides])
+    assert isinstance(results, FinetuneResults)
+    return results
+
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "answer to nothing": ([GOOD, {"messages": [said("a")]}], r"rows\.jsonl:2: an assistant turn without a user turn"),
+    "two questions": ([GOOD, {"messages": [user("q"), *GOOD["messages"]]}],
+                      r":2: two user turns one after the other; the roles are user, user, assistant"),
+    "late system turn": ([GOOD, {"messages": [*GOOD["messages"], {"role": "system", "content": "s"}]}],
+                         ":2: a system turn after the first turn"),
+    "tool without a call": ([GOOD, {"messages": [{"role": "tool", "content": "5"}, said("a")]}], ":2: a tool's answer"),
+    "no answer": ([GOOD, {"messages": [user("q")]}], ":2: no assistant turn to train on; its roles are user"),
+    "empty answer": ([GOOD, {"messages": [user("q"), said("  ")]}], ":2: an empty answer"),
+    "empty output": ([{"instruction": "i", "output": ""}, GOOD], ":1: output is empty"),
+    "null": ([GOOD, {"messages": [user("q"), said(None)]}], r":2: the content of a turn \(assistant\) is not a text"),
+    "number": ([GOOD, {"messages": [user(3), said("a")]}], r":2: the content of a turn \(user\) is not a text, but 3"),
+    "image": ([GOOD, {"messages": [user([{"type": "image", "url": "x"}]), said("a")]}], ":2: .*part of type 'image'"),
+    "part without text": ([GOOD, {"messages": [user([{"type": "text"}]), said("a")]}], ":2: a content is a text, or"),
+    "role": ([GOOD, {"messages": [user("q"), {"role": "assitant", "content": "a"}]}], r"did you mean 'assistant'\?"),
+    "odd ShareGPT role": ([shared_gpt(("human", "q"), ("GPT", "a"))] * 2, r":1: role 'GPT' .*did you mean 'gpt'\?"),
+    "weight": ([GOOD, {"messages": [user("q"), said("a", weight=0)]}], ":2: a turn of weight 0"),
+    "two systems": ([GOOD, {"system": "s", "messages": [{"role": "system", "content": "t"}, *GOOD["messages"]]}],
+                    ":2: two system turns"),
+    "history": ([{"instruction": "i", "output": "o", "history": "x"}, GOOD], ":1: history is a list"),
+    "input": ([{"instruction": "i", "output": "o", "input": 5}, GOOD], ":1: input is not a text, but 5"),
+    "no chat in a row": ([GOOD, {"other": "x"}], ":2: no chat in it; a row has messages"),
+    "quoted twice": ([{"messages": json.dumps(json.dumps(GOOD["messages"]))}] * 2, ":1: messages are a list of turns"),
+    "system refused": ([GOOD, {"messages": [{"role": "system", "content": "s"}, *GOOD["messages"]]}],
+                       ":2: the chat template does not take this conversation: System role not supported"),
+    "tools": ([GOOD, {**GOOD, "tools": "[{name: x"}], ":2: tools: not JSON"),
+    "tool without a name": ([GOOD, {**GOOD, "tools": [{"description": "x"}]}], ":2: a tool is an object with name"),
+    "tools that are none": ([GOOD, {**GOOD, "tools": '"x"'}], ":2: tools are a list, not 'x'"),
+    "arguments": ([GOOD, call(name="f", arguments="{bad")], ":2: the arguments of f: not JSON"),
+    "arguments that are none": ([GOOD, call(name="f", arguments="[1]")], r":2: the arguments of f are not an object"),
+    "call without a name": ([GOOD, call(nam="f")], r":2: a tool call without a name \(did you mean 'name'\?\)"),
+    "call in text": ([GOOD, shared_gpt(("human", "q"), ("function_call", "{bad"))], ":2: tool_calls: not JSON"),
+    "call by the user": ([GOOD, {"messages": [{**user("q"), "tool_calls": [1]}, said("a")]}], ":2: tool_calls in a turn"),
+    "template without calls": ([GOOD, call(name="f", arguments={"x": 1})], ":2: the chat template does not write tool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_and_nothing_is_written(place: Path, tmp_path: Path, name: str) -> None:
+    rows, message = BAD[name]
+    with pytest.raises(PeftlabError, match=message):
+        start(place, tmp_path / "run", [*rows, GOOD])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        ([GOOD] * 3, ["data.messages=mesages"], r"no column 'mesages' \(data.messages\) \(did you mean 'messages'\?\)"),
+        ([{"q": "x", "a": "y"}] * 3, ["data.prompt=q", "data.completion=b"], r"no column 'b' \(data.completion\)"),
+        ([GOOD] * 3, ["model=BARE"], r"rows\.jsonl:\d: a chat, but the model's tokenizer has no chat template"),
+        ([GOOD, GOOD, LONG], ["data.too_long=error"], r"rows\.jsonl:3: 822 tokens, and train.max_length is 256"),
+        ([LONG] * 3, [], "every example is longer than train.max_length, 256 tokens"),
+        (
+            [{"text": "x"}] * 3,
+            ["task=text/plain", "data.train_on=assistant"],
+            "data.train_on: task text/plain does not",
+        ),
+        ([{"text": "x"}] * 3, [], "no chat in it"),
+        (b"", [], "no examples"),
+        (json.dumps(GOOD).encode() + b'\n{"messages": [{"role"', [], r"rows\.jsonl:2: not a JSON object"),
+    ],
+)
+def test_bad_files_and_mappings(
+    place: Path, tmp_path: Path, rows: list[Any] | bytes, overrides: list[str], message: str
+) -> None:
+    changed = [text.replace("BARE", str(place / "bare")) for text in overrides]
+    with pytest.raises(PeftlabError, match=message):
+        start(place, tmp_path / "run", rows, *changed)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_what_only_looks_odd_is_read(place: Path, tmp_path: Path) -> None:
+    """Shapes mixed in one file, a byte order mark, CRLF, turns as JSON text and as parts, an empty input."""
+    rows = [
+        GOOD, shared_gpt(("human", "q"), ("gpt", "a"), system=""), {"instruction": "i", "input": "", "output": "o"},
+        {"prompt": "p", "completion": "c"}, {"messages": json.dumps(GOOD["messages"])},
+        {"messages": [user([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]), said("a", weight=1)]},
+        shared_gpt(("human", "q"), ("function_call", '{"name": "f", "arguments": {}}'), ("observation", "5"), ("gpt", "a")),
+    ]  # fmt: skip
+    data = codecs.BOM_UTF8 + "".join(json.dumps(row) + "\r\n" for row in rows).encode()
+    assert start(place, tmp_path / "run", data).left_out == {}
+    missing = [GOOD, {"messages": None}, GOOD, LONG, GOOD]
+    results = start(place, tmp_path / "other", missing, "data.drop_missing=true")
+    assert results.left_out == {"text or label missing": 1, "longer than train.max_length": 1}
+    assert results.dropped_rows == 2
+    results = start(place, tmp_path / "third", [GOOD, GOOD, LONG], "data.too_long=truncate")
+    assert results.left_out == {}
+
+
+# --- The chat templates of published models: what is trained is the answers with their end, or the template is refused.
+_TRL = find_spec("trl")
+_FILES = sorted((Path(_TRL.origin).parent / "chat_templates").glob("*.jinja")) if _TRL and _TRL.origin else []
+TEMPLATES = {file.stem: file for file in _FILES if not file.stem.endswith("_training")}  # the others are TRL's own
+templates = pytest.mark.skipif(not TEMPLATES, reason="TRL, whose package contains the templates, is not installed")
+
+SPECIAL = re.compile(
+    r"<\|[^|>\s]+\|>|<[a-z_]+_of_turn>|\[/?[A-Z_]+\]|<\|[a-z_]+>|<[a-z_]+\|>|</?s>|<｜[^｜]+｜>|<end_of_utterance>"
+)
+ASKED = ("Be brief.", "One?", "Two?", "41")
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def reasoned(content: str, thought: str) -> dict[str, Any]:
+    return turn("assistant", content, reasoning_content=thought, thinking=thought)
+
+
+PLAIN = [turn("user", "One?"), turn("assistant", "First answer"), turn("user", "Two?"), turn("assistant", "Second")]
+CALL = [{"id": "abcdefghi", "function": {"name": "add", "arguments": '{"number": 73}'}}]
+CASES: dict[str, list[dict[str, Any]]] = {
+    "plain": PLAIN,
+    "system": [turn("system", "Be brief."), *PLAIN],
+    "reasoning": [PLAIN[0], reasoned("First answer", "hmm1"), PLAIN[2], reasoned("Second", "hmm2")],
+    "tools": [
+        turn("user", "One?"), turn("assistant", "", tool_calls=read_calls(CALL, "x")),
+        turn("tool", "41", name="add", tool_call_id="abcdefghi"), turn("assistant", "Second"),
+    ],
+}  # fmt: skip
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"number": {"type": "integer", "description": "What."}}, "required": ["number"]}}}]  # fmt: skip
+_ROLES, _CALLS, _NOT_TAKEN = "Conversation roles must alternate", "does not write tool calls", "does not take this"
+REFUSED = {
+    ("gemma", "system"): "System role not supported",
+    ("cohere", "tools"): _ROLES, ("cohere2", "tools"): _ROLES, ("gemma", "tools"): _ROLES, ("gemma3", "tools"): _ROLES,
+    ("deepseek_r1_distill", "tools"): _CALLS, ("lfm2", "tools"): _CALLS, ("llama3", "tools"): _CALLS,
+    ("phi3", "tools"): _CALLS, ("phi3_5", "tools"): _CALLS, ("qwen2_5_vl", "tools"): _CALLS,
+    ("idefics3", "tools"): _NOT_TAKEN, ("llava_next", "tools"): _NOT_TAKEN, ("smolvlm", "tools"): _NOT_TAKEN,
+}  # fmt: skip
+
+
+def tokenizer_of(name: str) -> Any:
+    template = TEMPLATES[name].read_text(encoding="utf-8")
+    return byte_tokenizer(template, sorted(set(SPECIAL.findall(template))), bos="<s>", eos="</s>", adds_bos=True)
+
+
+def trained_texts(tokens: Tokens, tokenizer: Any) -> list[str]:
+    """Return what is trained, a text for each run of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, trained in zip(tokens.input_ids, tokens.trained, strict=True):
+        if trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@templates
+def test_there_are_enough_templates() -> None:
+    assert len(TEMPLATES) >= 25 and {name for name, _ in REFUSED} <= TEMPLATES.keys()
+
+
+@templates
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_alone_are_trained(name: str, case: str) -> None:
+    tokenizer = tokenizer_of(name)
+    row = Conversation(CASES[case], "rows.jsonl:3", TOOLS if case == "tools" else [])
+    if (name, case) in REFUSED:
+        with pytest.raises(PeftlabError, match=f"^rows.jsonl:3: .*{REFUSED[name, case]}"):
+            encode(row, tokenizer, Encoding(10**6))
+        return
+    examples = encode(row, tokenizer, Encoding(10**6))
+    found = sorted((t for tokens in examples for t in trained_texts(tokens, tokenizer)), key=lambda t: "Second" in t)
+    assert len(found) == 2, "each answer once"
+    first = ("add", "73") if case == "tools" else ("First answer",)
+    assert all(text in found[0] for text in first) and "Second" not in found[0]
+    assert "Second" in found[1] and not any(text in found[1] for text in first)
+    assert not any(text in answer for text in ASKED for answer in found), "nothing that was asked"
+    specials = markers(tokenizer)
+    assert all(any(answer.endswith(marker) for marker in specials) for answer in found), "the model learns to end"
+    for tokens in examples:
+        assert tokens.input_ids.count(tokenizer.bos_token_id) <= 1, "no second BOS"
+        assert tokens.input_ids in formatted(row, tokenizer, len(tokens.input_ids)), "the ids of apply_chat_template"
+
+
+def formatted(row: Conversation, tokenizer: Any, length: int) -> list[list[int]]:
+    """Return the first ``length`` ids that transformers makes of the conversation up to each turn, EOS added or not."""
+    made = []
+    for shape in shapes(row.messages):
+        for n in range(2, len(row.messages) + 1):
+            try:
+                ids = tokenizer.apply_chat_template(shape(row.messages[:n]), tools=row.tools or None)["input_ids"]
+            except Exception:  # this form is not the template's
+                continue
+            made += [ids[:length], [*ids[: length - 1], tokenizer.eos_token_id]]
+    return made
+
+
+@templates
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_generation_ends_where_training_ended(name: str) -> None:
+    """The token that ends a chat's answer is one that ends a trained answer."""
+    tokenizer = tokenizer_of(name)
+    (tokens,) = encode(Conversation([turn("user", "a"), turn("assistant", "b")], "x"), tokenizer, Encoding(10**6))
+    ends = end_of_turn(tokenizer) or {tokenizer.eos_token_id}
+    after = [token for token, trained in zip(tokens.input_ids, tokens.trained, strict=True) if trained]
+    assert ends <= set(after[-2:])
