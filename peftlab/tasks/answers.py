@@ -84,7 +84,7 @@ class Predictions:
 
 
 class Answers(ABC):
-    """One kind of answer; this base has what is usual for a text, or a pair of texts, and one answer for it.
+    """One kind of answer. This base class has the usual case: a text or a pair of texts, and one answer for it.
 
     Args:
         task: the table's row, with ``labels`` filled in.
@@ -98,7 +98,7 @@ class Answers(ABC):
         self.task = task
 
     def head(self) -> Attributes:
-        """Return what ``from_pretrained`` is told about the head."""
+        """Return the options of ``from_pretrained`` that make the head."""
         names = self.task.labels
         options: Attributes = {"num_labels": len(names) or 1}
         if self.problem is not None:
@@ -129,7 +129,7 @@ class Answers(ABC):
         return len
 
     def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sequence[Array]:
-        """Return an array for each row: what its answer is read from."""
+        """Return an array for each row, its logits, from which its answer is read."""
         return list(self.logits(model, batch).cpu().numpy())
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Answers(ABC):
         """Return what the model gets right and wrong."""
 
     def confidence(self, outputs: Sequence[Array]) -> list[float]:
-        """Return how probable each row's answer is, from 0 to 1; an answer without probabilities has none.
+        """Return the probability of each row's answer, from 0 to 1.
 
         Raises:
             NotImplementedError: the answers have no probabilities (``Task.regression``).
@@ -185,7 +185,7 @@ class Answers(ABC):
         return counts.total() / (len(self.task.labels) * count)
 
     def shown(self, row: Row, label: object, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-        """Return a tokenised row as the model reads it, in parts, each with whether it is what is learnt."""
+        """Return a tokenised row as text parts, each with whether it is a label that the model learns."""
         text = str(tokenizer.decode(member(row, "input_ids", list, "an example")))
         return [(text, False), *([] if label is None else [(self.label_name(label), True)])]
 
@@ -194,7 +194,7 @@ class Answers(ABC):
         return self.task.labels[int(str(label))] if self.task.labels else str(label)
 
     def read(self, table: Table, names: Sequence[str], data: DataConfig) -> list[object]:
-        """Return the inputs of a file's rows, as ``rows`` takes them; every row without is an error.
+        """Return the inputs of a file's rows, as ``rows`` takes them; a row without inputs is an error.
 
         Args:
             names: the text columns, if any were named. data: the recipe's data section.
@@ -225,7 +225,7 @@ class Answers(ABC):
 
 
 class OneClass(Answers):
-    """A class by the largest of its logits; the loss is cross-entropy."""
+    """The class with the largest logit; the loss is cross-entropy."""
 
     problem = "single_label_classification"
 
@@ -298,7 +298,7 @@ class Number(Answers):
         return Predictions([float(value) for value in outputs])
 
     def count(self, labels: Sequence[object]) -> Counter[int]:
-        """Return nothing: there are no classes."""
+        """Return an empty count: there are no classes."""
         return Counter()
 
 
@@ -428,7 +428,7 @@ class OneChoice(Answers):
         return {**columns, "length": [len(row) * max(map(len, row)) for row in columns["input_ids"]]}
 
     def head(self) -> Attributes:
-        """Return nothing: the head gives one number for each choice."""
+        """Return no options: the head gives one logit for each choice."""
         return {}
 
     def collate(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], dict[str, Tensor]]:
@@ -493,11 +493,11 @@ class OneChoice(Answers):
         return Analysis(scores_by_class(names, confusion), confusion.tolist(), hardest=hardest)
 
     def confidence(self, outputs: Sequence[Array]) -> list[float]:
-        """Return the probability of the chosen."""
+        """Return the probability of the chosen choice."""
         return [float(softmax(each).max()) for each in outputs]
 
     def predictions(self, outputs: Sequence[Array]) -> Predictions:
-        """Return the places of the chosen, from 0, and each place's probability: 0 where a row has no such choice."""
+        """Return the places of the choices, from 0, and each place's probability: 0 where a row has no such choice."""
         most = max(map(len, outputs))
         probabilities = np.zeros((len(outputs), most))
         for row, each in enumerate(outputs):
@@ -506,11 +506,11 @@ class OneChoice(Answers):
         return Predictions(answers, tuple(str(place) for place in range(most)), probabilities)
 
     def count(self, labels: Sequence[object]) -> Counter[int]:
-        """Return nothing: there are no classes that rows share."""
+        """Return an empty count: rows share no classes."""
         return Counter()
 
     def shown(self, row: Row, label: object, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-        """Return a line for each choice; the right one is what is learnt."""
+        """Return a line for each choice; the model learns the right one."""
         lines = [str(tokenizer.decode(ids)) for ids in _lists(row["input_ids"])]
         return [(f"\n{line}", place == label) for place, line in enumerate(lines)]
 
@@ -633,7 +633,7 @@ class WordTags(Answers):
         return F.cross_entropy(logits, batch["labels"].flatten(), weights, ignore_index=_IGNORED, reduction="sum")
 
     def denominator(self, train: Dataset) -> Callable[[list[int]], float]:
-        """Return the words with a token of a global batch."""
+        """Return the function of a global batch's indices to its number of words that have a token."""
         counts = [sum(place >= 0 for place in first) for first in train["first"]]
         return lambda batch: float(max(1, sum(counts[i] for i in batch)))
 

@@ -139,7 +139,7 @@ _TAKES = {
 
 
 def check_glue(task: Task, data: DataConfig) -> list[Problem]:
-    """Return the keys that a GLUE task does not take."""
+    """Return the keys of ``data`` that a GLUE task does not take."""
     reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
     return [(("data", name), f"data.{name}: {reason}") for name in sorted(_given(data) - {"path"})]
 

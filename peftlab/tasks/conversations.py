@@ -99,7 +99,7 @@ def _turn(turn: object, where: str) -> Message:
 
 
 def _content(value: object, where: str) -> object:
-    """Return a content; that of a list of text parts is their text."""
+    """Return a turn's content; a list of text parts becomes their text."""
     if not isinstance(value, list):
         return value
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
@@ -113,7 +113,7 @@ def _content(value: object, where: str) -> object:
 
 
 def with_parsed_call(message: Message, where: str) -> Message:
-    """Return a turn whose text is a tool call as an assistant's turn with that call; others as they are."""
+    """Return a turn whose text is a tool call as an assistant's turn with that call; other turns are unchanged."""
     if message["role"] != CALLED:
         return message
     changes: dict[str, object] = {
@@ -152,7 +152,7 @@ _CALL = ("name", "arguments")
 
 
 class Function(TypedDict):
-    """What is called, and with what."""
+    """The function that is called, and its arguments."""
 
     name: str
     arguments: dict[str, Json] | str
@@ -282,7 +282,13 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
 
 
 def as_conversation(messages: list[Message], values: Mapping[str, object], where: str) -> Conversation:
-    """Return turns that were read, with the columns ``system`` and ``tools`` of their row; errors name ``where``."""
+    """Return turns as a conversation, with the columns ``system`` and ``tools`` of their row.
+
+    Args:
+        messages: the turns that ``read_turns`` returned.
+        values: the row, by column.
+        where: file and line, for errors.
+    """
     messages = with_system(messages, values, where)
     check_turns(messages, where)
     calls = [with_parsed_call(message, where) for message in messages]

@@ -198,8 +198,7 @@ class Table:
         return len(self.positions)
 
     def column(self, name: str, key: str) -> list[object]:
-        """Return a column; a missing one raises ``PeftlabError`` that names ``key`` and the nearest
-        column."""
+        """Return a column; a missing one raises ``PeftlabError`` that names ``key`` and the nearest column."""
         if name not in self.columns:
             hint = did_you_mean(name, self.columns)
             columns = listed(self.columns, 50)
@@ -500,7 +499,7 @@ _BEFORE_CHOICES = ("context", "prompt")
 
 @dataclass(frozen=True)
 class Columns:
-    """What a row is read from; a test split may lack the labels.
+    """The columns that a row is read from; a test split may lack the labels.
 
     Attributes:
         inputs, labels: column name to the recipe's key that names it, in the order in which they are read.

@@ -202,7 +202,7 @@ class TaskProblem(TrainingProblem):
     contexts: Callable[[int | None], Contexts] | None = None
 
     def compare_with(self, model: nn.Module) -> None:
-        """Let loss and scores compare with ``model`` as it is now, where they compare with a model."""
+        """Compute what ``model`` makes of all rows now, where loss and scores compare with a reference model."""
         if self.refer is not None:
             if len(self.train):
                 self.train = self.refer(model, self.train)

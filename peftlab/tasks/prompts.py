@@ -204,14 +204,14 @@ def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None) -> list[int]:
-    """The ids of a prompt to train on, which must not be empty."""
+    """Return the ids of a prompt to train on, which must not be empty."""
     if prompt.text is not None and not prompt.text.strip():
         raise PeftlabError(f"{prompt.where}: empty")
     return encode(tokenizer, prompt, _templated(tokenizer, chat))
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    """Whether texts to train on are user turns: as asked, else if there is a template."""
+    """Return whether texts to train on are user turns: ``chat``, or by default whether there is a template."""
     return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
 
 
@@ -225,7 +225,7 @@ def _through_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message
 
 
 def _rows(table: Table, field: str | None) -> list[Prompt]:
-    """The prompts of a table's rows."""
+    """Return the prompts of a table's rows."""
     if not len(table):
         return []
     if field is not None:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, object]
 """One tokenised example: ``input_ids``, ``length``, and what else its data set has."""
 ANSWER_KEYS = frozenset({"labels", "trained", "reference", "first", "choices"})
-"""What batches contain beside the model's inputs: labels, and where the answers are."""
+"""Keys of a batch that are no input of the model: labels, and where the answers are."""
 
 
 def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a batch the model's forward takes."""
+    """Return the inputs of the model's forward: a batch without labels and places of answers."""
     return {key: value for key, value in batch.items() if key not in ANSWER_KEYS}
 
 
@@ -229,7 +229,7 @@ class Collate:
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Keep the library's progress bars out of logs and pipes."""
+    """Within the block datasets shows no progress bars where standard error is no terminal."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():

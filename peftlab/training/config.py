@@ -93,7 +93,7 @@ Bits = Annotated[int, Field(ge=1, le=16)]
 
 
 class EmulatedHardware(Section):
-    """Number formats of the hardware that training pretends to run on; null: fp32."""
+    """Number formats of the emulated hardware; null: fp32."""
 
     format: Literal["dorefa", "bfp"] = Field(
         default="dorefa",

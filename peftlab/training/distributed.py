@@ -140,7 +140,7 @@ class AsTrained(nn.Module):
 
 
 def whole(values: NestedT) -> NestedT:
-    """Return nested ``values`` with every tensor in one piece, detached, on the CPU."""
+    """Return nested ``values`` with every sharded tensor gathered, detached, on the CPU."""
 
     def gather(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

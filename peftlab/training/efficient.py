@@ -42,7 +42,7 @@ _LAYER_DRAWS = 3  # sets these draws apart from those of the examples' order
 
 
 class LayerSampling:
-    """Which of an adapter's layers rest, as a pure function of seed and step.
+    """Which layers of an adapter train and which rest, as a pure function of seed and step.
 
     Attributes:
         layers: the parameters of each layer, by number and name. What belongs to no layer (the task head, embeddings)
@@ -118,7 +118,7 @@ class Selection:
         return bisect_right(self.ends, step) == len(chosen)
 
     def choose(self, chosen: Chosen, score: Callable[[list[int]], Sequence[float]]) -> list[int]:
-        """Return the examples that the next round adds: those of the lowest score, the lower number first if equal.
+        """Return the examples that the next round adds: those of the lowest score, the lower index first among equals.
 
         Args:
             chosen: by the rounds before. score: of examples, a number each; the first round draws without, unless a
@@ -239,7 +239,7 @@ def sparsity_at(log_threshold: float, sigma: float, normal: NormalDist) -> float
 
 
 class _StraightThrough(Function):
-    """Values in the place of others, whose gradient passes as it is."""
+    """Quantised values forward; backward passes the gradient unchanged (straight-through estimator)."""
 
     @staticmethod
     def forward(ctx: AutogradContext, values: Tensor, quantised: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class _StraightThrough(Function):
 
 
 class _CoarseGradient(Function):
-    """Values as they are, whose gradient is quantised."""
+    """Values unchanged forward; backward quantises the gradient."""
 
     @staticmethod
     def forward(ctx: AutogradContext, values: Tensor, hardware: EmulatedHardware) -> Tensor:
@@ -264,7 +264,7 @@ class _CoarseGradient(Function):
 
 
 def coarse_gradient(grad: Tensor, hardware: EmulatedHardware) -> Tensor:
-    """Return a gradient [rows, ...] as the hardware has it; the noise is drawn from torch's generator."""
+    """Return a gradient [rows, ...] in the hardware's number format; the noise is drawn from torch's generator."""
     if hardware.prune is not None:
         threshold = pruning_threshold(grad, hardware.prune)
         grad = pruned(grad, threshold, torch.rand_like(grad)) if threshold else grad
@@ -298,7 +298,7 @@ class Emulation:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within the block, a forward pass and its backward, the layers compute as the hardware, with their copies."""
+        """Within the block, a forward pass and its backward, the layers compute in the hardware's number formats."""
         hooks = [layer.register_forward_pre_hook(self._inputs) for layer in self.layers]
         hooks += [layer.register_forward_hook(self._outputs) for layer in self.layers]
         stored = [p.data for p in self._matrices]
@@ -314,7 +314,7 @@ class Emulation:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Round what trains to the bits of the stored copy, after a step has changed it."""
+        """Round the trained weights to the bits of the stored copy, after a step has changed them."""
         if self._hardware.stored is not None:
             for parameter in self._trained.values():
                 parameter.copy_(_rounded(parameter, self._hardware.stored, self._hardware))

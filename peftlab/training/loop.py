@@ -118,7 +118,7 @@ def train(
 
 
 class Trainer:
-    """What changes from step to step.
+    """A training run between two steps: model, optimiser and progress, and the step itself.
 
     Attributes:
         model: ``problem.model`` as accelerate wraps it.
@@ -254,7 +254,7 @@ class Trainer:
         return norm
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the block within which the model computes as the emulated hardware, where there is one."""
+        """Return a context in which the model computes in the emulated hardware's number formats, if any."""
         return nullcontext() if self.emulation is None else self.emulation.computing()
 
     def check_first_steps(self) -> None:

@@ -1,15 +1,22 @@
+"""Parameter groups, the learning rate, and steps that are rounded at random."""
+
 from __future__ import annotations
 
 import math
+import types
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peftlab.training.optimiser import lr_factor, make_optimiser
+from peftlab.errors import PeftlabError
+from peftlab.training.config import TrainConfig
+from peftlab.training.optimiser import StochasticAdamW, _noise, lr_factor, make_optimiser, round_to_bf16
 
 SETTINGS = SimpleNamespace(peak_lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-6, weights=None)
 
@@ -65,3 +72,125 @@ def test_the_factor_stays_within_bounds_and_peaks_once(total, warmup, kind):
     top = factors.index(max(factors))
     assert factors[: top + 1] == sorted(factors[: top + 1])
     assert factors[top:] == sorted(factors[top:], reverse=True)
+
+
+# --- ``train.weights: bf16_stochastic``: steps on bf16 weights whose mean is exact.
+ROUNDING = TrainConfig(weights="bf16_stochastic", lr=1e-4, seed=3)
+
+
+@pytest.mark.parametrize("value", [1.0, 1.0001, -1.0001, 3.1415927, -2.5e-7, 1e-40, 65504.3, 0.0])
+def test_the_mean_over_all_noises_is_the_value(value):
+    x = torch.tensor(value)
+    noise = torch.arange(1 << 16, dtype=torch.int32)
+    rounded = round_to_bf16(x.expand(1 << 16).contiguous(), noise)
+    values, counts = rounded.double().unique(return_counts=True)
+    total = sum(Fraction(v) * n for v, n in zip(values.tolist(), counts.tolist(), strict=True))
+    assert rounded.dtype == torch.bfloat16 and total / (1 << 16) == Fraction(x.item())
+    assert len(rounded.unique()) <= 2
+
+
+def test_what_is_not_finite_stays():
+    last = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # of NaN, a sum with noise would overflow
+    x = torch.tensor([float("inf"), float("-inf"), float("nan"), last])
+    rounded = round_to_bf16(x, torch.full((4,), (1 << 16) - 1, dtype=torch.int32))
+    assert torch.equal(rounded[:2].float(), x[:2]) and rounded[2:].isnan().all()
+
+
+def test_the_noise_has_every_place_of_a_word():
+    """Four numbers are cut from each word of the generator."""
+    noise = _noise(torch.empty(1 << 15, 4), torch.Generator().manual_seed(0)).double()
+    assert noise.min() >= 0 and noise.max() < 1 << 16 and noise.max() > (1 << 16) - 20
+    deviation = (1 << 16) / 12**0.5
+    assert ((noise.mean(0) - ((1 << 16) - 1) / 2).abs() < 5 * deviation / len(noise) ** 0.5).all()
+    assert (torch.corrcoef(noise.t()) - torch.eye(4)).abs().max() < 5 / len(noise) ** 0.5
+
+
+def test_a_parameter_larger_than_a_block_steps_as_in_one(monkeypatch):
+    weights = []
+    for size in (1 << 17, 60):
+        monkeypatch.setattr("peftlab.training.optimiser._BLOCK", size)
+        weight = nn.Parameter(torch.linspace(-1, 1, 12 * 20).view(20, 12).t())  # rows that are not contiguous
+        stepper = make_optimiser({"weight": weight}, ROUNDING, {})
+        weight.grad = torch.sin(torch.arange(240.0)).view(12, 20)
+        stepper.param_groups[0]["lr"] = 1e-2
+        stepper.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)
+    assert not torch.equal(weights[0], torch.linspace(-1, 1, 12 * 20).view(20, 12).t())
+
+
+def descend(optimiser_of, steps=400):
+    """Return the mean weight after steps of 1e-4 from 1, where neighbours of bf16 are 2^-8 apart."""
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimiser = optimiser_of({"weight": weight})
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        for group in optimiser.param_groups:
+            group["lr"] = group["peak_lr"]
+        optimiser.step()
+    return weight.detach().double().mean().item()
+
+
+def test_small_steps_add_up_where_the_nearest_stalls():
+    assert descend(lambda p: make_optimiser(p, ROUNDING, {})) == pytest.approx(0.96, abs=2e-3)
+    assert descend(lambda p: make_optimiser(p, ROUNDING.model_copy(update={"weights": None}), {})) == 1.0
+
+
+def test_in_fp32_it_is_adamw():
+    weights = [nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2)]
+    settings = TrainConfig(weights="bf16_stochastic", lr=1e-2, weight_decay=0.1)
+    optimisers = [
+        make_optimiser({"weight": weights[0]}, settings, {}),
+        make_optimiser({"weight": weights[1]}, settings.model_copy(update={"weights": None}), {}),
+    ]
+    for step in range(5):
+        for weight, optimiser in zip(weights, optimisers, strict=True):
+            weight.grad = torch.sin(torch.arange(12.0) + step).view(3, 4)
+            optimiser.param_groups[0]["lr"] = 1e-2
+            optimiser.step()
+    torch.testing.assert_close(*weights)
+
+
+def test_averages_are_fp32_after_loading_too():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    first, second = (make_optimiser({"weight": weight}, ROUNDING, {}) for _ in range(2))
+    weight.grad = torch.rand(4, 4).bfloat16()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert second.state[weight][key].dtype == torch.float32
+        assert torch.equal(second.state[weight][key], first.state[weight][key])
+    assert isinstance(first, StochasticAdamW) and second.param_groups[0]["taken"] == 1
+
+
+def recipe(model, rows, run, **train):
+    values = tiny.recipe(model, rows, run, "full", weights="bf16_stochastic", lr=1e-4, **train)
+    return {**values, "base": {"dtype": "bf16"}}
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(model, rows, tmp_path):
+    with tiny.stopped_after(3):
+        tiny.run(recipe(model, rows, tmp_path / "run", save_every=1))
+    tiny.run(recipe(model, rows, tmp_path / "run", save_every=1), resume=True)
+    results = tiny.run(recipe(model, rows, tmp_path / "whole", save_every=1))
+    tiny.assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert results["cost"]["optimizer_bytes"] == 10 * results["trainable_parameters"]
+
+
+@pytest.mark.parametrize("change", [{"method": {"name": "lora"}}, {"base": {"dtype": "fp32"}}])
+def test_refused_elsewhere(change, model, rows, tmp_path):
+    from peftlab.recipe.schema import FinetuneRecipe
+
+    with pytest.raises(ValueError, match=r"train\.weights: bf16_stochastic rounds .* set method=full"):
+        FinetuneRecipe.model_validate({**recipe(model, rows, tmp_path / "run"), **change})
+
+
+def test_refused_where_parameters_are_divided(tmp_path):
+    from accelerate.utils import DistributedType
+
+    from peftlab.training.loop import Trainer
+
+    accelerator = types.SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
+    problem = types.SimpleNamespace(model=nn.Linear(2, 2), lr_ratio={})
+    with pytest.raises(PeftlabError, match=r"train\.weights: FSDP2 divides"):
+        Trainer(problem, ROUNDING, accelerator, None)

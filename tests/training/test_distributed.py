@@ -1,4 +1,4 @@
-"""Two processes with half of each batch give what one gives with all of it."""
+"""Several processes: the same run as in one, FSDP2's shards, DeepSpeed's settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import torch
 from launching import LAUNCHED, ended, free_port, launch, run_in_two, start
 from safetensors.torch import load_file
 
+from peftlab.errors import PeftlabError
+from peftlab.training.config import TrainConfig
+from peftlab.training.distributed import zero_plugin
 from peftlab.training.loop import flat
 
+# --- Two processes with half of each batch give what one gives with all of it.
 # 31 examples in batches of 6: the last one has one example, and three of its four parts have none. Nine
 # examples in evaluation batches of 4: the second process has one batch less.
 UNEVEN = {
@@ -143,3 +147,42 @@ def assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, option
     assert_equals_one_process(still, rows, tmp_path, files)
     tiny.run({**values, "output_dir": str(tmp_path / "one-parts")})
     assert_same_end(tmp_path / "one-parts", tmp_path / "two-parts")
+
+
+# --- The settings of DeepSpeed that are refused.
+@pytest.fixture
+def asked(monkeypatch):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+    def ask(**environment):
+        for name, value in {"USE_DEEPSPEED": "true", **environment}.items():
+            monkeypatch.setenv(f"ACCELERATE_{name}", value)
+
+    return ask
+
+
+def test_nobody_asks():
+    assert zero_plugin(TrainConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "words"),
+    [
+        ({"DEEPSPEED_ZERO_STAGE": "3"}, {}, "ZeRO 3, which shards the parameters; for that use FSDP"),
+        ({"DEEPSPEED_ZERO_STAGE": "0"}, {}, "ZeRO 0; set zero_stage to 1 or 2"),
+        ({"DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, {}, "offload_optimizer_device"),
+        ({}, {"precision": "fp16"}, "train.precision=fp16"),
+        ({}, {"compile": True}, "train.compile"),
+    ],
+)
+def test_what_is_refused(asked, environment, settings, words):
+    asked(**environment)
+    with pytest.raises(PeftlabError, match=words):
+        zero_plugin(TrainConfig(**settings))
+
+
+def test_a_schedule_of_its_own_is_refused(asked, tmp_path):
+    file = tiny.write_recipe({"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}, tmp_path / "ds")
+    asked(DEEPSPEED_CONFIG_FILE=str(file))
+    with pytest.raises(PeftlabError, match="its own scheduler"):
+        zero_plugin(TrainConfig())
