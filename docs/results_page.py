@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from peftlab.checkpoints.merge.steps import MergeReport, TensorReport
+from peftlab.checkpoints.merge.report import MergeReport, TensorReport
 from peftlab.decoding.benchmark import DraftedText, Piece
 from peftlab.decoding.lossy import LossyResult
 from peftlab.decoding.planning import plan
 from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, PoolResult
 from peftlab.files import write_text
+from peftlab.pipelines.benchmark import DraftBenchmark, MeasuredDraftPlan
 from peftlab.pipelines.checks.deep_check import CheckedData, CheckedMethod, DeepCheck
-from peftlab.pipelines.drafts.draft_results import DecodingSpeed, DraftResults
-from peftlab.pipelines.drafts.measure_draft import DraftBenchmark, MeasuredDraftPlan
+from peftlab.pipelines.draft import DecodingSpeed, DraftResults
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.inspect import Inspection
 

@@ -432,7 +432,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "table": ("recipe.yaml", "table.csv", "table.tex", "table.html", "cells/*.log"),
     "model": _MODEL,
     "adapter": _MODEL,
-    "draft": _MODEL,
+    "draft": (*_MODEL, "metrics.jsonl"),  # between the requests of a stream
 }  # fmt: skip
 """The files that peftlab writes, by the kind of directory, as patterns in which ``*`` matches any characters.
 

@@ -14,7 +14,7 @@ from peftlab.decoding.table import LOSSY, MODEL_FREE, POLICIES, TREES, VERIFIERS
 from peftlab.errors import PeftlabError
 
 if TYPE_CHECKING:
-    from peftlab.pipelines.drafts.generate import GeneratedText, Writer
+    from peftlab.pipelines.generate import GeneratedText, Writer
 
 draft_app = typer.Typer(help="Draft models: measure, train further and export them.", no_args_is_help=True)
 
@@ -103,8 +103,8 @@ def plan(
     """Measure the target on this device: which draft can be faster, and from what acceptance on?"""
     from peftlab.errors import PeftlabError
     from peftlab.files import write_text
-    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-    from peftlab.pipelines.drafts.measure_draft import plan_draft
+    from peftlab.pipelines.benchmark import plan_draft
+    from peftlab.pipelines.generate import DecodingOptions
     from peftlab.reporting import drafts
 
     if theory:
@@ -193,13 +193,14 @@ def bench(
 ) -> object:
     """Time plain and speculative decoding on the same prompts; drafters without a model run beside the draft."""
     from peftlab.files import write_text
-    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-    from peftlab.pipelines.drafts.measure_draft import benchmark
+    from peftlab.pipelines.benchmark import benchmark
+    from peftlab.pipelines.generate import DecodingOptions
     from peftlab.reporting import drafts
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy, tree, verify, draft_window,
+        max_new_tokens=max_new_tokens, gamma=gamma, width=width, policy=policy, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed, dtype=dtype, draft_dtype=draft_dtype, pack=pack, corpus=corpus, device=device,
+        lossy=lossy, tree=tree, verify=verify, draft_window=draft_window,
     )  # fmt: skip
     result = benchmark(
         target, prompts, draft, options, drafters=drafter or (), batch_size=batch_size, repeats=repeats,
@@ -245,7 +246,7 @@ def update(
         if every is not None:
             raise PeftlabError("--every: goes with --prompts; a log is learnt from at once")
         return update_draft(run, requests, size=size, overrides=overrides or [], device=device)
-    from peftlab.pipelines.drafts.live import update_live
+    from peftlab.pipelines.update import update_live
     from peftlab.reporting import drafts
     from peftlab.reporting.drafts import stream_facts, stream_tables
 
@@ -317,13 +318,13 @@ def generate(
 ) -> object:
     """Generate text to the terminal, or chat, with a draft if one is named; then say how fast it was."""
     from peftlab.errors import PeftlabError
-    from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-    from peftlab.pipelines.drafts.generate import generate as generated
-    from peftlab.pipelines.drafts.generate import load_writer
+    from peftlab.pipelines.generate import DecodingOptions, load_writer
+    from peftlab.pipelines.generate import generate as generated
 
     options = DecodingOptions(
-        max_new_tokens, gamma, width, policy, temperature, top_k, top_p, seed, dtype, draft_dtype, pack, corpus, device,
-        lossy, tree, verify, draft_window,
+        max_new_tokens=max_new_tokens, gamma=gamma, width=width, policy=policy, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed, dtype=dtype, draft_dtype=draft_dtype, pack=pack, corpus=corpus, device=device,
+        lossy=lossy, tree=tree, verify=verify, draft_window=draft_window,
     )  # fmt: skip
     if prompt is not None:
         answer = generated(target, prompt, draft, options, drafter=drafter, stop=stop or [], chat=chat, on_text=_write)
@@ -357,7 +358,7 @@ def _end_line(answer: GeneratedText) -> None:
 
 def _talk(writer: Writer) -> list[GeneratedText]:
     """Hold a conversation until the input ends, and return the answers; a line is a turn."""
-    from peftlab.pipelines.drafts.conversation import converse
+    from peftlab.pipelines.generate import converse
 
     typed = sys.stdin.isatty()
     if typed:

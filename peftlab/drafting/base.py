@@ -1,30 +1,43 @@
-"""What the pipeline and a kind of draft hand each other, while training and when a draft is opened for decoding."""
+"""The class of a kind of draft: what each must do from recipe to export, and what a pair of target and draft is."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.folded import load_model
+from peftlab.decoding.advice import TargetWeights
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import SuffixAutomaton
 from peftlab.decoding.parallel_drafters import Masks
 from peftlab.decoding.sampled_trees import GrowthFactory
 from peftlab.decoding.state_drafters import FeatureNetwork, Heads
+from peftlab.decoding.table import Window
+from peftlab.drafting.checks import end_ids, eos_ids
 from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective
+from peftlab.drafting.states import head_weight
+from peftlab.drafting.table import DRAFTS, DraftRow
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, read_object
+from peftlab.files import Json
 from peftlab.methods.config import MethodConfig
+from peftlab.methods.table import METHODS
 from peftlab.models.pretrained import language_model_class, load_config
+from peftlab.training.config import TrainConfig
+from peftlab.untyped import Unwrapped
 
-ConfigT = TypeVar("ConfigT", bound=DraftConfig, covariant=True)
+ConfigT = TypeVar("ConfigT", bound=DraftConfig)
+SectionT_co = TypeVar("SectionT_co", bound=DraftConfig, covariant=True)
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """(the model in training, a batch) -> the sum of the loss over tokens."""
@@ -35,78 +48,31 @@ class ScheduledLoss(Protocol):
     """A loss that changes from step to step."""
 
     def at_step(self, step: int, steps: int) -> str:
-        """Prepare for a step; see ``tasks.problem.TrainingProblem.at_step``."""
+        """Prepare for a step; see ``TrainingProblem.at_step``."""
         ...
 
 
-@dataclass(frozen=True)
-class DraftJob(Generic[ConfigT]):
-    """What a draft recipe asks for.
-
-    Attributes:
-        config: the recipe's ``draft`` section.
-        target: reference of the target. tokenizer: the target's.
-        method: what is injected and trained; None: the draft's own modules alone train.
-        folds: whether the run writes ``merged/``.
-        longest: tokens of the longest example.
-        directory: of the run. device: where it trains. seed, batch_size: of training.
-        revision, trust_remote_code: of the target.
-    """
-
-    config: ConfigT
-    target: str
-    tokenizer: PreTrainedTokenizerBase
-    method: MethodConfig | None
-    objective: DraftObjective
-    data: DraftData
-    folds: bool
-    longest: int
-    directory: Path
-    device: torch.device
-    seed: int
-    batch_size: int
-    revision: str | None = None
-    trust_remote_code: bool = False
+class Recipe(Protocol[SectionT_co]):
+    """What a kind reads of a draft recipe (``recipe.schema.DraftRecipe``)."""
 
     @property
-    def cache(self) -> Path:
-        """Directory of what the target has computed: text, probabilities, states."""
-        return Path(self.data.cache or self.directory.parent / "draft-data")
-
-
-@dataclass
-class Draft:
-    """A draft as it trains.
-
-    Attributes:
-        model: the module that trains: its parameters with ``requires_grad`` are checkpointed.
-        adapted: the language model in it; the method is injected into it, or into what ``injected`` returns.
-        target: the model to be served.
-        base: reference of ``injected`` without its adapter.
-        eos: ids that end an output.
-        base_model: makes the model to be written to ``base``; None where ``base`` exists already.
-        chosen: how its parts were chosen, for results.json; None where nothing was.
-        others: further models to be served with it (``data.targets``), in order.
-    """
-
-    model: nn.Module
-    adapted: PreTrainedModel
-    target: PreTrainedModel
-    base: str
-    eos: frozenset[int]
-    base_model: Callable[[], PreTrainedModel] | None = field(default=None, kw_only=True)
-    chosen: Mapping[str, Json] | None = field(default=None, kw_only=True)
-    others: Sequence[PreTrainedModel] = field(default=(), kw_only=True)
-
+    def draft(self) -> SectionT_co: ...
     @property
-    def injected(self) -> nn.Module:
-        """Return the module into which the method is injected."""
-        return self.adapted
-
+    def target(self) -> str: ...
     @property
-    def separate(self) -> bool:
-        """Whether the draft is a language model of its own; if not, it is trained in or on the target."""
-        return self.adapted is not self.target
+    def method(self) -> MethodConfig | None: ...
+    @property
+    def objective(self) -> DraftObjective: ...
+    @property
+    def data(self) -> DraftData: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def merge(self) -> object: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -156,6 +122,60 @@ class Exporting(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OwnLayers:
+    """Some of the target's own layers as a draft in the target's cache.
+
+    Attributes:
+        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
+        trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none. Not asked
+            where the draft is a model of its own, too.
+        one_pass: (width) -> a new drafter whose masks the target reads while it verifies; None: there is none.
+    """
+
+    engine: Engine
+    drafter: Callable[[Engine], Drafter]
+    trees: Callable[[Engine, GrowthFactory], Drafter] | str = ""
+    one_pass: Callable[[int], Drafter] | None = None
+
+
+@dataclass
+class Pair:
+    """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
+
+    Attributes:
+        weights: what a step of the target reads.
+        whole: the draft as a model of its own; None where it is none.
+        own: the draft, where it is or begins with some of the target's own layers.
+        masks: of a draft that writes several tokens in one pass; None: it writes one.
+        corpus: text to copy from; None: only the sequence itself.
+        window: what the draft sees of a text; None: all of it.
+        warnings: what to show the user.
+        draft: the engine of ``own``, else ``whole``.
+    """
+
+    target: Engine
+    tokenizer: PreTrainedTokenizerBase
+    eos: frozenset[int]
+    weights: TargetWeights
+    draft: Engine | None = None
+    own: OwnLayers | None = None
+    whole: Engine | None = None
+    heads: Heads | None = None
+    network: FeatureNetwork | None = None
+    masks: Masks | None = None
+    corpus: SuffixAutomaton | None = None
+    window: Window | None = None
+    target_parameters: int = 0
+    draft_parameters: int = 0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft."""
+        return any(part is not None for part in (self.heads, self.network, self.draft))
+
+
 class Opening:
     """The target that a stored draft is opened for; its weights are read when first asked for.
 
@@ -187,71 +207,200 @@ class Opening:
         nn.Module.to(model, self.device)
         return model
 
+    def pair(
+        self,
+        parameters: int = 0,
+        *,
+        whole: Engine | None = None,
+        own: Callable[[Engine], OwnLayers | None] | None = None,
+        heads: Heads | None = None,
+        network: FeatureNetwork | None = None,
+        masks: Masks | None = None,
+        vocabulary: int | None = None,
+        features: tuple[int, ...] = (),
+        warnings: tuple[str, ...] = (),
+    ) -> Pair:
+        """Return the target with a draft of these parts; without any, alone.
 
-@dataclass(frozen=True)
-class OwnLayers:
-    """Some of the target's own layers as a draft in the target's cache.
-
-    Attributes:
-        engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
-        trees: (the same, what they grow by) -> a new drafter of trees; the name of a draft that has none. Not asked
-            where the draft is a model of its own, too.
-        one_pass: (width) -> a new drafter whose masks the target reads while it verifies; None: there is none.
-    """
-
-    engine: Engine
-    drafter: Callable[[Engine], Drafter]
-    trees: Callable[[Engine, GrowthFactory], Drafter] | str = ""
-    one_pass: Callable[[int], Drafter] | None = None
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A stored draft, ready to decode with: an engine, an exit, heads, or a network that reads the target's states.
-
-    Attributes:
-        parameters: how many it has.
-        engine: the draft as a model of its own.
-        own: (the target's engine) -> some of the target's own layers, which draft in the same cache; None: not there.
-        vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
-        masks: of an engine that writes several tokens in one pass; None: it writes one.
-        features: layers whose entering states ``network`` or ``own`` reads. warnings: what to show the user.
-    """
-
-    parameters: int
-    engine: Engine | None = None
-    own: Callable[[Engine], OwnLayers | None] | None = None
-    heads: Heads | None = None
-    vocabulary: int | None = None
-    network: FeatureNetwork | None = None
-    masks: Masks | None = None
-    features: tuple[int, ...] = ()
-    warnings: tuple[str, ...] = ()
+        Args:
+            parameters: how many the draft has.
+            own: (the target's engine) -> some of the target's own layers, which draft in the same cache, or None.
+            vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
+            features: layers whose entering states ``network`` or ``own`` reads.
+            whole, heads, network, masks, warnings: see ``Pair``.
+        """
+        model = self.target
+        size, weights = model.num_parameters(), target_weights(model)
+        engine = build_engine(model, vocabulary=vocabulary, pack=self.pack, features=features)
+        if whole is not None and parameters >= size:
+            warnings += (f"the draft ({parameters:,} parameters) is no smaller than the target ({size:,})",)
+        layers = own(engine) if own is not None else None
+        return Pair(
+            engine, self.tokenizer, eos_ids(model), weights, draft=layers.engine if layers is not None else whole,
+            own=layers, whole=whole, heads=heads, network=network, masks=masks, target_parameters=size,
+            draft_parameters=parameters, warnings=warnings,
+        )  # fmt: skip
 
 
-def says(directory: str | Path, key: str, value: str | Sequence[str]) -> bool:
-    """Whether ``config.json`` in a directory has this value of ``key``."""
-    file = Path(directory) / "config.json"
-    return file.is_file() and read_object(file).get(key) == value
+def target_weights(model: PreTrainedModel) -> TargetWeights:
+    """Return how many numbers a step of the model reads; of a mixture of experts all of them, of an encoder none."""
+    head = head_weight(model)
+    outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
+    if model.config.is_encoder_decoder:
+        library: Unwrapped = model
+        outside |= {id(parameter) for parameter in library.get_encoder().parameters()}
+    body = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return TargetWeights(body / layers, layers, *head.shape)
 
 
-def found_in(reference: str, folder: str, known: Callable[[Path], bool]) -> str | None:
-    """Return the directory of a draft that ``reference`` is, or that it has as a run in ``folder``; None: neither.
+class DraftKind(ABC, Generic[ConfigT]):
+    """A kind of draft; an object is one draft of it, from its recipe to what serves it.
+
+    Training calls ``check``, ``load``, ``prepare``, ``loss``, ``score``, ``save``, ``calibrate`` and ``drafter`` in
+    this order. ``open``, ``export`` and ``update`` belong to the class: they read a stored draft.
 
     Args:
-        known: whether a directory contains such a draft.
+        recipe: what is asked for. tokenizer: the target's. directory: of the run. device: where the draft trains.
+        longest: tokens of the longest example.
+
+    Attributes:
+        name: the name of the kind's row.
+        config: the recipe's ``draft`` section.
+        model: the module that trains: its parameters with ``requires_grad`` are checkpointed. It and those below are
+            set by ``load``.
+        adapted: the language model in it; the method is injected into it, or into ``injected``.
+        target: the model to be served.
+        base: reference of ``injected`` without its adapter.
+        base_model: makes the model to be written to ``base``; None where ``base`` exists already.
+        chosen: how the draft's parts were chosen, for results.json; None where nothing was.
+        others: further models to be served with it (``data.targets``), in order.
     """
-    return next((str(place) for place in (Path(reference) / folder, Path(reference)) if known(place)), None)
 
+    name: ClassVar[str]
+    model: nn.Module
+    adapted: PreTrainedModel
+    target: PreTrainedModel
+    base: str
+    base_model: Callable[[], PreTrainedModel] | None = None
+    chosen: Mapping[str, Json] | None = None
+    others: Sequence[PreTrainedModel] = ()
 
-def check_start(start: str | None, find: Callable[[str], str | None], why: str) -> None:
-    """Refuse a draft to continue from that ``find`` does not know; None is a new one. ``why``: for the message."""
-    if start is not None and find(start) is None:
-        raise PeftlabError(f"draft.from: {start} {why}")
+    def __init__(
+        self,
+        recipe: Recipe[ConfigT],
+        tokenizer: PreTrainedTokenizerBase,
+        directory: Path,
+        device: torch.device,
+        longest: int,
+    ) -> None:
+        self.recipe, self.tokenizer, self.directory = recipe, tokenizer, directory
+        self.device, self.longest = device, longest
+        self.config: ConfigT = recipe.draft
 
+    # What training calls
 
-def newest_in(run: Path, folder: str, known: Callable[[Path], bool]) -> str:
-    """Return the directory of the draft that a run has written to ``folder``; ``PeftlabError`` if there is none."""
-    if not known(run / folder):
-        raise PeftlabError(f"{run}: contains no {folder}/ to continue from; did the run end?")
-    return str(run / folder)
+    @abstractmethod
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse what will not work with a target of this configuration, before any weights are read."""
+
+    @abstractmethod
+    def load(self, target: PreTrainedModel) -> None:
+        """Set ``model`` and what else training needs, before the method is injected; see the attributes."""
+
+    def prepare(self, train: Dataset) -> None:
+        """Take from the training text what the draft needs before it decodes or trains; nothing by default."""
+
+    @abstractmethod
+    def loss(self) -> Loss:
+        """Return the loss; it is called once, after the method was injected."""
+
+    @abstractmethod
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the metrics of a held-out split; ``acceptance`` decides."""
+
+    @abstractmethod
+    def save(self, train: Dataset) -> Tensor | None:
+        """Write what the draft consists of beside adapter and merged model, which are in ``directory`` already.
+
+        Args:
+            train: the training text.
+
+        Returns:
+            The reduced vocabulary [V_d]; None for all.
+        """
+
+    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
+        """Measure on held-out text what trees are made or planned from, and store it with the draft; not by default."""
+
+    @abstractmethod
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return what decodes with the draft that was saved, or with the untrained one; None: that drafts nothing."""
+
+    # What reads a stored draft
+
+    @classmethod
+    @abstractmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Return target and stored draft as decoding takes them; ``place`` is what ``DraftRow.find`` returned."""
+
+    @classmethod
+    @abstractmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Return the plain model directory that a consumer loads, or what writes another one; or refuse."""
+
+    @classmethod
+    @abstractmethod
+    def update(cls, config: ConfigT, newest: Path, log: Path) -> ConfigT:
+        """Return the section that continues from the draft of a run.
+
+        Args:
+            config: of the run's recipe. newest: the run's directory. log: the requests, for messages.
+        """
+
+    # What all kinds share
+
+    @classmethod
+    def row(cls) -> DraftRow:
+        """Return the kind's row."""
+        return DRAFTS[cls.name]
+
+    def check_start(self, start: str | None, why: str) -> None:
+        """Refuse a draft to continue from that is of another kind; None is a new one. ``why``: for the message."""
+        if start is not None and self.row().find(start) is None:
+            raise PeftlabError(f"draft.from: {start} {why}")
+
+    @property
+    def injected(self) -> nn.Module:
+        """The module into which the method is injected."""
+        return self.adapted
+
+    @property
+    def separate(self) -> bool:
+        """Whether the draft is a language model of its own; if not, it is trained in or on the target."""
+        return self.adapted is not self.target
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """The ids that end the target's output."""
+        return end_ids(self.target, self.tokenizer)
+
+    @property
+    def has_fold(self) -> bool:
+        """Whether the recipe's method has a linear fold."""
+        return self.recipe.method is not None and METHODS[self.recipe.method.name].folds
+
+    @property
+    def folds(self) -> bool:
+        """Whether the run writes ``merged/``."""
+        return self.recipe.merge is not False and self.has_fold and self.config.language_model
+
+    @property
+    def stored(self) -> Path:
+        """The folder of the run that contains the draft."""
+        return self.directory / self.row().folder
+
+    @property
+    def cache(self) -> Path:
+        """Directory of what the target has computed: text, probabilities, states."""
+        return Path(self.recipe.data.cache or self.directory.parent / "draft-data")

@@ -12,21 +12,26 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.flat import fold_heads, rotate, unfold_heads
+from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
-from peftlab.drafting.base import says
+from peftlab.drafting.base import Exporting, Loss
 from peftlab.drafting.checks import check_tokenizer, read_ranks
+from peftlab.drafting.config import Eagle3Draft
+from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
     Attend,
     EagleShape,
+    FeatureLoss,
     LayerAttention,
     LayerMLP,
     RMSNorm,
+    StateKind,
     StateNetwork,
     check_embedding,
     check_shapes,
@@ -34,9 +39,12 @@ from peftlab.drafting.state_network import (
     decoding_config,
     drafted_tokens,
     layer_config,
+    shape_for,
     sizes,
     token_maps,
 )
+from peftlab.drafting.states import head_weight, input_embedding
+from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 from peftlab.models.pretrained import load_config, load_tokenizer
@@ -203,11 +211,6 @@ _OTHER_NAMES = {
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE 3.1, see ``EagleShape``
 
 
-def is_eagle(directory: str | Path) -> bool:
-    """Whether a directory contains a draft of speculators' type ``eagle3``, or one for SGLang."""
-    return says(directory, "speculators_model_type", "eagle3") or says(directory, "architectures", _SGLANG)
-
-
 def tensors_of(network: Eagle3) -> dict[str, Tensor]:
     """Return the tensors of the file by speculators' names.
 
@@ -269,7 +272,7 @@ def read_shape(directory: Path) -> tuple[EagleShape, int]:
     """
     file = directory / "config.json"
     config = read_object(file)
-    if not is_eagle(directory):
+    if not DRAFTS["eagle3"].recognises(directory):
         raise PeftlabError(f"{file}: speculators_model_type is {config.get('speculators_model_type')!r}, not eagle3")
     layer = config if config.get("architectures") == _SGLANG else member(config, "transformer_layer_config", dict, file)
     if config.get("embed_requires_grad"):
@@ -339,7 +342,7 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
 
 @dataclass(frozen=True)
 class EagleExport:
-    """See ``kinds.base.Exporting``.
+    """See ``base.Exporting``.
 
     Attributes:
         place: directory of the draft. consumer: ``vllm`` or ``sglang``.
@@ -426,3 +429,77 @@ def _logits(network: Eagle3) -> Tensor:
     logits = network.logits(states).float()
     whole = torch.zeros(1, 8, network.vocab_size)
     return logits if network.tokens is None else whole.index_copy_(-1, network.tokens, logits)
+
+
+class Eagle3Kind(StateKind[Eagle3Draft]):
+    """An EAGLE-3 layer as a draft."""
+
+    name = "eagle3"
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse layers that the target does not have, and a draft to continue from that is none."""
+        features, count = self.config.features, target.get_text_config(decoder=True).num_hidden_layers
+        if features is not None and features[-1] > count:
+            raise PeftlabError(
+                f"draft.features: no layer {features[-1]}; the target has 0 to {count - 1}, and {count} is the "
+                "state that its LM head reads"
+            )
+        super().check(target)
+
+    @property
+    def _features(self) -> tuple[int, ...] | None:
+        return None if self.config.features is None else tuple(self.config.features)
+
+    def new(self, target: PreTrainedModel) -> Eagle3:
+        """Return a layer with random weights and the target's final norm."""
+        network = Eagle3(shape_for(target.config, self._features), input_embedding(target), head_weight(target))
+        structure = structure_of(target)
+        if structure is not None and not structure.norm.centred:  # else the weights start at one
+            network.norm.weight = nn.Parameter(structure.norm.weight.detach().clone())
+        return network
+
+    def start(self, place: str, target: PreTrainedModel) -> Eagle3:
+        """Return the stored layer, which must read the layers that the recipe names, if it names any."""
+        network = self.read(place, target)
+        if self._features not in (None, network.features):
+            raise PeftlabError(
+                f"draft.features: {self.config.features}, but {self.config.from_} reads {[*network.features]}"
+            )
+        network.shape = replace(network.shape, window=None)  # from here on it trains on all tokens
+        return network
+
+    @classmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> Eagle3:
+        """Return the layer in a directory."""
+        return read_eagle(place, input_embedding(target))
+
+    def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
+        """Write the layer, see ``write_eagle``."""
+        network = self.model.network
+        assert isinstance(network, Eagle3)
+        write_eagle(network, directory, target=self.recipe.target, architecture=architecture, tokens=tokens)
+
+    @classmethod
+    def step(cls, network: StateNetwork, pack: bool = True) -> EagleStep:
+        """Return the layer as a handful of products."""
+        assert isinstance(network, Eagle3)
+        return EagleStep(network, pack)
+
+    def loss(self) -> Loss:
+        """Return the weighted sum of the steps' losses, and of the regression."""
+        config, objective = self.config, make_objective(self.recipe.objective)
+        return FeatureLoss(objective, config.steps, config.decay, config.regression, self.known)
+
+    @classmethod
+    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
+        """Refuse a target without the layers whose states are read."""
+        if max(network.features) > layers:
+            last = max(network.features)
+            raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Return what writes the draft for vLLM or SGLang."""
+        if consumer not in ("vllm", "sglang"):
+            raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which vllm and sglang load")
+        return EagleExport(Path(place), consumer)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
@@ -19,9 +19,10 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.own_layers import DelDrafter, EarlyExit, ExitSelector, SkippedSublayers, SkipSearch, SwiftDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
-from peftlab.drafting.base import Opened, OwnLayers
+from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.config import EarlyExitDraft
 from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective
+from peftlab.drafting.objectives import Objective, make_objective
 from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, layer_stack, truncate, unwrapped
 from peftlab.drafting.text import following
 from peftlab.errors import PeftlabError
@@ -304,37 +305,100 @@ def measure_exits(model: nn.Module, exits: Sequence[Exit], data: Dataset, batch_
     return [Acceptance(*total) for total in sums]
 
 
-_EXIT = re.compile(r"exit:([1-9]\d{0,3})")
-
 _CHOICES = 8  # exits that ``del`` chooses from, at most: each costs rows of the LM head in every step
 
 
-def names_own_layers(reference: str) -> bool:
-    """Whether a draft's reference is ``exit:K``, ``del`` or ``swift``."""
-    return reference in ("del", "swift") or _EXIT.fullmatch(reference) is not None
+class EarlyExitKind(DraftKind[EarlyExitDraft]):
+    """The target's first layers as its draft: trained in the target, read from it when decoding.
 
-
-def open_own_layers(reference: str, model: PreTrainedModel, *, pack: bool) -> Opened:
-    """Return the draft that a reference names, as decoding takes it; it has no weights of its own.
-
-    Raises:
-        PeftlabError: the target has too few layers.
+    Attributes:
+        exits: the first one drafts. dropout: of the layers while it trains; None for none.
     """
-    count, size = len(layer_stack(model)), model.num_parameters()
-    if reference == "swift":
-        if count < 3:
-            raise PeftlabError(f"draft swift: keeps the first and the last layer, and the target has {count} in all")
-        return Opened(size, own=partial(_swift, SkipSearch(count)))
-    if reference == "del":
-        if count < 2:
-            raise PeftlabError("draft del: chooses an exit before the last layer, and the target has one in all")
-        choice = ExitSelector(possible_exits(count), count, _head_cost(model))
-        return Opened(size, own=partial(_del, choice), features=tuple(choice.exits))
-    layers = int(reference.removeprefix("exit:"))
-    if layers >= count:
-        raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
-    smaller = truncate(model, range(layers), share=True).num_parameters()
-    return Opened(smaller, own=partial(_exit, model, layers, pack))
+
+    name = "early_exit"
+    exits: list[Exit]
+    dropout: LayerDropout | None = None
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse an exit after the last layer, or beyond it."""
+        count, last = target.get_text_config(decoder=True).num_hidden_layers, self.config.exits[-1]
+        if last >= count:
+            raise PeftlabError(f"draft.exits: {last} is past the last exit; the target has {count} layers")
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Take the target with its exits, each compared with the target cut to its layers."""
+        self.exits = [find_exit(target, layers) for layers in self.config.exits]
+        self.model = self.adapted = self.target = target
+        self.base = self.recipe.target
+
+    def loss(self) -> Loss:
+        """Return LayerSkip's loss on the exits."""
+        config, layers = self.config, len(layer_stack(self.adapted))
+        if config.dropout:
+            self.dropout = LayerDropout(self.adapted, config.dropout)
+        return EarlyExitLoss(
+            make_objective(self.recipe.objective),
+            self.exits,
+            exit_weights(config.exits, layers, config.scale),
+            config.curriculum,
+            config.every,
+            self.dropout,
+            config.dropout_schedule,
+        )
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the acceptance of the first exit and of each other one, and how much of the target is preserved."""
+        first, *later, whole = measure_exits(model, self.exits, data, batch_size)
+        others = zip(self.exits[1:], later, strict=True)
+        each = {f"acceptance_exit_{exit_.layers}": found.rates()["acceptance"] for exit_, found in others}
+        return first.rates() | each | {"preserved": whole.rates()["acceptance"]}
+
+    def save(self, train: Dataset) -> None:
+        """Write nothing: the adapter, or the merged model, is target and draft. No layer is left out from here on."""
+        if self.dropout is not None:
+            self.dropout.remove()
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the model as trained, drafting with its first layers."""
+        model = self.adapted if saved is None or saved.merged is None else saved.merged
+        engine = exit_engine(model, self.exits[0].layers, build_engine(model))
+        return Served(model, partial(ModelDrafter, engine, shares_cache=True))
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Return some of the target's layers as a draft, by name; it has no weights of its own.
+
+        Raises:
+            PeftlabError: the target has too few layers.
+        """
+        model = opening.target
+        count, size = len(layer_stack(model)), model.num_parameters()
+        if place == "swift":
+            if count < 3:
+                raise PeftlabError(
+                    f"draft swift: keeps the first and the last layer, and the target has {count} in all"
+                )
+            return opening.pair(size, own=partial(_swift, SkipSearch(count)))
+        if place == "del":
+            if count < 2:
+                raise PeftlabError("draft del: chooses an exit before the last layer, and the target has one in all")
+            choice = ExitSelector(possible_exits(count), count, _head_cost(model))
+            return opening.pair(size, own=partial(_del, choice), features=tuple(choice.exits))
+        layers = int(place.removeprefix("exit:"))
+        if layers >= count:
+            raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
+        smaller = truncate(model, range(layers), share=True).num_parameters()
+        return opening.pair(smaller, own=partial(_exit, model, layers, opening.pack))
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Refuse: an exit is part of its target."""
+        raise PeftlabError(f"--for {consumer}: {place} is part of the target; no released engine takes it as a draft")
+
+    @classmethod
+    def update(cls, config: EarlyExitDraft, newest: Path, log: Path) -> EarlyExitDraft:
+        """Refuse: an exit is part of its target, which must not change between requests."""
+        raise PeftlabError(f"{newest}: an early exit is part of the target; train it anew with data.replay={log}")
 
 
 def possible_exits(layers: int) -> list[int]:

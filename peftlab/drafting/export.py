@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 
-from peftlab.drafting.base import Exporting
+from peftlab.drafting.base import DraftKind
 from peftlab.drafting.checks import check_tokenizers
-from peftlab.drafting.load import find_draft
+from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import MARK, Json, staged_directory
 from peftlab.models.finetuned import plain_directory
@@ -68,9 +69,10 @@ def export_draft(
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise PeftlabError(f"{source}: no such directory{similar_path(str(source))}")
-    kind, place = find_draft(str(source))
+    row, place = find_draft(str(source))
+    kind: type[DraftKind[DraftConfig]] = resolve(row.kind)
     target = plain_directory(target)
-    found: Path | Exporting = resolve(kind.export)(place, consumer)
+    found = kind.export(place, consumer)
     inputs: dict[str, str | Path | None] = {"the draft": source, "the target": target}
     if not isinstance(found, Path):
         served = served_reference(target, consumer)

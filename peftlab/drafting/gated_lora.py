@@ -5,27 +5,41 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.checkpoints.adapter import WEIGHTS_FILE, read_adapter
+from peftlab.checkpoints.adapter import WEIGHTS_FILE, load_adapter, read_adapter, save_adapter
+from peftlab.checkpoints.fitting import fill
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.parallel_drafters import Masks
-from peftlab.drafting.acceptance import Acceptance, add_rates, batches
+from peftlab.decoding.engine import Engine
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
+from peftlab.decoding.recurrent import MIXERS
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches, by_depth
+from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.checks import TargetIdentity, check_target, check_tokenizer, identify
+from peftlab.drafting.config import GatedLoraDraft
 from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective
-from peftlab.drafting.pard import MaskRows, parallel_states
+from peftlab.drafting.objectives import Objective, make_objective
+from peftlab.drafting.pard import MaskRows, check_parallel, parallel_states, with_token
 from peftlab.drafting.states import head_weight
 from peftlab.drafting.text import following
 from peftlab.errors import PeftlabError
-from peftlab.files import member, read_object, write_json
+from peftlab.files import member, read_object, staged_directory, write_json
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.injection import injection_of
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.kinds import leaf_kind
+from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal, set_gate
 from peftlab.methods.modes import eval_mode
+from peftlab.methods.table import plan
 from peftlab.models.finetuned import CONFIG_FILE, GATED_FILE
 from peftlab.models.pretrained import load_config
 
@@ -130,16 +144,9 @@ def measure_masks(model: nn.Module, gate: Gate, data: Dataset, masks: Masks, bat
     return [Acceptance(*total) for total in sums]
 
 
-FOLDER = "adapter"  # of a run
-
 _PROJECTIONS = re.compile(
     r"base_model\.model\.model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.lora_[AB]\.weight"
 )
-
-
-def is_gated(directory: str | Path) -> bool:
-    """Whether a directory contains a gated LoRA."""
-    return (Path(directory) / GATED_FILE).is_file()
 
 
 def write_masks_of_gate(directory: Path, masks: Masks) -> None:
@@ -168,7 +175,7 @@ def read_masks_of_gate(directory: str | Path, vocabulary: int | None = None) -> 
 
 @dataclass(frozen=True)
 class UnoExport:
-    """A gated LoRA in the layout of Uno (arXiv 2609.04010), which SGLang reads; see ``kinds.base.Exporting``.
+    """A gated LoRA in the layout of Uno (arXiv 2609.04010), which SGLang reads; see ``base.Exporting``.
 
     Attributes:
         place: the adapter's directory.
@@ -215,3 +222,148 @@ class UnoExport:
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm UNO "
             f"--uno-lora-path {shlex.quote(directory)} --speculative-num-draft-tokens {gamma}"
         )
+
+
+class GatedLoraKind(DraftKind[GatedLoraDraft]):
+    """The target with a LoRA for masks as its own draft.
+
+    Attributes:
+        gate: on which rows the LoRA acts. masks: what they read; their id is -1 until the training text is known.
+        identity: of the target as it is without LoRA.
+    """
+
+    name = "gated_lora"
+    gate: Gate
+    masks: Masks
+    identity: TargetIdentity
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse a mask that is no token, and a draft to continue from that is none."""
+        size, mask = target.get_text_config(decoder=True).vocab_size, self.config.mask_token
+        if mask is not None and mask >= size:
+            raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
+        self.check_start(self.config.from_, "is no gated LoRA (gated_lora.json)")
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Take the target, checked for masks beside a text and for additions on some rows alone.
+
+        Raises:
+            PeftlabError: it cannot have them, or the method changes what the text is read with.
+        """
+        refuse_states(target)
+        check_parallel(target, self.name)
+        assert self.recipe.method is not None
+        check_lora_targets(target, self.recipe.method)
+        config, size = self.config, len(head_weight(target))
+        token = size if config.noise else -1 if config.mask_token is None else config.mask_token
+        masks = Masks(token, 1, config.noise)
+        if config.from_ is not None and config.mask_token is None and not config.noise:
+            masks = read_masks_of_gate(str(self.row().find(config.from_)), size)
+        self.masks, self.gate = replace(masks, length=config.blocks[-1]), Gate()
+        self.identity = identify(self.recipe.target, target, self.tokenizer)
+        self.model = self.adapted = self.target = target
+        self.base = self.recipe.target
+
+    def prepare(self, train: Dataset) -> None:
+        """Choose the mask, where none is named."""
+        self.masks = with_token(self.masks, len(head_weight(self.target)), train["input_ids"])
+
+    def loss(self) -> Loss:
+        """Return the objective between masks and the text's own rows; the injected LoRA continues where it is to."""
+        set_gate(self.adapted, self.gate)
+        if self.config.from_ is not None:
+            continue_from(self.adapted, str(self.row().find(self.config.from_)))
+        return GatedLoss(make_objective(self.recipe.objective), self.gate, lambda: self.masks, self.config.blocks)
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance over the masks of a block, and each one's own."""
+        return by_depth(measure_masks(model, self.gate, data, self.masks, batch_size))
+
+    def save(self, train: Dataset) -> None:
+        """Write the LoRA once more, with what its masks read and the identity of its target beside it."""
+        self.gate.show(None)
+        with staged_directory(self.stored, "adapter", overwrite=True) as staging:
+            save_adapter(self.adapted, staging, base=self.base)
+            write_masks_of_gate(staging, self.masks)
+            self.identity.write(staging)
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the target with its LoRA, which drafts in two passes; an untrained one drafts nothing."""
+        if saved is None:
+            return None
+        own = own_layers(self.gate, self.masks, build_engine(self.adapted))
+        return Served(self.adapted, partial(own.drafter, own.engine))
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Load the LoRA into the target, which stays as it is but for masks.
+
+        A target with other tokens is refused, for one with other weights there is a warning.
+        """
+        check_tokenizer(Path(place), opening.tokenizer)  # before any weights are read
+        target = opening.target
+        warnings = check_target(Path(place), target, opening.tokenizer)
+        masks, gate = read_masks_of_gate(place, len(head_weight(target))), Gate()
+        load_adapter(target, place)
+        set_gate(target, gate)
+        size = conceal(target)
+        return opening.pair(size, own=partial(own_layers, gate, masks), masks=masks, warnings=warnings)
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Return what writes the LoRA for SGLang, which alone serves such drafts."""
+        if consumer != "sglang":
+            raise PeftlabError(
+                f"--for {consumer}: {place} is a LoRA that acts on masks alone (gated_lora), which sglang alone serves"
+            )
+        return UnoExport(Path(place))
+
+    @classmethod
+    def update(cls, config: GatedLoraDraft, newest: Path, log: Path) -> GatedLoraDraft:
+        """Return the section that continues from the LoRA of ``newest``, with its mask."""
+        return config.model_copy(update={"from_": cls.row().newest(newest)})
+
+
+def refuse_states(target: PreTrainedModel) -> None:
+    """Refuse a state-space model."""
+    if type(target).__name__ in MIXERS:
+        raise PeftlabError(
+            f"draft.kind gated_lora: {type(target).__name__} keeps a state that each token changes, so that masks "
+            "cannot be read beside a text; train draft: {kind: model} for it"
+        )
+
+
+def check_lora_targets(target: nn.Module, method: MethodConfig) -> None:
+    """Refuse targets that see other rows than one for each token, and parameters that all rows read."""
+    planned = plan(target, method)
+    for name in planned.replace:
+        if leaf_kind(target.get_submodule(name)) not in (LoraLinear, LoraConv1D) or ".experts." in name:
+            raise PeftlabError(
+                f"draft.kind gated_lora: {name} ({type(target.get_submodule(name)).__name__}) cannot take an addition "
+                "on some rows of a batch alone, as linear maps on all tokens can; take it out of the method's targets"
+            )
+    if planned.train:
+        raise PeftlabError(
+            f"draft.kind gated_lora: method {method.name} would train {planned.train[0]} itself, which the text is "
+            "read with; only additions can act on masks alone"
+        )
+
+
+def continue_from(model: nn.Module, place: str) -> None:
+    """Copy the values of a stored LoRA of the same method into an injected model."""
+    adapter, config = read_adapter(place), injection_of(model).config
+    for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"):
+        here, there = getattr(config, key, None), getattr(adapter.config, key, None)
+        if here != there:
+            raise PeftlabError(f"draft.from {place}: its method has {key} {there}, this run's {here}")
+    fill(model, adapter.tensors, source=f"draft.from {place}")
+
+
+def own_layers(gate: Gate, masks: Masks, engine: Engine) -> OwnLayers:
+    """Return the target's engine, with its LoRA for masks, as a draft in the target's cache."""
+    if not engine.positioned:
+        raise PeftlabError(
+            f"draft gated_lora: reads masks beside the tokens of a text, and this target's kernel is {engine.kind}"
+        )
+    two = partial(ParallelDrafter, masks=masks, shares_cache=True)
+    return OwnLayers(MaskedPassEngine(engine, gate), two, one_pass=partial(OnePassDrafter, engine, masks, gate=gate))

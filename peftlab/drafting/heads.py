@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.state_drafters import grown_tokens, tree_tokens
+from peftlab.decoding.packed import pack_linears
+from peftlab.decoding.state_drafters import HeadsDrafter, grown_tokens, tree_tokens
 from peftlab.decoding.trees import Path as TreePath
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.acceptance import (
@@ -24,20 +28,27 @@ from peftlab.drafting.acceptance import (
     Acceptance,
     add_rates,
     batches,
+    by_depth,
     greedy_tokens,
     rates_on_disk,
     read_rates,
     reduce_heads,
+    response_tokens,
     right_choices,
 )
+from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
 from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective
-from peftlab.drafting.states import frozen_hidden, head_weight, last_hidden, unwrapped
+from peftlab.drafting.objectives import Objective, make_objective
+from peftlab.drafting.states import frozen_hidden, head_weight, input_embedding, last_hidden, unwrapped
 from peftlab.drafting.text import continued, following
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, staged_directory, write_json
+from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import disabled, is_injected
+from peftlab.methods.leaf import trainable_dtype
 from peftlab.methods.modes import eval_mode
+from peftlab.methods.table import plan
 
 
 class HeadStack(nn.Module):
@@ -605,3 +616,229 @@ def read_hydra(directory: str | Path, embedding: Tensor) -> HeadStack | ReducedH
         return HydraHeads(blank, count, embedding, shared)
 
     return read_heads(directory, "hydra", make)
+
+
+HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
+
+
+class HeadsKind(DraftKind[HeadsT]):
+    """Heads on the target's last hidden state, trained with the target frozen or with a method in it.
+
+    A kind says what new heads are (``new``), how they are written (``write``) and read (``read``), and their ``title``
+    for messages.
+    """
+
+    title: ClassVar[str]
+    model: HeadedModel
+
+    @classmethod
+    @abstractmethod
+    def new(cls, rows: Tensor, target: PreTrainedModel, config: HeadsT) -> HeadStack:
+        """Return untrained heads whose W2 starts with ``rows`` [V, H], or is it."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> HeadStack | ReducedHeads:
+        """Return the heads in a directory."""
+
+    @classmethod
+    @abstractmethod
+    def write(cls, heads: HeadStack, out: Path, tokens: Tensor | None) -> None:
+        """Write heads into a directory, with the rows of ``tokens`` [V_d] alone if they are given."""
+
+    @classmethod
+    def put_on(cls, target: PreTrainedModel, config: HeadsT) -> HeadedModel:
+        """Return ``target``, frozen, with heads on it, new ones or those of ``config.from_``.
+
+        The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
+
+        Raises:
+            PeftlabError: the target has no linear LM head, or the heads to continue from are for another target or of
+                other settings.
+        """
+        head = target.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise PeftlabError(
+                f"draft.kind {config.kind}: {type(target).__name__} has no linear LM head; the heads need a causal "
+                "language model"
+            )
+        target.requires_grad_(False)
+        dtype = trainable_dtype(head.weight)
+        heads = cls.new(head.weight if config.shared_head else head.weight.to(dtype), target, config)
+        for name, part in heads.named_children():
+            if name != "lm_heads":
+                part.to(head.weight.device, dtype)
+        place = None if config.from_ is None else cls.row().find(config.from_)
+        if place is not None:
+            check_heads(place, target)
+            _copy_weights(cls.read(place, target), heads, config)
+        return HeadedModel(target, heads)
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse heads to continue from that are none."""
+        why = f"contains no {self.title} heads (config.json, model_type {self.name})"
+        self.check_start(self.config.from_, why)
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Put new heads, or those to continue from, on the target.
+
+        Raises:
+            PeftlabError: the method would train the LM head, whose distribution the heads learn; or see ``put_on``.
+        """
+        if self.recipe.method is not None:
+            check_trunk(target, self.recipe.method)
+        self.model, self.adapted, self.target = self.put_on(target, self.config), target, target
+        self.base = self.recipe.target
+
+    def loss(self) -> Loss:
+        """Return the weighted sum of the heads' losses."""
+        return HeadsLoss(make_objective(self.recipe.objective), self.config.decay, self.config.preserve)
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
+        assert isinstance(model, HeadedModel)
+        measured, trunk = measure_heads(model, data, batch_size)
+        return {**by_depth(measured), "preserved": trunk.rates()["acceptance"]}
+
+    def save(self, train: Dataset) -> Tensor | None:
+        """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
+        tokens = response_tokens(train, self.config.vocabulary, self.target)
+        self.write(self.model.heads, self.stored, tokens)
+        return tokens
+
+    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
+        """Measure on held-out text how often each choice of the written heads is right, and store it with them."""
+        heads = self.read(self.stored, self.target).to(self.target.device)
+        write_ranks(self.stored, measure_ranks(self.model, heads, held_out, batch_size))
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
+        if saved is None:
+            return None
+        served = saved.merged if saved.merged is not None else self.adapted
+        heads = self.read(saved.directory / self.row().folder, served).to(self.target.device, served.dtype)
+        pack_linears(heads)
+        return Served(served, partial(HeadsDrafter, heads))
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Read the heads and check them against the target, whose embeddings some read as they are."""
+        heads = cls.open_heads(place, opening)
+        return opening.pair(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
+
+    @classmethod
+    def open_heads(cls, place: str, opening: Opening) -> HeadStack | ReducedHeads:
+        """Return stored heads in the dtype and on the device of a draft."""
+        check_heads(place, opening.target)
+        heads = cls.read(place, opening.target)
+        inner = heads.heads if isinstance(heads, ReducedHeads) else heads
+        for part in inner.children():
+            part.to(opening.draft_dtype)
+        heads.to(opening.device)
+        if opening.pack:
+            pack_linears(heads)
+        return heads
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Refuse: no released engine loads them."""
+        raise PeftlabError(
+            f"--for {consumer}: {place} contains {cls.title} heads, which no released engine loads; peftlab generate "
+            "and peftlab draft bench do"
+        )
+
+    @classmethod
+    def update(cls, config: HeadsT, newest: Path, log: Path) -> HeadsT:
+        """Return the section that continues from the heads of ``newest``.
+
+        Heads of a target that trains, too, are refused: the served target must not change between requests.
+        """
+        stored = cls.row().newest(newest)
+        if any((newest / trained).exists() for trained in ("adapter", "merged")):
+            raise PeftlabError(
+                f"{newest}: its method trains the target, which must not change between requests; train heads on its "
+                f"merged/ with method: null and data.replay={log}"
+            )
+        return config.model_copy(update={"from_": stored})
+
+
+class MedusaKind(HeadsKind[MedusaDraft]):
+    """Medusa heads, with a Markov bias if the recipe asks for one."""
+
+    name, title = "medusa", "Medusa"
+
+    @classmethod
+    def new(cls, rows: Tensor, target: PreTrainedModel, config: MedusaDraft) -> HeadStack:
+        """Return heads that repeat the target's own next token."""
+        return MedusaHeads(rows, config.heads, config.bias, config.shared_head, config.markov)
+
+    @classmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> HeadStack | ReducedHeads:
+        """Return the heads in a directory."""
+        return read_medusa(place)
+
+    @classmethod
+    def write(cls, heads: HeadStack, out: Path, tokens: Tensor | None) -> None:
+        """Write the heads, see ``write_medusa``."""
+        write_medusa(heads, out, tokens=tokens, overwrite=True)
+
+
+class HydraKind(HeadsKind[HydraDraft]):
+    """Hydra heads, which read the target's embeddings of the tokens drafted before."""
+
+    name, title = "hydra", "Hydra"
+
+    @classmethod
+    def new(cls, rows: Tensor, target: PreTrainedModel, config: HydraDraft) -> HeadStack:
+        """Return heads that repeat the target's own next token."""
+        return HydraHeads(rows, config.heads, input_embedding(target), config.shared_head)
+
+    @classmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> HeadStack | ReducedHeads:
+        """Return the heads in a directory, with the target's embeddings."""
+        return read_hydra(place, input_embedding(target))
+
+    @classmethod
+    def write(cls, heads: HeadStack, out: Path, tokens: Tensor | None) -> None:
+        """Write the heads, see ``write_hydra``."""
+        assert isinstance(heads, HydraHeads)
+        write_hydra(heads, out, tokens=tokens, overwrite=True)
+
+
+@torch.no_grad()
+def _copy_weights(stored: HeadStack | ReducedHeads, heads: HeadStack, config: HeadsConfig) -> None:
+    """Give ``heads`` the weights of stored ones; rows that those were written without stay.
+
+    Raises:
+        PeftlabError: the stored heads are not as ``config`` asks for.
+    """
+    inner = stored.heads if isinstance(stored, ReducedHeads) else stored
+    if (theirs := _settings(inner)) != (ours := _settings(heads)):
+        raise PeftlabError(f"draft.from: {config.from_} has {theirs}; the recipe asks for {ours}")
+    mine = heads.state_dict()
+    for name, weight in inner.state_dict().items():
+        if name.startswith("lm_heads.") and config.shared_head:
+            continue  # the target's own
+        rows = stored.kept if isinstance(stored, ReducedHeads) and len(weight) < len(mine[name]) else slice(None)
+        mine[name][rows] = weight.to(mine[name])
+
+
+def _settings(heads: HeadStack) -> str:
+    """Return what stored heads must have in common with those that continue from them, in words."""
+    names = heads.state_dict()
+    parts = [f"{heads.depth} heads with {len(heads.lm_heads)} LM heads (draft.heads, draft.shared_head)"]
+    parts += ["biases (draft.bias)"] if any(name.endswith(".bias") for name in names) else []
+    markov = names.get("markov_head.markov_w1.weight")
+    parts += [] if markov is None else [f"a Markov bias of rank {markov.shape[1]} (draft.markov)"]
+    return ", ".join(parts)
+
+
+def check_trunk(target: PreTrainedModel, method: MethodConfig) -> None:
+    """Refuse a method that trains the LM head's weight, whose distribution the heads learn."""
+    head = target.get_output_embeddings()
+    assert head is not None
+    trained = next((name for name in plan(target, method).train if target.get_parameter(name) is head.weight), None)
+    if trained is not None:
+        raise PeftlabError(
+            f"method {method.name} trains {trained}, the LM head's weight, from which the heads learn; take it out"
+        )

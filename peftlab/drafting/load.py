@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.decoding.advice import DraftCost, TargetWeights
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import Engine
-from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import SuffixAutomaton, with_copies
-from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter, PearlDrafter
+from peftlab.decoding.model_free import with_copies
+from peftlab.decoding.parallel_drafters import ParallelDrafter, PearlDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
-from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork, Heads, HeadsDrafter
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
-from peftlab.drafting.base import Opened, Opening, OwnLayers
-from peftlab.drafting.checks import eos_ids
-from peftlab.drafting.states import head_weight
-from peftlab.drafting.table import DRAFTS, DraftKind
+from peftlab.drafting.base import DraftKind, Opening, Pair
+from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.table import DRAFTS, find_draft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_tokenizer
 from peftlab.registry import resolve
-from peftlab.untyped import Unwrapped
 
 SUFFIX, SUFFIX_AND_DRAFT, PEARL, ONE_PASS = "suffix", "suffix+draft", "pearl", "one_pass"
-
-
-@dataclass
-class Pair:
-    """A target with its tokenizer, and its draft if there is one: an engine, heads, or a network on its states.
-
-    Attributes:
-        weights: what a step of the target reads.
-        own: the draft, where it is or begins with some of the target's own layers.
-        whole: the draft as a model of its own; None where it is none.
-        masks: of a draft that writes several tokens in one pass; None: it writes one.
-        corpus: text to copy from; None: only the sequence itself.
-        window: what the draft sees of a text; None: all of it.
-        warnings: what to show the user.
-    """
-
-    target: Engine
-    tokenizer: PreTrainedTokenizerBase
-    eos: frozenset[int]
-    weights: TargetWeights
-    draft: Engine | None = None
-    own: OwnLayers | None = None
-    whole: Engine | None = None
-    heads: Heads | None = None
-    network: FeatureNetwork | None = None
-    masks: Masks | None = None
-    corpus: SuffixAutomaton | None = None
-    window: Window | None = None
-    target_parameters: int = 0
-    draft_parameters: int = 0
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is a draft."""
-        return any(part is not None for part in (self.heads, self.network, self.draft))
-
-
-def find_draft(reference: str) -> tuple[DraftKind, str]:
-    """Return the kind of the draft that a reference names, and the reference of the draft itself.
-
-    Args:
-        reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
-            heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
-            without some sublayers.
-    """
-    for kind in reversed([*DRAFTS.values()]):  # the first row takes any reference
-        place = resolve(kind.find)(reference)
-        if place is not None:
-            return kind, place
-    raise PeftlabError(f"{reference}: no draft of any kind")
 
 
 def load_pair(
@@ -104,37 +48,12 @@ def load_pair(
     Raises:
         PeftlabError: something cannot be loaded, there is no such device, or the two do not have the same tokens.
     """
-    place = resolve_device(device)
-    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, place, pack)
-    opened: Opened | None = None
-    if draft is not None:
-        kind, stored = find_draft(draft)
-        opened = resolve(kind.open)(stored, opening)
-    model = opening.target
-    size = model.num_parameters()
-    vocabulary, features = (opened.vocabulary, opened.features) if opened else (None, ())
-    engine = build_engine(model, vocabulary=vocabulary, pack=pack, features=features)
-    pair = Pair(engine, opening.tokenizer, eos_ids(model), target_weights(model), target_parameters=size)
-    if opened is not None:
-        pair.whole, pair.heads, pair.network, pair.masks = opened.engine, opened.heads, opened.network, opened.masks
-        pair.own = opened.own(engine) if opened.own is not None else None
-        pair.draft = pair.own.engine if pair.own is not None else pair.whole
-        pair.draft_parameters, pair.warnings = opened.parameters, opened.warnings
-        if pair.whole is not None:
-            pair.warnings += _size_warning(size, opened.parameters)
-    return pair
-
-
-def target_weights(model: PreTrainedModel) -> TargetWeights:
-    """Return how many numbers a step of the model reads; of a mixture of experts all of them, of an encoder none."""
-    head = head_weight(model)
-    outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
-    if model.config.is_encoder_decoder:
-        library: Unwrapped = model
-        outside |= {id(parameter) for parameter in library.get_encoder().parameters()}
-    body = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return TargetWeights(body / layers, layers, *head.shape)
+    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, resolve_device(device), pack)
+    if draft is None:
+        return opening.pair()
+    row, place = find_draft(draft)
+    kind: type[DraftKind[DraftConfig]] = resolve(row.kind)
+    return kind.open(place, opening)
 
 
 def draft_costs(target: TargetWeights) -> list[DraftCost]:
@@ -220,17 +139,12 @@ def with_window(drafter: Drafter, window: Window | None) -> Drafter:
     raise PeftlabError("draft_window: for chains (width 1) from a draft model or an eagle3 layer; leave it out")
 
 
-def drafts_with_heads(draft: str | None) -> bool:
-    """Whether a reference, as ``find_draft`` takes it, names a kind with ``DraftKind.heads``; nothing is loaded."""
-    return draft is not None and find_draft(draft)[0].heads
-
-
 def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> None:
     """Raise ``PeftlabError`` for a tree of no width, without a draft to fill it, or of another kind of draft.
 
     Args:
         tree: whether one is drawn from a draft model. drafted: whether there is a draft. heads: whether it is one of
-            heads, eagle3, mtp, pard and gated_lora (``DraftKind.heads``).
+            heads, eagle3, mtp, pard and gated_lora (``DraftRow.heads``).
     """
     if width is not None and (width < 1 or (width > 1 and not drafted)):
         raise PeftlabError(f"width {width}: 1, or more with a draft, whose trees it limits")
@@ -246,9 +160,3 @@ def check_tree(width: int | None, tree: bool, *, drafted: bool, heads: bool) -> 
             "tree: is drawn from a draft model; heads, eagle3, mtp, pard and gated_lora have trees of their own, see "
             "width"
         )
-
-
-def _size_warning(target: int, draft: int) -> tuple[str, ...]:
-    if draft < target:
-        return ()
-    return (f"the draft ({draft:,} parameters) is no smaller than the target ({target:,})",)

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.checkpoints.folded import load_model
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
-from peftlab.decoding.flat import FlatEngine
+from peftlab.decoding.flat import FlatEngine, structure_of
+from peftlab.decoding.model_drafter import ModelDrafter, ReducedVocabulary, read_draft_tokens, write_draft_tokens
 from peftlab.decoding.own_layers import AdaptedExit, EarlyExit, KangarooDrafter
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.base import Opened, OwnLayers
-from peftlab.drafting.config import NewModel
-from peftlab.drafting.states import layer_stack, unwrapped
+from peftlab.drafting.acceptance import measure, response_tokens
+from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.checks import (
+    check_dtypes,
+    check_head,
+    check_models,
+    check_targets,
+    check_tokenizers,
+    check_tokens,
+    common_vocabulary,
+)
+from peftlab.drafting.config import ModelDraft, NewModel
+from peftlab.drafting.losses import PairLoss
+from peftlab.drafting.objectives import make_objective
+from peftlab.drafting.pruning import Search, choose_layers, choose_units, kept_units, pruned_draft
+from peftlab.drafting.states import head_weight, layer_stack, truncate, unwrapped
 from peftlab.errors import PeftlabError, reason
 from peftlab.methods.modes import eval_mode
+from peftlab.models.dtypes import DTYPES
+from peftlab.models.pretrained import load_config, load_tokenizer
+from peftlab.models.quantised import quantised_linears
+from peftlab.untyped import Attributes
+
+ModelConfigT = TypeVar("ModelConfigT", bound=ModelDraft)
 
 
 @dataclass
@@ -162,14 +187,6 @@ def shared_layers(target: PreTrainedModel, draft: PreTrainedModel) -> int:
     return next(apart, len(pairs))
 
 
-def opened_beside(opened: Opened, first: int) -> Opened:
-    """Return a draft model, opened as a model of its own, as one that shares its first layers with a flat target."""
-    draft = opened.engine
-    if not first or not isinstance(draft, FlatEngine):
-        return opened
-    return replace(opened, own=partial(_adapted, draft, first), features=(first,))
-
-
 def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
     if not isinstance(target, FlatEngine):
         return None
@@ -180,3 +197,200 @@ def _adapted(draft: FlatEngine, first: int, target: Engine) -> OwnLayers | None:
 def _same_tensors(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     ours, theirs = one.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+class ModelKind(DraftKind[ModelConfigT]):
+    """A draft model beside its target, loaded, new or cut from the target.
+
+    Attributes:
+        reference: AdaSPEC's; None where all tokens are trained on.
+    """
+
+    name = "model"
+    reference: PreTrainedModel | None = None
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse layers the target does not have, and a model whose tokenizer or dtype does not fit the target's."""
+        config, data = self.config, self.recipe.data
+        if config.vocabulary is not None and not self.folds:
+            raise PeftlabError(
+                "draft.vocabulary: is stored beside the merged weights, and the method has no linear fold"
+            )
+        if config.new is not None:
+            fresh_config(target, config.new)
+        elif config.prune is not None:
+            kept_units(target, config.prune.shares())
+        elif config.truncate is not None:
+            count = target.get_text_config(decoder=True).num_hidden_layers
+            missing = [layer for layer in config.truncate.layers or [] if not 0 <= layer < count]
+            if missing:
+                raise PeftlabError(f"draft.truncate.layers: no layer {missing[0]}; the target has 0 to {count - 1}")
+            if (config.truncate.keep or 0) >= count:
+                raise PeftlabError(f"draft.truncate.keep: {config.truncate.keep}, and the target has {count} layers")
+        for reference in data.targets or []:
+            check_targets(self.tokenizer, load_tokenizer(reference), reference)
+        if config.from_ is not None:
+            chat = bool(getattr(self.tokenizer, "chat_template", None)) and data.chat is not False
+            check_tokenizers(self.tokenizer, load_tokenizer(config.from_), chat=chat)
+            check_dtypes(target, load_config(config.from_))
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Load or make the draft and AdaSPEC's reference, checked against the target.
+
+        A draft that is found in the target on its text (``prepare``) is the whole target until then.
+        """
+        config, recipe, dtype = self.config, self.recipe, DTYPES[self.config.dtype]
+        self.target, self.base = target, str(self.directory / "base")
+        if config.new is not None:
+            self.base_model = partial(fresh_model, target, config.new, dtype, recipe.train.seed)
+            model = self.base_model()
+        elif config.searched:
+            source = self._plain_target(dtype)
+            model = truncate(source, range(len(layer_stack(source))), share=True)
+        elif config.truncate is not None and config.truncate.layers is not None:
+            layers, source = config.truncate.layers, self._plain_target(dtype)
+            model = truncate(source, layers)
+            self.base_model = partial(truncate, source, layers, share=True)
+        else:
+            assert config.from_ is not None
+            self.base = config.from_
+            model = self._load(self.base, dtype)
+        self.others = [self._further_target(reference) for reference in recipe.data.targets or []]
+        for served in self.others:
+            check_models(served, model, self.longest)
+        if recipe.objective.reference is not None:
+            self.reference, _ = load_model(recipe.objective.reference, "AutoModelForCausalLM", dtype=dtype)
+        for other in [model] if self.reference is None else [model, self.reference]:
+            check_head(other, "draft")
+            check_models(target, other, self.longest)
+            nn.Module.to(other, self.device)
+        self.model = self.adapted = model.requires_grad_(not config.searched)
+
+    def _load(self, reference: str, dtype: torch.dtype) -> PreTrainedModel:
+        trust = self.recipe.trust_remote_code
+        return load_model(reference, "AutoModelForCausalLM", dtype=dtype, trust_remote_code=trust)[0]
+
+    def _plain_target(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Return the target with plain weights in ``dtype``: itself if it has them, else loaded once more."""
+        if self.target.dtype == dtype and not any(quantised_linears(self.target)):
+            return self.target
+        options: Attributes = {"revision": self.recipe.revision, "trust_remote_code": self.recipe.trust_remote_code}
+        return load_model(self.recipe.target, "AutoModelForCausalLM", dtype=dtype, **options)[0]
+
+    def _further_target(self, reference: str) -> PreTrainedModel:
+        """Load a further target of the draft, in the dtype of the first."""
+        load_config(reference)
+        other = self._load(reference, self.target.dtype)
+        check_head(other, f"data.targets: {reference}")
+        rows = [len(head_weight(model)) for model in (self.target, other)]
+        if rows[0] != rows[1]:
+            raise PeftlabError(
+                f"data.targets: the LM head of {reference} has {rows[1]} rows, the target's has {rows[0]}"
+            )
+        nn.Module.to(other, self.device).requires_grad_(False)
+        return other
+
+    def prepare(self, train: Dataset) -> None:
+        """Find the draft in the target where the recipe asks for that: the layers by gates, or what is pruned."""
+        config, source, settings = self.config, self.adapted, self.recipe.train
+        if not config.searched:
+            return
+        objective = make_objective(self.recipe.objective)
+        search = Search(source, self.target, objective, train, settings.batch_size, settings.seed)
+        if config.prune is not None:
+            found = search.find(self.cache, config.prune, partial(choose_units, search, config.prune))
+            self.base_model = partial(pruned_draft, source, found.tensors)
+            model = self.base_model()
+        else:
+            assert config.truncate is not None
+            found = search.find(self.cache, config.truncate, partial(choose_layers, search, config.truncate))
+            layers = found.tensors["layers"].tolist()
+            self.base_model = partial(truncate, source, layers, share=True)
+            model = truncate(source, layers)
+        self.chosen = found.report
+        nn.Module.to(model, self.device)
+        self.model = self.adapted = model.requires_grad_(True)
+
+    def rewriting(self) -> OnPolicy | None:
+        """Return what mixes text of the draft's own into training, where the recipe asks for it."""
+        data = self.recipe.data
+        return OnPolicy(data.on_policy, data.temperature, self.eos) if data.on_policy else None
+
+    def loss(self) -> Loss:
+        """Return the objective between target and draft, with text of the draft's own where the recipe asks for it."""
+        objective = make_objective(self.recipe.objective)
+        return PairLoss(objective, self.target, self.reference, self.rewriting(), self.others)
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return how often the target that wrote the text would accept the draft's tokens."""
+        teacher = data["teacher"][0] if "teacher" in data.column_names else 0
+        return measure((self.target, *self.others)[teacher], model, data, batch_size).rates()
+
+    def save(self, train: Dataset) -> Tensor | None:
+        """Write which tokens the merged draft is restricted to, where its vocabulary is reduced."""
+        tokens = response_tokens(train, self.config.vocabulary, self.target)
+        if tokens is not None:
+            write_draft_tokens(self.directory / "merged", tokens)
+        return tokens
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the target with the draft as it is on disk, or in memory where it is not merged."""
+        model = self.adapted if saved is None or saved.merged is None else saved.merged
+        tokens = saved.tokens if saved is not None else None
+        return Served(self.target, partial(ModelDrafter, draft_engine(model, tokens=tokens)))
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Load the draft and check it against the target; its tokenizer is compared before weights are read."""
+        model, engine, vocabulary = open_model(place, opening)
+        alone = model.config.is_encoder_decoder or structure_of(opening.target) is None
+        first = 0 if alone else shared_layers(opening.target, model)
+        size = model.num_parameters()
+        if not first or not isinstance(engine, FlatEngine):
+            return opening.pair(size, whole=engine, vocabulary=vocabulary)
+        own = partial(_adapted, engine, first)
+        return opening.pair(size, whole=engine, own=own, vocabulary=vocabulary, features=(first,))
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Return the plain model directory."""
+        if not (Path(place) / "config.json").exists():
+            raise PeftlabError(
+                f"--for {consumer}: {place} contains no plain model directory (no merged/ and no config.json); drafts "
+                "of methods without a linear fold cannot be loaded there"
+            )
+        return Path(place)
+
+    @classmethod
+    def update(cls, config: ModelConfigT, newest: Path, log: Path) -> ModelConfigT:
+        """Return the section that continues from the merged draft of ``newest``."""
+        merged = newest / "merged"
+        if not (merged / "config.json").exists():
+            raise PeftlabError(
+                f"{newest}: contains no merged draft to continue from; did the run end, and with a fold?"
+            )
+        return config.model_copy(update={"from_": str(merged), "truncate": None, "prune": None, "new": None})
+
+
+def open_model(reference: str, opening: Opening) -> tuple[PreTrainedModel, Engine, int]:
+    """Return a stored draft model, its engine, and how many logits it shares with the target."""
+    load_config(reference)  # a wrong name is found before any weights are read
+    tokenizer: PreTrainedTokenizerBase | None = None
+    with suppress(PeftlabError):  # a draft may be saved without one; then only the sizes can be compared
+        tokenizer = load_tokenizer(reference)
+    check_tokens(opening.tokenizer, tokenizer)
+    target = opening.target
+    model = opening.load(reference, opening.draft_dtype)
+    vocabulary = common_vocabulary(target, model, tokenizer)
+    return model, draft_engine(model, vocabulary, read_draft_tokens(reference), pack=opening.pack), vocabulary
+
+
+def draft_engine(
+    draft: PreTrainedModel, vocabulary: int | None = None, tokens: Tensor | None = None, *, pack: bool = True
+) -> Engine:
+    """Return a draft's engine, restricted to ``tokens`` [V_d] if they are given (``engines.reduced_vocabulary``)."""
+    if tokens is None:
+        return build_engine(draft, vocabulary=vocabulary, pack=pack)
+    head = draft.get_output_embeddings()
+    assert head is not None
+    return ReducedVocabulary(draft, tokens, vocabulary or head.weight.shape[0], pack=pack)

@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.flat import structure_of
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.trees import RankRates
-from peftlab.drafting.base import says
+from peftlab.drafting.base import Exporting
 from peftlab.drafting.checks import read_ranks
+from peftlab.drafting.config import MtpDraft
 from peftlab.drafting.state_network import (
     FORMAT,
     WEIGHTS,
@@ -23,6 +26,7 @@ from peftlab.drafting.state_network import (
     LayerAttention,
     LayerMLP,
     RMSNorm,
+    StateKind,
     StateNetwork,
     check_embedding,
     check_shapes,
@@ -30,9 +34,12 @@ from peftlab.drafting.state_network import (
     decoding_config,
     drafted_tokens,
     layer_config,
+    shape_for,
     sizes,
     token_maps,
 )
+from peftlab.drafting.states import head_weight, input_embedding
+from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, read_object, write_json
 
@@ -133,11 +140,6 @@ class MtpStep(nn.Module):
 _HEAD = "lm_head.weight"  # the target's, not written
 
 
-def is_mtp(directory: str | Path) -> bool:
-    """Whether a directory contains a draft of speculators' type ``mtp``."""
-    return says(directory, "speculators_model_type", "mtp")
-
-
 def write_mtp(network: Mtp, directory: Path, *, target: str, architecture: str, tokens: int) -> None:
     """Write a layer into an existing directory, and check the round trip.
 
@@ -185,7 +187,11 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     file = directory / "config.json"
     config = read_object(file)
     layer = member(config, "transformer_layer_config", dict, file)
-    if not is_mtp(directory) or layer.get("model_type") != "qwen3" or config.get("num_nextn_predict_layers", 1) != 1:
+    if (
+        not DRAFTS["mtp"].recognises(directory)
+        or layer.get("model_type") != "qwen3"
+        or config.get("num_nextn_predict_layers", 1) != 1
+    ):
         raise PeftlabError(f"{file}: not one layer of a Qwen3 of speculators' type mtp")
     shape = replace(sizes(layer, file), features=(member(layer, "num_hidden_layers", int, file),))
     check_embedding(shape, embedding, directory)
@@ -202,3 +208,56 @@ def read_mtp(directory: str | Path, embedding: Tensor, head: Tensor) -> Mtp:
     )
     network.ranks = read_ranks(directory)
     return network.eval()
+
+
+def new_layer(target: PreTrainedModel) -> Mtp:
+    """Return an untrained layer, which gives the target's own next token: it repeats the state that it reads."""
+    last = target.config.get_text_config(decoder=True).num_hidden_layers
+    network = Mtp(shape_for(target.config, (last,)), input_embedding(target), head_weight(target))
+    structure, layer = structure_of(target), network.mtp_layers[0]
+    assert isinstance(layer, MtpLayer)
+    if structure is not None and not structure.norm.centred:  # of the size of the target's states, else one
+        nn.init.constant_(layer.final_layernorm.weight, float(structure.norm.weight.float().square().mean().sqrt()))
+    return network
+
+
+class MtpKind(StateKind[MtpDraft]):
+    """A FastMTP layer as a draft."""
+
+    name = "mtp"
+
+    def new(self, target: PreTrainedModel) -> Mtp:
+        """Return an untrained layer, see ``new_layer``."""
+        return new_layer(target)
+
+    @classmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> Mtp:
+        """Return the layer in a directory, with the target's rows of the LM head."""
+        return read_mtp(place, input_embedding(target), head_weight(target))
+
+    def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
+        """Write the layer, see ``write_mtp``."""
+        network = self.model.network
+        assert isinstance(network, Mtp)
+        write_mtp(network, directory, target=self.recipe.target, architecture=architecture, tokens=tokens)
+
+    @classmethod
+    def step(cls, network: StateNetwork, pack: bool = True) -> MtpStep:
+        """Return the layer with a cache."""
+        assert isinstance(network, Mtp)
+        return MtpStep(network, pack)
+
+    @classmethod
+    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
+        """Refuse a target of another depth: the layer reads its last state."""
+        if network.features != (layers,):
+            raise PeftlabError(f"{place}: for a target of {network.features[0]} layers; this one has {layers}")
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Refuse: engines serve this method for families that come with such layers."""
+        raise PeftlabError(
+            f"--for {consumer}: {place} is an mtp draft; engines serve such layers only for targets that come with "
+            "them (DeepSeek-V3, Qwen3-Next, MiMo and others). For this target train draft: {kind: eagle3}, which vllm "
+            "and sglang load"
+        )

@@ -6,21 +6,24 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.cache import additive_mask
-from peftlab.decoding.parallel_drafters import Masks
-from peftlab.drafting.acceptance import Acceptance, add_rates, batches
-from peftlab.drafting.base import says
+from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches, by_depth
+from peftlab.drafting.base import Exporting, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.config import PardDraft, Truncation, eighth
 from peftlab.drafting.export import check_plain, copy_plain
 from peftlab.drafting.losses import Inputs, chunked_loss
-from peftlab.drafting.objectives import Objective
+from peftlab.drafting.model import ModelKind, draft_engine, open_model
+from peftlab.drafting.objectives import Objective, make_objective
 from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, unwrapped
 from peftlab.drafting.text import continued, following
 from peftlab.errors import PeftlabError
@@ -102,6 +105,11 @@ def unused_token(size: int, texts: Iterable[Sequence[int]]) -> int:
     if free is None:
         raise PeftlabError("draft.mask_token: the training text contains every token; name one to use as the mask")
     return free
+
+
+def with_token(masks: Masks, size: int, texts: Iterable[Sequence[int]]) -> Masks:
+    """Return masks that read a token: where none is named, the highest of ``size`` ids that no text contains."""
+    return masks if masks.token >= 0 else replace(masks, token=unused_token(size, texts))
 
 
 def parallel_states(model: nn.Module, ids: Tensor, rows: MaskRows, mask: int | Tensor) -> Tensor:
@@ -246,11 +254,6 @@ def write_masks(directory: Path, masks: Masks) -> None:
     write_json(directory / "config.json", {**config, **added})
 
 
-def is_pard(directory: str | Path) -> bool:
-    """Whether a directory contains a model whose configuration names a mask."""
-    return says(directory, "spd_type", _TYPE)
-
-
 def read_masks(directory: str | Path) -> Masks:
     """Return what ``write_masks`` has written; of the files of others, which name no K, 8 tokens.
 
@@ -268,7 +271,7 @@ def read_masks(directory: str | Path) -> Masks:
 
 @dataclass(frozen=True)
 class PardExport:
-    """See ``kinds.base.Exporting``; vLLM alone drafts so.
+    """See ``base.Exporting``; vLLM alone drafts so.
 
     Attributes:
         place: the model's directory.
@@ -286,3 +289,90 @@ class PardExport:
         settings = {"method": "draft_model", "model": directory, "num_speculative_tokens": gamma}
         speculative = json.dumps(settings | {"parallel_drafting": True})
         return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
+
+
+class PardKind(ModelKind[PardDraft]):
+    """A draft model beside its target that writes several tokens in one pass.
+
+    Attributes:
+        masks: what it reads in the place of tokens to be written; their id is -1 until the training text is known.
+    """
+
+    name = "pard"
+    masks: Masks
+
+    def _start(self, target: PretrainedConfig) -> None:
+        """Start from the first eighth of the target's layers where the recipe names no start."""
+        if not self.config.starts:
+            layers = list(range(eighth(target.get_text_config(decoder=True).num_hidden_layers)))
+            self.config = self.config.model_copy(update={"truncate": Truncation(layers=layers)})
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse what a draft model refuses, a mask that is no token, and a method without a fold."""
+        if not self.folds:
+            raise PeftlabError("draft.kind pard: is stored as merged weights, and the method has no linear fold")
+        size, mask = target.get_text_config(decoder=True).vocab_size, self.config.mask_token
+        if mask is not None and mask >= size:
+            raise PeftlabError(f"draft.mask_token: {mask} is no token; the target has 0 to {size - 1}")
+        self._start(target)
+        super().check(target)
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Load the draft as a draft model, and check that it reads rows of masks."""
+        self._start(target.config)
+        super().load(target)
+        check_parallel(self.adapted)
+        token = self.config.mask_token
+        if token is None and self.config.from_ is not None:
+            token = getattr(self.adapted.config, "pard_token", None)
+        self.masks = Masks(token if isinstance(token, int) else -1, self.config.tokens)
+
+    def prepare(self, train: Dataset) -> None:
+        """Find the draft where it is searched for, and choose the mask."""
+        super().prepare(train)
+        self.masks = with_token(self.masks, len(head_weight(self.target)), train["input_ids"])
+
+    def loss(self) -> Loss:
+        """Return the objective between target and draft on the text and on rows of masks."""
+        config, objective = self.config, make_objective(self.recipe.objective)
+        settings = (config.tokens, config.retain, config.retain_least)
+        return PardLoss(objective, self.target, *settings, lambda: self.masks.token, self.rewriting())
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance over the K tokens of a pass, and each one's own."""
+        return by_depth(measure_depths(self.target, model, data, self.masks.length, self.masks.token, batch_size))
+
+    def save(self, train: Dataset) -> Tensor | None:
+        """Name the mask in the merged draft's configuration, and which tokens it is restricted to, if it is."""
+        write_masks(self.directory / "merged", self.masks)
+        return super().save(train)
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the target with the merged draft; an untrained one, whose mask is not chosen yet, drafts nothing."""
+        if saved is None:
+            return None
+        assert saved.merged is not None
+        engine = draft_engine(saved.merged, tokens=saved.tokens)
+        return Served(self.target, partial(ParallelDrafter, engine, self.masks))
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Load the draft as a draft model is loaded, and its mask."""
+        masks = read_masks(place)
+        model, engine, vocabulary = open_model(place, opening)
+        return opening.pair(model.num_parameters(), whole=engine, masks=masks, vocabulary=vocabulary)
+
+    @classmethod
+    def export(cls, place: str, consumer: str) -> Path | Exporting:
+        """Return what writes the draft for vLLM; others would draft with it token by token."""
+        if consumer != "vllm":
+            raise PeftlabError(
+                f"--for {consumer}: {place} writes several tokens in one pass (pard), which vllm alone drafts with"
+            )
+        return PardExport(Path(place))
+
+    @classmethod
+    def update(cls, config: PardDraft, newest: Path, log: Path) -> PardDraft:
+        """Return the section that continues from the merged draft of ``newest``, with its mask."""
+        cls.row().newest(newest)
+        return super().update(config, newest, log)

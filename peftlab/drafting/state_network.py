@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -19,14 +22,30 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from peftlab.checkpoints.tensors import map_tensors, write_tensors
+from peftlab.decoding.state_drafters import FeatureDrafter, FeatureNetwork
 from peftlab.decoding.trees import RankRates
-from peftlab.drafting.acceptance import RANKS, Acceptance, add_rates, batches, greedy_tokens, right_choices
+from peftlab.drafting.acceptance import (
+    RANKS,
+    Acceptance,
+    add_rates,
+    batches,
+    by_depth,
+    greedy_tokens,
+    response_tokens,
+    right_choices,
+)
+from peftlab.drafting.base import DraftKind, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.checks import check_target, check_tokenizer, identify, write_ranks
+from peftlab.drafting.config import StateConfig
 from peftlab.drafting.losses import chunked_loss
-from peftlab.drafting.objectives import Objective
-from peftlab.drafting.states import forward_hidden, head_weight, unwrapped
+from peftlab.drafting.objectives import Objective, make_objective
+from peftlab.drafting.states import forward_hidden, head_weight, input_embedding, unwrapped
 from peftlab.drafting.text import continued, weights_digest, written_once
 from peftlab.errors import PeftlabError
-from peftlab.files import Json, member, replacing
+from peftlab.files import Json, member, replacing, staged_directory
+from peftlab.methods.injection import is_injected
+from peftlab.methods.leaf import trainable_dtype
+from peftlab.methods.merging import merge
 from peftlab.methods.modes import eval_mode
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -650,3 +669,155 @@ def check_shapes(blank: dict[str, Tensor], tensors: dict[str, Tensor], directory
     if wanted != found:
         odd = sorted({name for name, _ in wanted ^ found})
         raise PeftlabError(f"{directory}: tensors that do not fit its configuration: {', '.join(odd[:5])}")
+
+
+StateT = TypeVar("StateT", bound=StateConfig)
+
+
+class StateKind(DraftKind[StateT]):
+    """A network on the target's states: put on the target, trained with it frozen, measured, and stored.
+
+    A kind says what a new network is (``new``), how it is read (``read``) and written (``write``), and which module
+    computes it while it drafts (``step``).
+
+    Attributes:
+        known: the target's states of the training text; None: it computes them.
+    """
+
+    model: EagleModel
+    known: StoredStates | None = None
+
+    @abstractmethod
+    def new(self, target: PreTrainedModel) -> StateNetwork:
+        """Return an untrained network."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, place: str | Path, target: PreTrainedModel) -> StateNetwork:
+        """Return the network in a directory, on the CPU but for what is the target's."""
+
+    @abstractmethod
+    def write(self, directory: Path, *, architecture: str, tokens: int) -> None:
+        """Write the network into an existing directory; arguments as for ``decoding_config``."""
+
+    @classmethod
+    @abstractmethod
+    def step(cls, network: StateNetwork, pack: bool = True) -> FeatureNetwork:
+        """Return what computes a network while it drafts; ``pack``: with its weights packed for the CPU."""
+
+    @property
+    def injected(self) -> nn.Module:
+        """The network: a method acts on it, never on the target."""
+        return self.model.network
+
+    @property
+    def computing(self) -> torch.dtype:
+        """The dtype in which the network trains and is measured; it is stored in bfloat16."""
+        return trainable_dtype(head_weight(self.target))
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Refuse a draft to continue from that is none."""
+        why = f"is no {self.name} draft (config.json, speculators_model_type {self.name})"
+        self.check_start(self.config.from_, why)
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Put a new network on the target, or the one to continue from; the target's parameters are frozen.
+
+        Raises:
+            PeftlabError: the embeddings are not as wide as the states, or the draft to continue from is for another
+                target.
+        """
+        embedding, head = input_embedding(target), head_weight(target)
+        if embedding.shape != head.shape:
+            raise PeftlabError(
+                f"draft.kind {self.name}: the embeddings of {type(target).__name__} are {tuple(embedding.shape)} and "
+                f"its LM head {tuple(head.shape)}; the layer needs both for the same tokens and states"
+            )
+        target.requires_grad_(False)
+        start = None if self.config.from_ is None else self.row().find(self.config.from_)
+        if start is None:
+            network = self.new(target)
+        else:
+            for warning in check_target(Path(start), target, self.tokenizer):
+                print(warning)
+            network = self.start(start, target)
+        network.parts_to(trainable_dtype(head), head.device)
+        network.train().draft_only(head.to(trainable_dtype(head)), None)
+        self.model, self.adapted, self.target = EagleModel(target, network), target, target
+        self.base = self.recipe.target if self.recipe.method is None else str(start)
+
+    def start(self, place: str, target: PreTrainedModel) -> StateNetwork:
+        """Return the stored network that training continues."""
+        return self.read(place, target)
+
+    def prepare(self, train: Dataset) -> None:
+        """Store the target's states if the recipe asks for it; draft only the tokens that the text uses most."""
+        if self.config.store_gb is not None:
+            with PartialState().main_process_first():
+                self.known = store_states(self.model, train["input_ids"], self.cache, self.config.store_gb)
+        head, size = head_weight(self.target), self.config.vocabulary
+        if size is not None and size < len(head):
+            tokens = response_tokens(train, size, self.target)
+            assert tokens is not None
+            tokens = tokens.to(head.device)
+            self.model.network.draft_only(head[tokens].to(trainable_dtype(head)), tokens)
+
+    def loss(self) -> Loss:
+        """Return the weighted sum of the steps' losses."""
+        return FeatureLoss(
+            make_objective(self.recipe.objective), self.config.steps, self.config.decay, known=self.known
+        )
+
+    def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
+        """Return the mean acceptance over the steps, and each step's own."""
+        assert isinstance(model, EagleModel)
+        return by_depth(measure_features(model, data, self.config.steps, batch_size))
+
+    def save(self, train: Dataset) -> Tensor | None:
+        """Write the network, rounded and with an adapter folded into it, with the identity of its target."""
+        network = self.model.network
+        if is_injected(network):
+            merge(network)
+        network.round()
+        with staged_directory(self.stored, "model", overwrite=True) as staging:
+            self.write(staging, architecture=type(self.target).__name__, tokens=self.config.steps)
+            identify(self.recipe.target, self.target, self.tokenizer).write(staging)
+        network.parts_to(self.computing)
+        return network.tokens
+
+    def calibrate(self, held_out: Dataset, batch_size: int) -> None:
+        """Measure on held-out text how often each choice of the network is right, and store it with it."""
+        write_ranks(self.stored, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
+
+    def drafter(self, saved: Saved | None) -> Served | None:
+        """Return the target with the network read from disk; an untrained one drafts nothing."""
+        if saved is None:
+            return None
+        network = self.read(saved.directory / self.row().folder, self.target).to(self.target.device)
+        network.parts_to(self.computing)
+        return Served(self.target, partial(FeatureDrafter, self.step(network)), network.features)
+
+    @classmethod
+    def open(cls, place: str, opening: Opening) -> Pair:
+        """Read the network and check it against the target: other tokens are refused, other weights are warnings."""
+        check_tokenizer(Path(place), opening.tokenizer)  # before any weights are read
+        target = opening.target
+        warnings = check_target(Path(place), target, opening.tokenizer)
+        network = cls.read(place, target).to(target.device)
+        network.parts_to(opening.draft_dtype)
+        cls.check_layers(place, network, target.config.get_text_config(decoder=True).num_hidden_layers)
+        if network.shape.window is not None:
+            warnings += (f"{place}: trained to see the last {network.shape.window} tokens; here the layer sees all",)
+        size = sum(parameter.numel() for parameter in network.parameters())
+        step = cls.step(network, opening.pack)
+        return opening.pair(size, network=step, features=network.features, warnings=warnings)
+
+    @classmethod
+    @abstractmethod
+    def check_layers(cls, place: str, network: StateNetwork, layers: int) -> None:
+        """Raise ``PeftlabError`` where a network reads states that a target of so many layers does not have."""
+
+    @classmethod
+    def update(cls, config: StateT, newest: Path, log: Path) -> StateT:
+        """Return the section that continues from the draft of ``newest``."""
+        return config.model_copy(update={"from_": cls.row().newest(newest)})

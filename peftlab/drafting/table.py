@@ -1,82 +1,102 @@
-"""The table of draft kinds."""
+"""The table of draft kinds, and how a stored draft is told from others: by names, folders and files, without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from re import fullmatch
 
+from peftlab.errors import PeftlabError
+from peftlab.files import Json, read_object
 from peftlab.registry import Registry
-
-_KINDS = "peftlab.drafting.kinds"
 
 
 @dataclass(frozen=True)
-class DraftKind:
-    """One kind of draft, named as ``"module:attribute"``; the types are those of ``kinds.base``.
-
-    Training calls ``check``, ``load``, ``prepare``, ``loss``, ``score``, ``save`` and ``drafter`` in this order;
-    ``find``, ``open`` and ``export`` read what is on disk, ``update`` continues it.
+class DraftRow:
+    """One kind of draft. Classes are named as ``"module:attribute"``.
 
     Attributes:
         config: the section of a recipe, a ``DraftConfig``; its ``kind`` is the name of the row.
-        check: (job, the target's configuration) -> None; refuses what will not work, before any weights are read.
-        load: (job, target) -> ``Draft``: the module that trains, before the method is injected into it.
-        loss: (job, draft) -> a function of (model, batch) that returns the sum of the loss over tokens.
-        score: (draft, model, rows, batch size) -> metrics of a held-out split; ``acceptance`` decides.
-        save: (job, draft, directory, training rows) -> the reduced vocabulary [V_d] or None. Called when adapter and
-            merged model are written; writes what else the draft consists of.
-        calibrate: (draft, directory, held-out rows, batch size) -> None; called after ``save``, measures on held-out
-            text what trees are made or planned from and stores it with the draft. None: nothing is measured.
-        drafter: (draft, ``Saved`` or None before training) -> ``Served``, or None where nothing can draft yet.
-        find: (reference) -> the reference of the draft of this kind that is there, or None.
-        open: (what ``find`` returned, ``Opening``) -> ``Opened``: the draft as decoding takes it.
-        export: (what ``find`` returned, consumer) -> the plain model directory that the consumer loads, or an
-            ``Exporting`` that writes what it loads.
-        update: (config, newest run directory, log of requests) -> the config that continues from that run.
+        kind: the class, a ``base.DraftKind``.
+        folder: of a run directory, which contains the stored draft.
+        file: of this folder, which such a draft has.
+        marks: (key, value) of that file, a JSON object; one of them says that the draft is of this kind. Empty: the
+            file does.
+        names: regular expression of references that are drafts of this kind without any file.
         heads: whether it has trees of its own and no step for each token, as heads on the target have.
-        prepare: (job, draft, training rows) -> None; what the draft takes from the text before it decodes or trains.
-            Empty: nothing.
     """
 
     config: str
-    check: str
-    load: str
-    loss: str
-    score: str
-    save: str
-    drafter: str
-    find: str
-    open: str
-    export: str
-    update: str
-    heads: bool = False
-    prepare: str = ""
-    calibrate: str | None = None
+    kind: str
+    folder: str = "merged"
+    file: str = "config.json"
+    marks: tuple[tuple[str, Json], ...] = ()
+    names: str = field(default="", kw_only=True)
+    heads: bool = field(default=True, kw_only=True)
+
+    def recognises(self, directory: str | Path) -> bool:
+        """Whether a directory contains a draft of this kind."""
+        file = Path(directory) / self.file
+        if not file.is_file():
+            return False
+        return not self.marks or any(read_object(file).get(key) == value for key, value in self.marks)
+
+    def find(self, reference: str) -> str | None:
+        """Return the directory of a draft that a reference is, or has as a run; a name itself; None: neither."""
+        if self.names:
+            return reference if fullmatch(self.names, reference) else None
+        places = (Path(reference) / self.folder, Path(reference))
+        return next((str(place) for place in places if self.recognises(place)), None)
+
+    def newest(self, run: Path) -> str:
+        """Return the directory of the draft that a run has written; ``PeftlabError`` if there is none."""
+        if not self.recognises(run / self.folder):
+            raise PeftlabError(f"{run}: contains no {self.folder}/ to continue from; did the run end?")
+        return str(run / self.folder)
 
 
-def _row(
-    config: str, module: str, *, heads: bool = False, prepares: bool = False, calibrates: bool = False
-) -> DraftKind:
-    """Return the row of a kind whose functions have the names of the fields."""
-    names = ["check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update"]
-    names += ["prepare"] if prepares else []
-    names += ["calibrate"] if calibrates else []
-    functions = {name: f"{_KINDS}.{module}:{name}" for name in names}
-    return DraftKind(config=f"peftlab.drafting.config:{config}", heads=heads, **functions)
+def _row(family: str, name: str, folder: str = "merged", *marks: tuple[str, Json], names: str = "", heads: bool = True,
+         file: str = "config.json") -> DraftRow:  # fmt: skip
+    """Return the row of a class ``NAMEKind`` with the section ``NAMEDraft``."""
+    config, kind = f"peftlab.drafting.config:{name}Draft", f"peftlab.drafting.{family}:{name}Kind"
+    return DraftRow(config, kind, folder, file, marks, names=names, heads=heads)
 
 
-DRAFTS: Registry[DraftKind] = Registry(
+DRAFTS: Registry[DraftRow] = Registry(
     "draft kind",
     "peftlab.drafts",
-    DraftKind,
+    DraftRow,
     {
-        "model": _row("ModelDraft", "model.pair", prepares=True),
-        "early_exit": _row("EarlyExitDraft", "early_exit.self_draft"),
-        "medusa": _row("MedusaDraft", "medusa.head_draft", heads=True, calibrates=True),
-        "pard": _row("PardDraft", "pard.pard_draft", heads=True, prepares=True),
-        "gated_lora": _row("GatedLoraDraft", "gated_lora.gated_draft", heads=True, prepares=True),
-        "hydra": _row("HydraDraft", "hydra.hydra_draft", heads=True, calibrates=True),
-        "mtp": _row("MtpDraft", "mtp.mtp_draft", heads=True, prepares=True, calibrates=True),
-        "eagle3": _row("Eagle3Draft", "eagle3.eagle_draft", heads=True, prepares=True, calibrates=True),
+        "model": _row("model", "Model", heads=False),
+        "early_exit": _row("early_exit", "EarlyExit", names=r"exit:[1-9]\d{0,3}|del|swift", heads=False),
+        "medusa": _row("heads", "Medusa", "heads", ("model_type", "medusa")),
+        "pard": _row("pard", "Pard", "merged", ("spd_type", "pard")),
+        "gated_lora": _row("gated_lora", "GatedLora", "adapter", file="gated_lora.json"),
+        "hydra": _row("heads", "Hydra", "heads", ("model_type", "hydra")),
+        "mtp": _row("mtp", "Mtp", "mtp", ("speculators_model_type", "mtp")),
+        "eagle3": _row(
+            "eagle", "Eagle3", "eagle3",
+            ("speculators_model_type", "eagle3"), ("architectures", ["LlamaForCausalLMEagle3"]),
+        ),
     },
-)
-"""The kinds. A reference belongs to the last row whose ``find`` knows it: ``model``, which takes any, is the first."""
+)  # fmt: skip
+"""The kinds; what no other kind recognises is a ``model``."""
+
+
+def find_draft(reference: str) -> tuple[DraftRow, str]:
+    """Return the kind of the draft that a reference names, and the reference of the draft itself.
+
+    Args:
+        reference: as ``models.finetuned.find_model`` takes it; a run directory of a draft recipe; a directory of
+            heads; ``exit:K``, the target's first K layers; ``del``, as many of them as pay; or ``swift``, the target
+            without some sublayers.
+    """
+    for name, row in DRAFTS.items():
+        if name != "model" and (place := row.find(reference)) is not None:
+            return row, place
+    return DRAFTS["model"], DRAFTS["model"].find(reference) or reference
+
+
+def drafts_with_heads(draft: str | None) -> bool:
+    """Whether a reference, as ``find_draft`` takes it, names a kind with ``DraftRow.heads``; nothing is loaded."""
+    return draft is not None and find_draft(draft)[0].heads

@@ -147,7 +147,7 @@ def write_continuations(
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
-    Parts that exist are read; the others are written, each as soon as its batch is done.
+    PolicyInputs that exist are read; the others are written, each as soon as its batch is done.
 
     Args:
         target: a causal language model in eval mode.
@@ -266,7 +266,7 @@ _TOP_K_PART = 32  # requests per file
 def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
     """Return the target's top-k distribution at every token of each response, [response, k] per request.
 
-    Parts that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    PolicyInputs that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
     written, each once and whole.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from peftlab.errors import PeftlabError
 
 if TYPE_CHECKING:
-    from peftlab.pipelines.drafts.draft_results import DraftResults
+    from peftlab.pipelines.draft import DraftResults
     from peftlab.pipelines.finetune import FinetuneResults
     from peftlab.pipelines.table import TableResults
     from peftlab.recipe.schema import Recipe

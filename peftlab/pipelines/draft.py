@@ -3,57 +3,228 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from transformers import PreTrainedModel
+from datasets import Dataset
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.checkpoints.folded import load_model
 from peftlab.checkpoints.merge.config import MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
-from peftlab.checkpoints.merge.verify import merge_latency, verify_merge
+from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.decoding.benchmark import DraftedText, Question, Settings, compare, drafted_text
+from peftlab.decoding.drafter import Drafter
+from peftlab.decoding.engines import build_engine
+from peftlab.decoding.model_free import SuffixLookup, with_copies
+from peftlab.decoding.statistics import Interval, MeasuredGain, TimeShares
+from peftlab.decoding.table import HEAD, Window, policy, window
+from peftlab.decoding.timing import Conditions
 from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
-from peftlab.drafting.base import Draft, DraftJob, Loss, Saved, ScheduledLoss
+from peftlab.drafting.base import DraftKind, Saved, ScheduledLoss, Served
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
+from peftlab.drafting.endpoint import ServedPrompt, ServedText, Target, served_continuations, served_model
+from peftlab.drafting.load import SUFFIX, SUFFIX_AND_DRAFT, with_window
 from peftlab.drafting.objectives import make_objective
-from peftlab.drafting.table import DRAFTS, DraftKind
-from peftlab.drafting.text import Collate, repetition, weights_digest
+from peftlab.drafting.table import DRAFTS
+from peftlab.drafting.text import (
+    Collate,
+    Repetition,
+    Writing,
+    check_room,
+    make_dataset,
+    repetition,
+    stored_topk,
+    weights_digest,
+    write_continuations,
+)
 from peftlab.errors import PeftlabError, about
-from peftlab.files import Claim, staged_directory, write_json, write_text
-from peftlab.hardware import describe_cpu
+from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
+from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
-from peftlab.models.pretrained import storage
+from peftlab.models.costs import Cost
+from peftlab.models.pretrained import load_config, load_tokenizer, storage
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.drafts.draft_lengths import HEAD_FILE, acceptance_head
-from peftlab.pipelines.drafts.draft_parts import (
-    Sets,
-    has_fold,
-    make_job,
-    make_sets,
-    model_options,
-    read_text,
-    with_served_model,
-)
-from peftlab.pipelines.drafts.draft_results import Decoding, DecodingSpeed, DraftResults, HeldOutRates
-from peftlab.pipelines.drafts.draft_speed import decoding_speed
+from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import DraftRecipe, injected_method
 from peftlab.registry import resolve
 from peftlab.reporting.console import trainable_line
 from peftlab.tasks.problem import Scores, TrainingProblem
+from peftlab.tasks.prompts import Request, read_conversations, read_prompt_ids, read_requests
 from peftlab.training.distributed import check_trackers, make_accelerator
 from peftlab.training.loop import train
-from peftlab.training.state import Progress
+from peftlab.training.state import Progress, SelectionResult
+from peftlab.untyped import Attributes
 
 _BEFORE, _AFTER = 4, 24  # held-out prompts that are decoded before and after training, one at a time
+
+
+@dataclass(frozen=True)
+class DecodingSpeed:
+    """Greedy decoding of a few held-out prompts, plain and with the draft.
+
+    Attributes:
+        block_efficiency: tokens per target step.
+        tau_without_bonus: the drafted ones among them, without the one that the target itself adds.
+        accepted: accepted share of the drafted tokens that were tried.
+        acceptance_by_position: the same for the first, second, ... token of a step.
+        accepted_runs: drafted tokens accepted one after the other in a step -> steps.
+        plain_tokens_per_second: of plain decoding.
+        tokens_per_second: of decoding with the draft.
+        speed_up: the ratio of the two.
+        speed_up_interval: its 95 % interval.
+        lossless: whether every output is plain decoding's, with every drafter.
+        verdict: the speed-up in words.
+        beside: speed-up of the drafters that were timed in turn with it: copying what followed a repeated suffix
+            (``suffix``), and both in one tree (``suffix+draft``).
+        time: shares of target, draft and the time outside the models; None where not measured.
+        gain: the speed-up by its parts (tau, verification C(n), drafting D), and the best draft length; None where not
+            measured.
+        kernel: how the target's step is computed.
+        conditions: of the machine.
+        example: one output with what was drafted for it; None before training.
+    """
+
+    block_efficiency: float | None
+    tau_without_bonus: float | None
+    accepted: float | None
+    acceptance_by_position: list[float | None]
+    accepted_runs: dict[str, int]
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    speed_up: float
+    speed_up_interval: Interval
+    lossless: bool
+    verdict: str
+    beside: dict[str, float]
+    time: TimeShares | None
+    gain: MeasuredGain | None
+    kernel: str
+    conditions: Conditions
+    example: DraftedText | None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How fast target and draft decode together.
+
+    Attributes:
+        before: before training; None where nothing could draft yet, an empty object in ``results.json``.
+        after: after training.
+        gamma: tokens drafted per target step.
+    """
+
+    before: DecodingSpeed | None
+    after: DecodingSpeed
+    gamma: int
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the attributes; ``before`` is an empty object where nothing could draft yet."""
+        return to_json(vars(self)) | ({"before": {}} if self.before is None else {})
+
+
+@dataclass(frozen=True)
+class HeldOutRates:
+    """The draft's acceptance on each example of the first held-out split, to compare runs in pairs.
+
+    Attributes:
+        text: digest of the examples, in order. tokens: of each continuation. acceptance: of each, after training.
+    """
+
+    text: str
+    tokens: list[int]
+    acceptance: list[float]
+
+
+@dataclass
+class DraftResults:
+    """What a draft run ends with; ``results.json`` contains these fields in this order.
+
+    Those that default to None are measured on the finished draft, after a first ``results.json`` was written. Fields
+    that are not described here mean what they do in ``FinetuneResults``.
+
+    Attributes:
+        draft: the kind of draft, ``draft.kind``.
+        objective: ``objective.name``.
+        train_examples: training examples.
+        learnt_tokens: tokens of the target's text in them.
+        kept_share: share of those tokens that the loss counted (``objective.selective``).
+        repetition: of the held-out answers: share of the 8-grams ``seen`` in the training text, share of the
+            4-grams ``repeated`` within an answer.
+        merged_metrics: acceptance of the merged draft, read from disk.
+        vocabulary: ``tokens`` of a reduced vocabulary, and the ``ceiling`` that it puts on acceptance.
+        acceptance_head: squared error of the acceptance head on held-out text, and that of a constant.
+        decoding: speed ``before`` and ``after`` training, as ``DecodingSpeed``, and ``gamma``, tokens drafted per
+            target step.
+        chosen: how the parts of a draft were found on the target's text. By gates: the ``layers`` kept, the
+            ``probabilities`` that each layer's gate is open, how many are ``expected`` open, the ``price`` of
+            one, ``steps``. Pruned: units ``kept`` ``of`` how many per layer, and of each of the ``rounds`` its
+            ``steps``, the largest of the ``distances`` of each mask from those before it, and whether they were
+            ``stable``. Absent elsewhere.
+        served: text by ``data.endpoint``: the ``model`` id there, stored ``answers``, form of the request ->
+            answers (``forms``), reason -> answers that were left out (``dropped``), answers with the text of an
+            earlier sample of their prompt (``repeated``); absent elsewhere.
+        held_out: ``acceptance`` of each example of the first held-out split, its ``tokens``, and a digest of
+            the ``text``: ``peftlab report A B`` compares runs on the same text in pairs by them.
+    """
+
+    task: str
+    draft: str
+    method: str | None
+    model: str
+    objective: str
+    metric: str
+    score: float | None
+    metrics: Scores
+    last_metrics: Scores
+    best_step: int
+    steps: int
+    baseline_score: float
+    baseline_metrics: Scores
+    trainable_parameters: int
+    total_parameters: int
+    train_seconds: float
+    examples_per_second: float
+    tokens_per_second: float
+    train_examples: int
+    learnt_tokens: int
+    kept_share: float
+    peak_rss_mb: float
+    peak_gpu_mb: float | None
+    lr: float
+    cpu: Cpu
+    seed: int
+    repetition: Repetition
+    merge: MergeCheck | None = None
+    latency: Latency | None = None
+    merged_metrics: Scores | None = None
+    vocabulary: dict[str, float] | None = None
+    acceptance_head: dict[str, float] | None = None
+    decoding: Decoding | None = None
+    chosen: Mapping[str, Json] | None = None
+    cost: Cost | None = None
+    selection: SelectionResult | None = None
+    served: ServedText | None = None
+    held_out: HeldOutRates | None = None
+
+    def as_json(self) -> dict[str, Json]:
+        """Return them as ``results.json`` has them: without what was not measured."""
+        optional = {name.name for name in fields(self) if name.default is None}
+        return {key: value for key, value in to_json(vars(self)).items() if value is not None or key not in optional}
 
 
 def run_draft(
@@ -70,54 +241,72 @@ def run_draft(
 
 def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> DraftResults:
     run_dir, settings = directory.path, recipe.train
-    kind = DRAFTS.find(recipe.draft.kind)
-    if recipe.merge is True and recipe.method is not None and not has_fold(recipe):
-        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
+
+    # Refuse what cannot work before any weights are read.
     check_trackers(list(settings.trackers))
     text = read_text(recipe)
     accelerator = _accelerator(recipe, run_dir, device)
-    job = make_job(recipe, text, run_dir, accelerator.device)
-    resolve(kind.check)(job, text.config)
+    draft = make_draft(recipe, text, run_dir, accelerator.device)
+    if recipe.merge is True and recipe.method is not None and not draft.has_fold:
+        raise PeftlabError(f"merge: method {recipe.method.name} has no linear fold; set merge: false")
+    draft.check(text.config)
+
+    # Load target and draft; the target writes the text.
     set_seed(settings.seed)
-    draft = _load(recipe, kind, job)
+    draft.load(load_target(recipe, accelerator.device))
+    if recipe.method is not None:
+        check_method(draft.injected, recipe.method)
     digest = weights_digest(draft.target)
-    sets = make_sets(recipe, text, draft, job.cache, accelerator.main_process_first())
+    targets = [draft.target, *draft.others]
+    sets = make_sets(recipe, text, targets, draft.eos, draft.cache, accelerator.main_process_first())
     if sets.served is not None:
         accelerator.print(sets.served.line())
-    if kind.prepare:
-        resolve(kind.prepare)(job, draft, sets.train)
+    draft.prepare(sets.train)
+
+    # Measure the draft before training.
     before_speed: DecodingSpeed | None = None
     if accelerator.is_main_process:
-        untrained = resolve(kind.drafter)(draft, None)
+        untrained = draft.drafter(None)
         if untrained is not None:
             before_speed = decoding_speed(recipe, untrained, sets.prompts[:_BEFORE], draft.eos)
     accelerator.wait_for_everyone()
     if recipe.method is not None:
         inject(draft.injected, injected_method(recipe.method, recipe.train))
-    if job.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
+    if draft.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
         with about("merge"):
             check_merge(draft.injected, draft.base, run_dir / "merged", MergeOptions(into=into(recipe.merge)))
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
-    spec = training_spec(recipe, kind, job, draft, sets)
-    before = spec.score(draft.model)
+    problem = training_problem(recipe, draft, sets)
+    before = problem.score(draft.model)
     accelerator.print(f"before: {_line(before)}")
+
+    # Train.
     if settings.gradient_checkpointing:
         draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if accelerator.is_main_process:
-        _start(recipe, directory, job, draft, sets, accelerator, digest)
+        _begin(recipe, directory, draft, sets, accelerator, digest)
     accelerator.wait_for_everyone()
-    progress = _train(spec, recipe, accelerator, directory, resume)
+    if settings.trackers:
+        accelerator.init_trackers("peftlab")
+    try:
+        progress = train(problem, settings, accelerator, run_dir, resume=resume, saved=directory.completed)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
     results = _results(recipe, draft, progress, sets, before, (trainable, total), accelerator)
+
+    # Store the draft, read it back, and measure it.
     if accelerator.is_main_process:
-        tokens = save_draft(recipe, kind, job, draft, sets)
+        tokens = save_draft(recipe, draft, sets)
         write_results(run_dir, results.as_json())
-        saved = _read_back(job, draft, tokens)
-        results.held_out = _held_out(kind, draft, sets)
-        _measure(recipe, draft, spec, sets, saved, results)
-        served = resolve(kind.drafter)(draft, saved)
+        saved = _read_back(draft, tokens)
+        results.held_out = _held_out(draft, sets)
+        _measure(recipe, draft, problem, sets, saved, results)
+        served = draft.drafter(saved)
+        assert served is not None  # it has been saved
         head = acceptance_head(str(run_dir), accelerator.device) if recipe.acceptance_head else None
-        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, job.tokenizer)
+        after_speed = decoding_speed(recipe, served, sets.prompts[:_AFTER], draft.eos, head, draft.tokenizer)
         results.decoding = Decoding(before_speed, after_speed, recipe.gamma)
         conclude(run_dir, results.as_json())
         print(results.repetition.line())
@@ -137,13 +326,82 @@ def _accelerator(recipe: DraftRecipe, run_dir: Path, device: str) -> Accelerator
     return accelerator
 
 
-def _load(recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig]) -> Draft:
-    """Load target and draft, check that they fit each other and the method, and put them on the device."""
-    target = load_target(recipe, job.device)
-    draft: Draft = resolve(kind.load)(job, target)
-    if recipe.method is not None:
-        check_method(draft.injected, recipe.method)
-    return draft
+@dataclass
+class Text:
+    """The data of a recipe, before the target has written anything.
+
+    Attributes:
+        config, tokenizer: the target's. prompts: token ids, the held-out ones last. requests: served ones, newest last.
+        longest: tokens of the longest example, with all that the target may write.
+    """
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]
+    requests: list[Request]
+    longest: int
+
+
+@dataclass
+class Sets:
+    """Tokenised examples: the training set, and held-out ones by split, the one that decides first.
+
+    Attributes:
+        served: how the endpoint answered; None where the target wrote here.
+    """
+
+    train: Dataset
+    held_out: dict[str, Dataset]
+    prompts: list[list[int]]
+    fingerprint: str
+    served: ServedText | None
+
+
+def with_served_model(recipe: DraftRecipe) -> DraftRecipe:
+    """Return ``recipe`` with the endpoint's model id, so that what is stored of its text is found without the server.
+
+    Raises:
+        PeftlabError: the endpoint cannot be reached, or lists several models.
+    """
+    if recipe.data.endpoint is None:
+        return recipe
+    data = recipe.data.model_copy(update={"endpoint_model": served_model(recipe.data)})
+    return recipe.model_copy(update={"data": data})
+
+
+def read_text(recipe: DraftRecipe) -> Text:
+    """Read prompts and requests and check them against the target's context and tokenizer: no weights yet."""
+    data, options = recipe.data, model_options(recipe)
+    config = load_config(recipe.target, **options)
+    if config.is_encoder_decoder:
+        raise PeftlabError(
+            f"target: {recipe.target} is an encoder-decoder model, which no recipe trains a draft for; generate and "
+            "draft bench decode it with copies of its prompt, or with a smaller model of its kind as --draft"
+        )
+    tokenizer = load_tokenizer(recipe.target, **options)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompts: list[list[int]] = []
+    if data.prompts is not None:
+        prompts = read_prompt_ids(data.prompts, tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
+        if len(prompts) <= data.held_out:
+            raise PeftlabError(
+                f"data.held_out: {data.held_out} leaves none of {len(prompts)} prompts to train on; give more prompts "
+                "or hold out fewer"
+            )
+    requests = read_requests(data.replay, tokenizer, chat=data.chat) if data.replay is not None else []
+    if len(requests) == 1:
+        raise PeftlabError(f"{data.replay}: a single request cannot be both trained on and held out; give 2 or more")
+    lengths = [len(prompt) + data.max_new_tokens for prompt in prompts]
+    lengths += [len(request.prompt) + len(request.response) for request in requests]
+    check_room(lengths, limit, "the target's context; shorten the prompts or data.max_new_tokens")
+    check_room(lengths, recipe.train.max_length, "train.max_length; raise it, or shorten data.max_new_tokens")
+    return Text(config, tokenizer, prompts, requests, max(lengths))
+
+
+def make_draft(recipe: DraftRecipe, text: Text, directory: Path, device: torch.device) -> DraftKind[DraftConfig]:
+    """Return the draft that a recipe asks for, not loaded yet."""
+    kind: type[DraftKind[DraftConfig]] = resolve(DRAFTS.find(recipe.draft.kind).kind)
+    return kind(recipe, text.tokenizer, directory, device, text.longest)
 
 
 def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
@@ -155,23 +413,112 @@ def load_target(recipe: DraftRecipe, device: torch.device) -> PreTrainedModel:
     return target
 
 
-def _train(
-    spec: TrainingProblem, recipe: DraftRecipe, accelerator: Accelerator, directory: Claim, resume: bool
-) -> Progress:
-    if recipe.train.trackers:
-        accelerator.init_trackers("peftlab")
-    try:
-        return train(spec, recipe.train, accelerator, directory.path, resume=resume, saved=directory.completed)
-    finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
+def model_options(recipe: DraftRecipe) -> Attributes:
+    """Return what loading the target takes beside its name."""
+    options: Attributes = {"trust_remote_code": recipe.trust_remote_code}
+    return options | ({"revision": recipe.revision} if recipe.revision else {})
 
 
-def _start(
+def make_sets(
+    recipe: DraftRecipe,
+    text: Text,
+    targets: Sequence[PreTrainedModel],
+    eos: frozenset[int],
+    cache: Path,
+    first: AbstractContextManager[object],
+) -> Sets:
+    """Let each target write what it has not written yet, and split it; served requests are split by age.
+
+    Args:
+        targets: the target, and those of ``data.targets``. eos: ids that end their output.
+        cache: directory of data sets. first: within it the main process works and the others wait for it.
+    """
+    data = recipe.data
+    served: ServedText | None = None
+    train: list[Request] = []
+    held: dict[str, list[Request]] = {}
+    with first:
+        if text.requests:
+            newest = min(data.held_out, max(1, len(text.requests) // 5))
+            train += text.requests[:-newest]
+            held["requests"] = text.requests[-newest:]
+        if text.prompts:
+            written, served = _written(recipe, text, targets[0], eos, cache)
+            train += _kept(written[: -data.held_out * data.samples], served)
+            held["prompts"] = _kept(written[-data.held_out * data.samples :], served)
+        teachers, writers = [0] * len(train), {"requests": 0, "prompts": 0}
+        for number, reference in enumerate(data.targets or [], start=1):
+            written = _written(recipe, text, targets[number], eos, cache)[0]
+            mine = _kept(written[: -data.held_out * data.samples], None)
+            train, teachers = train + mine, teachers + [number] * len(mine)
+            held[f"prompts, {reference}"] = _kept(written[-data.held_out * data.samples :], None)
+            writers[f"prompts, {reference}"] = number
+        stored = stored_topk(targets[0], train, data.top_k, cache) if data.top_k is not None else None
+    digest = sha256(json.dumps([[r.prompt, r.response] for r in train]).encode()).hexdigest()
+    prompts = [*text.prompts[-data.held_out :]] if text.prompts else [r.prompt for r in held["requests"]]
+    several = bool(data.targets)
+    splits = {
+        name: make_dataset(requests, teachers=[writers[name]] * len(requests) if several else None)
+        for name, requests in held.items()
+    }
+    examples = make_dataset(train, stored, teachers=teachers if several else None)
+    return Sets(examples, splits, prompts, digest, served)
+
+
+def _written(
+    recipe: DraftRecipe, text: Text, model: PreTrainedModel, eos: frozenset[int], cache: Path
+) -> tuple[Sequence[Request | None], ServedText | None]:
+    """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
+    data = recipe.data
+    writing = Writing(data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size)
+    if data.endpoint is None or data.prompts is None:
+        return write_continuations(model, text.prompts, writing, cache, eos)[1], None
+    target = Target(model, text.tokenizer, eos)
+    said = read_conversations(data.prompts, text.tokenizer, field=data.field, chat=data.chat, most=data.max_prompts)
+    prompts = [ServedPrompt(ids, messages) for ids, messages in zip(text.prompts, said, strict=True)]
+    return served_continuations(data, target, prompts, writing, cache)
+
+
+def _kept(written: Sequence[Request | None], served: ServedText | None) -> list[Request]:
+    """Return the continuations that were not dropped."""
+    kept = [request for request in written if request is not None]
+    if not kept and served is not None:
+        raise PeftlabError(f"data.endpoint: none of {len(written)} answers can be used; {served.line()}")
+    return kept
+
+
+def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -> TrainingProblem:
+    """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
+    objective = make_objective(recipe.objective)
+    kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
+    loss = draft.loss()
+
+    def score(model: torch.nn.Module) -> Scores:
+        bare, size = getattr(model, "module", model), recipe.train.eval_batch_size
+        return {name: draft.score(bare, data, size) for name, data in sets.held_out.items()}
+
+    def acceptance(model: torch.nn.Module, indices: list[int]) -> list[float]:
+        bare = getattr(model, "module", model)
+        return [draft.score(bare, sets.train.select([i]), 1)["acceptance"] for i in indices]
+
+    return TrainingProblem(
+        model=draft.model,
+        train=sets.train,
+        collate=Collate(),
+        loss=loss,
+        at_step=loss.at_step if isinstance(loss, ScheduledLoss) else None,
+        denominator=lambda batch: sum(kept[i] for i in batch),
+        score=score,
+        deciding="acceptance",
+        lr_ratio=lr_ratio(recipe.method) if recipe.method is not None else {},
+        confidence=acceptance,
+    )
+
+
+def _begin(
     recipe: DraftRecipe,
     directory: Claim,
-    job: DraftJob[DraftConfig],
-    draft: Draft,
+    draft: DraftKind[DraftConfig],
     sets: Sets,
     accelerator: Accelerator,
     digest: str,
@@ -190,44 +537,35 @@ def _start(
     if draft.base_model is not None and not (run_dir / "base" / "config.json").exists():
         with staged_directory(run_dir / "base", "model", overwrite=True) as staging:
             draft.base_model().save_pretrained(staging)
-            job.tokenizer.save_pretrained(staging)
+            draft.tokenizer.save_pretrained(staging)
     directory.completed()
 
 
-def training_spec(
-    recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
-) -> TrainingProblem:
-    """Return what is trained: the draft on ``sets.train``; its acceptance on the first held-out split decides."""
-    objective = make_objective(recipe.objective)
-    kept = [objective.kept(tokens) for tokens in sets.train["kept"]]
-    score_split = resolve(kind.score)
-    loss: Loss = resolve(kind.loss)(job, draft)
+def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -> torch.Tensor | None:
+    """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
+    run_dir = draft.directory
+    if is_injected(draft.injected):
+        with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
+            save_adapter(draft.injected, staging, base=draft.base)
+    if draft.folds:
+        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
+        merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
+    tokens = draft.save(sets.train)
+    draft.calibrate(next(iter(sets.held_out.values())), recipe.train.eval_batch_size)
+    return tokens
 
-    def score(model: torch.nn.Module) -> Scores:
-        bare, size = getattr(model, "module", model), recipe.train.eval_batch_size
-        return {name: score_split(draft, bare, data, size) for name, data in sets.held_out.items()}
 
-    def acceptance(model: torch.nn.Module, indices: list[int]) -> list[float]:
-        bare = getattr(model, "module", model)
-        return [score_split(draft, bare, sets.train.select([i]), 1)["acceptance"] for i in indices]
-
-    return TrainingProblem(
-        model=draft.model,
-        train=sets.train,
-        collate=Collate(),
-        loss=loss,
-        at_step=loss.at_step if isinstance(loss, ScheduledLoss) else None,
-        denominator=lambda batch: sum(kept[i] for i in batch),
-        score=score,
-        deciding="acceptance",
-        lr_ratio=lr_ratio(recipe.method) if recipe.method is not None else {},
-        confidence=acceptance,
-    )
+def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None) -> Saved:
+    merged: PreTrainedModel | None = None
+    if draft.folds:
+        merged = load_model(str(draft.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
+        torch.nn.Module.to(merged, draft.device)
+    return Saved(draft.directory, merged, tokens)
 
 
 def _results(
     recipe: DraftRecipe,
-    draft: Draft,
+    draft: DraftKind[DraftConfig],
     progress: Progress,
     sets: Sets,
     before: Scores,
@@ -274,42 +612,21 @@ def _results(
     )
 
 
-def _held_out(kind: DraftKind, draft: Draft, sets: Sets) -> HeldOutRates:
+def _held_out(draft: DraftKind[DraftConfig], sets: Sets) -> HeldOutRates:
     """Return the acceptance of the trained draft on each example of the first held-out split."""
-    score, data = resolve(kind.score), next(iter(sets.held_out.values()))
-    rates = [score(draft, draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
+    data = next(iter(sets.held_out.values()))
+    rates = [draft.score(draft.model, data.select([i]), 1)["acceptance"] for i in range(len(data))]
     digest = sha256(json.dumps([[row["prompt"], row["input_ids"]] for row in data]).encode()).hexdigest()
     return HeldOutRates(digest, list(data["kept"]), [round(rate, 6) for rate in rates])
 
 
-def save_draft(
-    recipe: DraftRecipe, kind: DraftKind, job: DraftJob[DraftConfig], draft: Draft, sets: Sets
-) -> torch.Tensor | None:
-    """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
-    run_dir = job.directory
-    if is_injected(draft.injected):
-        with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-            save_adapter(draft.injected, staging, base=draft.base)
-    if job.folds:
-        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
-        merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
-    tokens: torch.Tensor | None = resolve(kind.save)(job, draft, run_dir, sets.train)
-    if kind.calibrate is not None:
-        held_out = next(iter(sets.held_out.values()))
-        resolve(kind.calibrate)(draft, run_dir, held_out, recipe.train.eval_batch_size)
-    return tokens
-
-
-def _read_back(job: DraftJob[DraftConfig], draft: Draft, tokens: torch.Tensor | None) -> Saved:
-    merged: PreTrainedModel | None = None
-    if job.folds:
-        merged = load_model(str(job.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
-        torch.nn.Module.to(merged, job.device)
-    return Saved(job.directory, merged, tokens)
-
-
 def _measure(
-    recipe: DraftRecipe, draft: Draft, spec: TrainingProblem, sets: Sets, saved: Saved, results: DraftResults
+    recipe: DraftRecipe,
+    draft: DraftKind[DraftConfig],
+    spec: TrainingProblem,
+    sets: Sets,
+    saved: Saved,
+    results: DraftResults,
 ) -> None:
     """Add to ``results`` what is measured on the finished draft, merged where it is."""
     run_dir, held_out = saved.directory, next(iter(sets.held_out.values()))
@@ -336,6 +653,68 @@ def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
     data = next(iter(sets.held_out.values()))
     batch = Collate()([data[i] for i in range(min(16, len(data)))])
     return [{key: batch[key] for key in ("input_ids", "attention_mask")}]
+
+
+def decoding_speed(
+    recipe: DraftRecipe,
+    served: Served,
+    prompts: Sequence[list[int]],
+    eos: frozenset[int],
+    head: Callable[[Tensor], float] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> DecodingSpeed:
+    """Decode greedily, one prompt at a time, on the engine that ``draft bench`` takes.
+
+    Copying what followed a repeated suffix takes part, alone and in one tree with the draft: it trains nothing, so a
+    draft that it beats does not pay.
+
+    Args:
+        served: what decodes.
+        prompts: token ids. eos: ids that end an output.
+        head: for the policy ``head``; None: not trained yet, and drafts have ``gamma`` tokens.
+        tokenizer: for the text of ``example``; None: without one.
+    """
+    questions = [Question(str(i + 1), "held out", ids) for i, ids in enumerate(prompts)]
+    engine = build_engine(served.model, features=served.features)
+    drafter = partial(_drafter, served, None if recipe.draft_window is None else window(recipe.draft_window))
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "draft": drafter,
+        SUFFIX: SuffixLookup,
+        SUFFIX_AND_DRAFT: lambda: with_copies(drafter()),
+    }
+    length = policy(recipe.policy)
+    if length.row.needs == HEAD and head is None:
+        length = policy("fixed")
+    lengths = draft_lengths(length, recipe.gamma, engine, drafters, head=head)
+    settings = Settings(recipe.data.max_new_tokens, eos, policies=lengths.policies, repeats=1)
+    run = compare(engine, drafters, questions, settings)
+    found = run.result("draft")
+    example = None
+    if tokenizer is not None:
+        example = drafted_text(engine, settings, "draft", drafter(), questions[0], tokenizer)
+    return DecodingSpeed(
+        block_efficiency=found.statistics.tau,
+        tau_without_bonus=found.statistics.tau_without_bonus,
+        accepted=found.statistics.acceptance,
+        acceptance_by_position=found.statistics.acceptance_by_position,
+        accepted_runs=found.statistics.accepted_runs,
+        plain_tokens_per_second=round(found.baseline_tokens_per_second, 2),
+        tokens_per_second=round(found.tokens_per_second, 2),
+        speed_up=round(found.speedup, 3),
+        speed_up_interval=found.speedup_interval,
+        lossless=all(run.result(name).lossless for name in drafters),
+        verdict=found.verdict,
+        beside={name: round(run.result(name).speedup, 3) for name in (SUFFIX, SUFFIX_AND_DRAFT)},
+        time=found.time,
+        gain=run.gain("draft", drafter()),
+        kernel=run.target.kind,
+        conditions=run.conditions,
+        example=example,
+    )
+
+
+def _drafter(served: Served, seen: Window | None) -> Drafter:
+    return with_window(served.drafter(), seen)
 
 
 def _line(scores: Scores) -> str:

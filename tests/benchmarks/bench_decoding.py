@@ -31,7 +31,7 @@ from peftlab.decoding.timing import step_seconds
 from peftlab.drafting.checks import eos_ids
 from peftlab.drafting.load import SUFFIX_AND_DRAFT, load_pair, make_drafter
 from peftlab.models.pretrained import load_base, load_tokenizer
-from peftlab.pipelines.drafts.measure_draft import watched
+from peftlab.pipelines.benchmark import watched
 from peftlab.reporting.drafts import finite
 from peftlab.tasks.prompts import encode, read_prompts, spread
 from tests.packages import SMOLLM2

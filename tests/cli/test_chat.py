@@ -21,9 +21,7 @@ from typer.testing import CliRunner, Result
 
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.conversation import Chat
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.generate import GeneratedText, generate, load_writer
+from peftlab.pipelines.generate import Chat, DecodingOptions, GeneratedText, generate, load_writer
 from peftlab.tasks.conversations import chat_ids
 from tests.byte_tokens import byte_tokenizer
 from tests.forked import python

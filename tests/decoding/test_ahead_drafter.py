@@ -19,9 +19,8 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import Window, lossy
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.generate import generate
-from peftlab.pipelines.drafts.measure_draft import benchmark
+from peftlab.pipelines.benchmark import benchmark
+from peftlab.pipelines.generate import DecodingOptions, generate
 from tests.command_line import invoke
 from tests.decoding.test_architectures import make, near_copy
 from tests.decoding.test_draft_window import places  # noqa: F401

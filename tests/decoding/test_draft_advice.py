@@ -27,9 +27,10 @@ from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.statistics import MeasuredGain
 from peftlab.decoding.theory import block_efficiency
 from peftlab.decoding.trees import RankRates, best_tree, reach_probabilities
+from peftlab.drafting.base import target_weights
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.heads import MedusaHeads
-from peftlab.drafting.load import draft_costs, target_weights
+from peftlab.drafting.load import draft_costs
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import eagle

@@ -18,8 +18,7 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import OverlapMeter, acceptance_statistics
 from peftlab.drafting.config import MedusaDraft
-from peftlab.drafting.heads import write_medusa
-from peftlab.drafting.kinds.medusa.head_draft import put_heads
+from peftlab.drafting.heads import MedusaKind, write_medusa
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
@@ -377,7 +376,9 @@ def test_spec_bench(shared):
 @pytest.fixture(scope="module")
 def heads_dir(stories, tmp_path_factory):
     model, _ = load_base(str(stories), "AutoModelForCausalLM")
-    return write_medusa(put_heads(model, MedusaDraft(heads=3)).heads, tmp_path_factory.mktemp("heads") / "heads")
+    return write_medusa(
+        MedusaKind.put_on(model, MedusaDraft(heads=3)).heads, tmp_path_factory.mktemp("heads") / "heads"
+    )
 
 
 @pytest.mark.parametrize(("width", "draft_dtype"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])

@@ -18,9 +18,8 @@ from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.table import Window, window
 from peftlab.drafting.eagle import EagleStep
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.generate import generate
-from peftlab.pipelines.drafts.measure_draft import benchmark, plan_draft
+from peftlab.pipelines.benchmark import benchmark, plan_draft
+from peftlab.pipelines.generate import DecodingOptions, generate
 from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke
 from tests.decoding.test_architectures import SIZES, make, with_biases

@@ -17,9 +17,8 @@ from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.generate import generate
-from peftlab.pipelines.drafts.measure_draft import benchmark, plan_draft
+from peftlab.pipelines.benchmark import benchmark, plan_draft
+from peftlab.pipelines.generate import DecodingOptions, generate
 from tests.byte_tokens import byte_tokenizer
 from tests.decoding.test_architectures import make as decoder_only
 from tests.decoding.test_architectures import with_biases

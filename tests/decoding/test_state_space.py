@@ -19,9 +19,8 @@ from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.generate import generate
-from peftlab.pipelines.drafts.measure_draft import benchmark, plan_draft
+from peftlab.pipelines.benchmark import benchmark, plan_draft
+from peftlab.pipelines.generate import DecodingOptions, generate
 from tests.byte_tokens import byte_tokenizer
 from tests.decoding.test_architectures import MODELS, SIZES, make, near_copy
 from tests.decoding.test_sampled_decoding import p_value

@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftlab.drafting.config import MedusaDraft
-from peftlab.drafting.heads import HeadedModel
-from peftlab.drafting.kinds.medusa.head_draft import put_heads
+from peftlab.drafting.heads import HeadedModel, MedusaKind
 from peftlab.methods.injection import inject, make_config
 from peftlab.tasks.prompts import Request
 
@@ -50,7 +49,7 @@ def requests(count: int = 6, *, prompt: int = 3, response: int = 8, seed: int = 
 
 def medusa(model: Any = None, *, trunk: dict[str, Any] | None = None, **fields: Any) -> HeadedModel:
     """Return a model with new Medusa heads; ``trunk``: the fields of a LoRA that is injected into the model itself."""
-    headed = put_heads(model if model is not None else tiny(0), MedusaDraft(**fields))
+    headed = MedusaKind.put_on(model if model is not None else tiny(0), MedusaDraft(**fields))
     if trunk is not None:
         inject(headed.trunk, make_config("lora", **trunk))
     return headed

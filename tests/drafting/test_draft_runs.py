@@ -29,10 +29,9 @@ from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.draft_results import DraftResults
-from peftlab.pipelines.drafts.live import update_live
-from peftlab.pipelines.update import update_draft
+from peftlab.pipelines.draft import DraftResults
+from peftlab.pipelines.generate import DecodingOptions
+from peftlab.pipelines.update import update_draft, update_live
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.remote import RemoteDirectory

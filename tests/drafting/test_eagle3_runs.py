@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from peftlab.cli.app import app
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.drafting.eagle import is_eagle, read_eagle, tensors_of
+from peftlab.drafting.eagle import read_eagle, tensors_of
 from peftlab.drafting.load import load_pair, make_drafter
 from peftlab.drafting.states import input_embedding
+from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.models.pretrained import load_base
 from peftlab.pipelines import run_recipe
-from peftlab.pipelines.drafts.draft_results import DraftResults
+from peftlab.pipelines.draft import DraftResults
 from peftlab.pipelines.update import update_draft
 from peftlab.recipe.load import load_recipe
 
@@ -185,7 +186,7 @@ def test_an_update_continues_from_the_newest(run: Path, stories: Path, tmp_path:
     first = update_draft(run, tmp_path / "log.jsonl", overrides=("train.max_steps=2", "train.eval_every=2"))
     before = json.loads((run / "results.json").read_text())["last_metrics"]["prompts"]
     assert first.baseline_metrics["prompts"]["acceptance_1"] == pytest.approx(before["acceptance_1"], abs=0.02)
-    assert is_eagle(run / "updates" / "0001" / "eagle3")
+    assert DRAFTS["eagle3"].recognises(run / "updates" / "0001" / "eagle3")
 
 
 @pytest.mark.parametrize("consumer", ["vllm", "sglang"])

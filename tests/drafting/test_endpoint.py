@@ -27,7 +27,7 @@ from peftlab.drafting.endpoint import (
 )
 from peftlab.drafting.text import Writing, write_continuations
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.drafts.draft_parts import with_served_model
+from peftlab.pipelines.draft import with_served_model
 from peftlab.recipe.load import load_recipe, read_source
 from peftlab.recipe.schema import DraftRecipe
 from peftlab.tasks.conversations import chat_ids

@@ -34,8 +34,14 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.gated_lora import GatedLoss, block_rows, measure_masks
-from peftlab.drafting.kinds.gated_lora.gated_draft import check_targets, continue_from, refuse_states
+from peftlab.drafting.gated_lora import (
+    GatedLoss,
+    block_rows,
+    check_lora_targets,
+    continue_from,
+    measure_masks,
+    refuse_states,
+)
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.pard import check_parallel
 from peftlab.drafting.text import Collate, make_dataset
@@ -292,7 +298,7 @@ def test_what_would_change_the_text_is_refused(target: str, method: dict[str, An
     else:
         model = TARGETS[target]()
     with pytest.raises(PeftlabError, match=message):
-        check_targets(model, make_config("lora", **method))
+        check_lora_targets(model, make_config("lora", **method))
 
 
 def test_targets_without_rows_of_their_own_for_masks_are_refused() -> None:

@@ -12,8 +12,15 @@ from draft_models import medusa, requests, tiny
 from torch.nn import functional as F
 
 from peftlab.drafting.config import HydraDraft
-from peftlab.drafting.heads import HeadsLoss, ReducedHeads, measure_heads, measure_ranks, read_hydra, write_hydra
-from peftlab.drafting.kinds.hydra.hydra_draft import put_heads
+from peftlab.drafting.heads import (
+    HeadsLoss,
+    HydraKind,
+    ReducedHeads,
+    measure_heads,
+    measure_ranks,
+    read_hydra,
+    write_hydra,
+)
 from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.states import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset
@@ -36,7 +43,7 @@ def loud(model: Any) -> Any:
 
 
 def hydra(model: Any = None, *, stirred: bool = False, **fields: Any) -> Any:
-    made = put_heads(model if model is not None else tiny(0), HydraDraft(**{"heads": 3, **fields}))
+    made = HydraKind.put_on(model if model is not None else tiny(0), HydraDraft(**{"heads": 3, **fields}))
     if stirred:
         torch.manual_seed(1)
         with torch.no_grad():

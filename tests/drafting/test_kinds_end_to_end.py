@@ -16,13 +16,13 @@ from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.policies import Fixed
 from peftlab.drafting.export import export_draft
-from peftlab.drafting.load import find_draft, load_pair, make_drafter
+from peftlab.drafting.load import load_pair, make_drafter
+from peftlab.drafting.table import find_draft
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run_recipe
+from peftlab.pipelines.benchmark import plan_draft
 from peftlab.pipelines.draft import run_draft
-from peftlab.pipelines.drafts.live import update_live
-from peftlab.pipelines.drafts.measure_draft import plan_draft
-from peftlab.pipelines.update import update_draft
+from peftlab.pipelines.update import update_draft, update_live
 from peftlab.recipe.load import load_recipe
 
 SMALL = ["data.samples=1", "data.max_new_tokens=16", "train.max_length=48", "train.max_steps=4", "train.eval_every=2"]
@@ -71,7 +71,7 @@ def test_a_run_resumes_to_the_same_bytes_and_decodes_exactly(run: tuple[str, Pat
 
 def test_chains_and_trees_in_batches_are_the_targets_own(run: tuple[str, Path], stories: Path) -> None:
     kind, place = run
-    assert find_draft(str(place))[0].config.endswith(f"{kind}.config:{kind.title().replace('_', '')}Draft")
+    assert find_draft(str(place))[0].config.endswith(f".config:{kind.title().replace('_', '')}Draft")
     pair, tokenizer = load_pair(str(stories), str(place)), AutoTokenizer.from_pretrained(stories)
     prompts = [tokenizer(text)["input_ids"] for text in ("A", "The moon was", "Sam ran to the big")]
     plain = [output.tokens for output in decode(pair.target, prompts, StoppingCriteria(20))]

@@ -18,10 +18,8 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.drafting.config import ModelDraft
 from peftlab.drafting.load import load_pair
 from peftlab.errors import PeftlabError
-from peftlab.pipelines import run_recipe
-from peftlab.pipelines.drafts import live
-from peftlab.pipelines.drafts.live import update_live
-from peftlab.pipelines.update import continued, draft_run, update_draft, updates
+from peftlab.pipelines import run_recipe, update
+from peftlab.pipelines.update import continued, draft_run, update_draft, update_live, updates
 from peftlab.recipe.load import load_recipe
 
 pytestmark = pytest.mark.xdist_group("live updates")  # one worker makes the fixtures
@@ -129,9 +127,9 @@ def test_a_stream_that_was_killed_ends_as_one_that_was_not(
             raise KeyboardInterrupt
         write_text(path, text)
 
-    write_text = live.write_text
+    write_text = update.write_text
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(live, "write_text", killed)
+        patched.setattr(update, "write_text", killed)
         update_live(cut, stream, every=2, size=3, overrides=topk)
     assert len(windows(cut / "updates" / "0001")) == 1
     with pytest.raises(PeftlabError, match="a stream that was stopped, with other every; repeat its command"):

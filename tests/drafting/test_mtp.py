@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from peftlab.decoding.cache import KVCache
-from peftlab.drafting.kinds.mtp.mtp_draft import new_network
-from peftlab.drafting.mtp import Mtp, MtpStep, read_mtp, write_mtp
+from peftlab.drafting.mtp import Mtp, MtpStep, new_layer, read_mtp, write_mtp
 from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.state_network import EagleModel, FeatureLoss, predictions, unroll
 from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
@@ -34,7 +33,7 @@ def target() -> Any:
 @pytest.fixture
 def network(target: Any) -> Mtp:
     """A layer away from its start."""
-    made = new_network(target)
+    made = new_layer(target)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in made.mtp_layers.named_parameters():
@@ -49,7 +48,7 @@ def states_of(target: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_at_the_start_it_gives_the_targets_own_next_token(target: Any) -> None:
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
     hidden = states_of(target, ids)
-    made, own = new_network(target), target.lm_head(hidden).argmax(-1)
+    made, own = new_layer(target), target.lm_head(hidden).argmax(-1)
     with torch.no_grad():
         for k, states in enumerate(unroll(made, hidden, ids, 3)):
             assert torch.equal(made.logits(states).argmax(-1), own), k

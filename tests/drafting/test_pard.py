@@ -17,7 +17,6 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.drafting.kinds.pard.pard_draft import ParallelDraft, choose_mask
 from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.pard import (
@@ -28,6 +27,7 @@ from peftlab.drafting.pard import (
     measure_depths,
     parallel_states,
     read_masks,
+    with_token,
     write_masks,
 )
 from peftlab.drafting.states import last_hidden
@@ -199,15 +199,11 @@ def test_models_that_cannot_read_such_rows_are_refused_by_name() -> None:
 
 
 def test_the_mask_is_the_highest_token_that_the_text_does_not_contain() -> None:
-    target = tiny(0)
     text = make_dataset([Request([39, 5], [38, 36]), Request([7], [35, 37])])
     for chosen, expected in ((-1, 34), (3, 3)):
-        draft = ParallelDraft(target, target, target, "", frozenset(), masks=Masks(chosen, 4))
-        choose_mask(draft, text)
-        assert draft.masks == Masks(expected, 4)
-    draft = ParallelDraft(target, target, target, "", frozenset(), masks=Masks(-1, 4))
+        assert with_token(Masks(chosen, 4), VOCAB, text["input_ids"]) == Masks(expected, 4)
     with pytest.raises(PeftlabError, match=r"draft\.mask_token: the training text contains every token"):
-        choose_mask(draft, make_dataset([Request([0], [*range(1, VOCAB)])]))
+        with_token(Masks(-1, 4), VOCAB, make_dataset([Request([0], [*range(1, VOCAB)])])["input_ids"])
 
 
 def test_masks_on_disk(tmp_path: Path) -> None:

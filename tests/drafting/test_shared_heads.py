@@ -24,8 +24,7 @@ from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
-from peftlab.drafting.heads import HeadsLoss, MedusaHeads, measure_heads, read_medusa, write_medusa
-from peftlab.drafting.kinds.medusa.head_draft import check_trunk
+from peftlab.drafting.heads import HeadsLoss, MedusaHeads, check_trunk, measure_heads, read_medusa, write_medusa
 from peftlab.drafting.objectives import Objective, kl
 from peftlab.drafting.states import head_weight, last_hidden
 from peftlab.drafting.text import Collate, make_dataset

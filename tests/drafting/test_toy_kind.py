@@ -1,4 +1,4 @@
-"""A kind of draft added by another distribution: one folder and one row, from recipe to report."""
+"""A kind of draft added by another distribution: a section, a class and a row, from recipe to report."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class AheadDraft(DraftConfig):
             yield "method", "the target stays as it is; write method: null"
 '''
 ROW = """
-from peftlab.drafting.table import DraftKind
+from peftlab.drafting.table import DraftRow
 
-NAMES = ("check", "load", "loss", "score", "save", "drafter", "find", "open", "export", "update")
-AHEAD = DraftKind(config="toy.config:AheadDraft", heads=True, **{name: f"toy.ahead:{name}" for name in NAMES})
+AHEAD = DraftRow(config="toy.config:AheadDraft", kind="toy.ahead:AheadKind", folder="heads", file="ahead.safetensors")
 """
 CODE = """
 from functools import partial
@@ -42,10 +41,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
-from peftlab.drafting.checks import end_ids
-from peftlab.drafting.text import Collate
+from peftlab.drafting.base import DraftKind, Served
 from peftlab.drafting.states import frozen_hidden, last_hidden
-from peftlab.drafting.base import Draft, Opened, Served
+from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError
 
 class Ahead(nn.Module):
@@ -64,50 +62,52 @@ class Trained(nn.Module):
     def forward(self, **inputs):
         return self.target(**inputs)
 
-def check(job, target): pass
-
-def load(job, target):
-    model = Trained(target, Ahead(target.get_output_embeddings().weight))
-    return Draft(model, target, target, job.target, end_ids(target, job.tokenizer))
-
 def pairs(hidden, ids, weights):
     kept = weights[:, 1:-1] > 0
     return hidden[:, :-2][kept], ids[:, 2:][kept]
 
-def loss(job, draft):
-    def summed(model, inputs):
-        hidden = last_hidden(model, inputs["input_ids"], inputs["attention_mask"]).detach()
-        states, tokens = pairs(hidden, inputs["input_ids"], inputs["weights"])
-        return F.cross_entropy(job.config.scale * draft.model.head.map(states), tokens, reduction="sum")
-    return summed
+class AheadKind(DraftKind):
+    name = "ahead"
 
-@torch.no_grad()
-def score(draft, model, data, size):
-    batch = Collate()([data[i] for i in range(len(data))])
-    hidden = frozen_hidden(model, batch["input_ids"], batch["attention_mask"])
-    states, tokens = pairs(hidden, batch["input_ids"], batch["weights"])
-    return {"acceptance": (model.head.map(states).argmax(-1) == tokens).double().mean().item()}
+    def check(self, target): pass
 
-def save(job, draft, directory, train):
-    (directory / "heads").mkdir(exist_ok=True)
-    save_file({"weight": draft.model.head.map.weight.detach()}, directory / "heads" / "ahead.safetensors")
+    def load(self, target):
+        self.model = Trained(target, Ahead(target.get_output_embeddings().weight))
+        self.adapted, self.target, self.base = target, target, self.recipe.target
 
-def drafter(draft, saved):
-    return None if saved is None else Served(draft.target, partial(HeadsDrafter, draft.model.head.eval()))
+    def loss(self):
+        def summed(model, inputs):
+            hidden = last_hidden(model, inputs["input_ids"], inputs["attention_mask"]).detach()
+            states, tokens = pairs(hidden, inputs["input_ids"], inputs["weights"])
+            return F.cross_entropy(self.config.scale * self.model.head.map(states), tokens, reduction="sum")
+        return summed
 
-def find(reference):
-    file = Path(reference) / "heads" / "ahead.safetensors"
-    return str(file) if file.exists() else None
+    @torch.no_grad()
+    def score(self, model, data, batch_size):
+        batch = Collate()([data[i] for i in range(len(data))])
+        hidden = frozen_hidden(model, batch["input_ids"], batch["attention_mask"])
+        states, tokens = pairs(hidden, batch["input_ids"], batch["weights"])
+        return {"acceptance": (model.head.map(states).argmax(-1) == tokens).double().mean().item()}
 
-def open(place, opening):
-    head = Ahead(load_file(place)["weight"])
-    return Opened(head.map.weight.numel(), heads=head)
+    def save(self, train):
+        self.stored.mkdir(exist_ok=True)
+        save_file({"weight": self.model.head.map.weight.detach()}, self.stored / "ahead.safetensors")
 
-def export(place, consumer):
-    raise PeftlabError(f"{place}: for {consumer} there is no such draft")
+    def drafter(self, saved):
+        return None if saved is None else Served(self.target, partial(HeadsDrafter, self.model.head.eval()))
 
-def update(config, newest, log):
-    raise PeftlabError(f"{newest}: not updated")
+    @classmethod
+    def open(cls, place, opening):
+        head = Ahead(load_file(Path(place) / "ahead.safetensors")["weight"])
+        return opening.pair(head.map.weight.numel(), heads=head)
+
+    @classmethod
+    def export(cls, place, consumer):
+        raise PeftlabError(f"{place}: for {consumer} there is no such draft")
+
+    @classmethod
+    def update(cls, config, newest, log):
+        raise PeftlabError(f"{newest}: not updated")
 """
 
 

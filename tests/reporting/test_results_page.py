@@ -8,7 +8,7 @@ from pathlib import Path
 
 from run_directory import results
 
-from peftlab.pipelines.drafts.draft_results import DecodingSpeed, DraftResults
+from peftlab.pipelines.draft import DecodingSpeed, DraftResults
 from peftlab.pipelines.finetune import FinetuneResults
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

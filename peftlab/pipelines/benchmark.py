@@ -29,15 +29,20 @@ from peftlab.drafting.load import (
     SUFFIX_AND_DRAFT,
     Pair,
     draft_costs,
-    drafts_with_heads,
     make_drafter,
     needs_draft,
 )
+from peftlab.drafting.table import drafts_with_heads
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
-from peftlab.pipelines.drafts.decoding_options import DecodingOptions
-from peftlab.pipelines.drafts.draft_lengths import acceptance_head, draft_lengths
-from peftlab.pipelines.drafts.stored_weights import StoredWeights, stored_weights, weights_line
+from peftlab.pipelines.generate import (
+    DecodingOptions,
+    StoredWeights,
+    acceptance_head,
+    draft_lengths,
+    stored_weights,
+    weights_line,
+)
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 

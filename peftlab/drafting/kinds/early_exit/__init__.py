@@ -1,1 +1,0 @@
-"""Draft kind ``early_exit``: the target's own first layers (LayerSkip)."""

@@ -1,1 +1,0 @@
-"""Draft kind ``hydra``: heads that read the tokens drafted before."""

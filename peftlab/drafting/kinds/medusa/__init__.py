@@ -1,1 +1,0 @@
-"""Draft kind ``medusa``: heads on the target's last hidden state."""

@@ -1,1 +1,0 @@
-"""Draft kind ``model``: a second, smaller language model."""

@@ -1,1 +1,0 @@
-"""Draft kind ``pard``: a draft model that writes several tokens in one pass."""

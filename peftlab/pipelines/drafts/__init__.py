@@ -1,1 +1,0 @@
-"""What is done with a draft once there is one: generating text, timing it, planning."""
