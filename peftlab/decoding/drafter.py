@@ -83,7 +83,7 @@ class Verified:
         output: the target's output for the inputs.
         paths: accepted nodes of each row, as indices into the draft.
         next_tokens: the token after each path.
-        next_was_drafted: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: of none.
+        next_was_drafted: of each row, whether that token was drafted, too, and accepted (``PearlDrafter``); None: none.
     """
 
     inputs: Tensor
