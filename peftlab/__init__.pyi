@@ -14,8 +14,12 @@ from .decoding.decode import decode as decode
 from .drafting.export import export_draft as export_draft
 from .drafting.load import load_pair as load_pair
 from .errors import PeftlabError as PeftlabError
-from .methods.bitfit.config import BitFitConfig as BitFitConfig
-from .methods.houlsby.config import HoulsbyConfig as HoulsbyConfig
+from .methods.adapter_set import adapter_names as adapter_names
+from .methods.adapter_set import delete_adapter as delete_adapter
+from .methods.adapter_set import loaded_adapters as loaded_adapters
+from .methods.adapter_set import set_adapter as set_adapter
+from .methods.config import BitFitConfig as BitFitConfig
+from .methods.config import HoulsbyConfig as HoulsbyConfig
 from .methods.injection import disabled as disabled
 from .methods.injection import inject as inject
 from .methods.injection import inject_bitfit as inject_bitfit
@@ -27,10 +31,6 @@ from .methods.injection import trainable_parameters as trainable_parameters
 from .methods.lora.config import LoraConfig as LoraConfig
 from .methods.merging import merge as merge
 from .methods.merging import unmerge as unmerge
-from .methods.several.adapters import delete_adapter as delete_adapter
-from .methods.several.adapters import loaded_adapters as loaded_adapters
-from .methods.several.adapters import set_adapter as set_adapter
-from .methods.several.mixed_batch import adapter_names as adapter_names
 from .pipelines import resume as resume
 from .pipelines import run as run
 from .pipelines import validate as validate

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from peftlab.methods.injection import inject, make_config
-from peftlab.methods.lora.gate import Gate
-from peftlab.methods.lora.layers import set_gate
+from peftlab.methods.lora.layers import Gate, set_gate
 
 
 def gated_model(model: Any, std: float, *, seed: int = 0, **fields: Any) -> tuple[Any, Gate]:

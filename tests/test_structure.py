@@ -27,7 +27,8 @@ LAYERS = (
         "version",
         "hardware",
     ),
-    ("methods", "models"),
+    ("models",),
+    ("methods",),
     ("tasks",),
     ("checkpoints",),
     ("training",),
@@ -41,7 +42,7 @@ LAYERS = (
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 
 # save_pretrained of an injected model writes its adapter: the one thing that a lower layer asks of a higher one.
-UPWARD = {("peftlab.methods.saving", "peftlab.checkpoints.adapter")}
+UPWARD = {("peftlab.methods.adapter_set", "peftlab.checkpoints.adapter")}
 
 # To be mended: nothing may be added below.
 CIRCLES: set[frozenset[str]] = set()

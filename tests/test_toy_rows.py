@@ -47,8 +47,8 @@ import torch
 from torch import nn
 
 from peftlab.methods.leaf import FOLDING, Adapted, recast
-from peftlab.methods.plan import Plan
-from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.methods.targets import Plan
+from peftlab.methods.targets import parameters_under, trained_whole
 
 
 class GainNorm(Adapted, nn.LayerNorm):

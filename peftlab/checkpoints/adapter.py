@@ -32,6 +32,15 @@ from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.errors import PeftlabError, about
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
+from peftlab.methods.adapter_set import (
+    DEFAULT,
+    aside,
+    delete_adapter,
+    injection_of,
+    loaded_adapters,
+    only,
+    set_adapter,
+)
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
     carry,
@@ -41,19 +50,11 @@ from peftlab.methods.injection import (
     trainable_parameters,
 )
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.lora.fold import one_thread
-from peftlab.methods.lora.own_copy import OwnCopy
-from peftlab.methods.several.adapters import (
-    DEFAULT,
-    aside,
-    delete_adapter,
-    injection_of,
-    loaded_adapters,
-    only,
-    set_adapter,
-)
 from peftlab.methods.table import METHODS
-from peftlab.methods.targets import embeddings_of, has_suffix
+from peftlab.methods.targets import has_suffix
+from peftlab.models.architectures import embeddings_of
 from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
 from peftlab.models.pretrained import describe, loaded_from, stored_vocabulary, vocabulary
 

@@ -39,7 +39,7 @@ from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import stored_transposed
-from peftlab.methods.lora.kinds import leaf_kind
+from peftlab.methods.lora.layers import leaf_kind
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
 from peftlab.models.skeleton import empty_model
 from peftlab.patterns import matching

@@ -17,10 +17,10 @@ from peftlab.checkpoints.formats.peft import adapter_tensors, to_peft_config
 from peftlab.checkpoints.formats.peft_reading import read_peft
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
+from peftlab.methods.adapter_set import only
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
-from peftlab.methods.several.adapters import only
 
 Items = list[tuple[Tensor, Tensor, float]]
 """The factors of one module in several adapters: A (experts, r, in), B (experts, out, r) and the weight."""

@@ -29,10 +29,8 @@ from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory
 from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.kinds import leaf_kind
-from peftlab.methods.lora.layers import LowRank
-from peftlab.methods.targets import inside
-from peftlab.methods.task_head import task_head
+from peftlab.methods.lora.layers import LowRank, leaf_kind
+from peftlab.models.architectures import inside, task_head
 from peftlab.models.pretrained import load_config
 from peftlab.models.skeleton import Place, converted, empty_model, places
 

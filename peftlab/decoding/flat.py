@@ -26,8 +26,7 @@ from peftlab.decoding.cache import Block, Context, FirstLayers, KVCache, additiv
 from peftlab.decoding.engine import Encoder, Output
 from peftlab.decoding.packed import Added, Addition, Linear, Product, Products, can_pack
 from peftlab.methods.leaf import base_leaf
-from peftlab.methods.lora.gate import Gate
-from peftlab.methods.lora.layers import LowRank
+from peftlab.methods.lora.layers import Gate, LowRank
 from peftlab.models.quantised import dequantised, is_quantised
 from peftlab.untyped import KnownModel
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.layers import Gate
 
 
 @dataclass(frozen=True)

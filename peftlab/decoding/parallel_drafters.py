@@ -18,7 +18,7 @@ from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.trees import RankRates, best_tree, parents_of
 from peftlab.errors import PeftlabError
-from peftlab.methods.lora.gate import Gate
+from peftlab.methods.lora.layers import Gate
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from peftlab.drafting.states import head_weight, last_hidden
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import plan
-from peftlab.methods.targets import embeddings_of
+from peftlab.models.architectures import embeddings_of
+from peftlab.models.pretrained import eval_mode
 
 
 def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:

@@ -27,7 +27,7 @@ from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, 
 from peftlab.drafting.text import following
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import disabled
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.training.faults import STEPS
 
 

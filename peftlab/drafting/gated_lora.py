@@ -35,13 +35,10 @@ from peftlab.files import member, read_object, staged_directory, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import injection_of
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.gate import Gate
-from peftlab.methods.lora.kinds import leaf_kind
-from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal, set_gate
-from peftlab.methods.modes import eval_mode
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, conceal, leaf_kind, set_gate
 from peftlab.methods.table import plan
 from peftlab.models.finetuned import CONFIG_FILE, GATED_FILE
-from peftlab.models.pretrained import load_config
+from peftlab.models.pretrained import eval_mode, load_config
 
 
 def block_rows(weights: Tensor, length: int, offsets: Sequence[int]) -> MaskRows:

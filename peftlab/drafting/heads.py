@@ -47,8 +47,8 @@ from peftlab.files import Json, member, read_object, staged_directory, write_jso
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import disabled, is_injected
 from peftlab.methods.leaf import trainable_dtype
-from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import plan
+from peftlab.models.pretrained import eval_mode
 
 
 class HeadStack(nn.Module):

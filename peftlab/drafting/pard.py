@@ -28,7 +28,7 @@ from peftlab.drafting.states import forward_hidden, frozen_hidden, head_weight, 
 from peftlab.drafting.text import continued, following
 from peftlab.errors import PeftlabError
 from peftlab.files import member, read_object, write_json
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 
 
 def drawn_places(count: int, length: int, retain: float, least: float) -> list[Tensor]:

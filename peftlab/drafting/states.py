@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.untyped import Unwrapped
 
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.methods import table
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.leaf import Adapted, base_leaf, exchange
-from peftlab.methods.several.adapters import (
+from peftlab.methods.adapter_set import (
     DEFAULT,
     Injection,
     attach,
@@ -27,7 +25,9 @@ from peftlab.methods.several.adapters import (
     swap,
     take_out,
 )
-from peftlab.methods.several.adapters import is_injected as is_injected  # asked for beside ``inject``
+from peftlab.methods.adapter_set import is_injected as is_injected  # asked for beside ``inject``
+from peftlab.methods.config import MethodConfig
+from peftlab.methods.leaf import Adapted, base_leaf, exchange
 from peftlab.methods.table import config_class, own_config
 from peftlab.models.quantised import elements, keep_layout
 

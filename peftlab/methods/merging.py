@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
+from peftlab.methods.adapter_set import Injection, attach, detach, injection_of, is_injected, refuse_others
 from peftlab.methods.leaf import Adapted, addition, base_leaf, exchange
-from peftlab.methods.several.adapters import Injection, attach, detach, injection_of, is_injected, refuse_others
 from peftlab.methods.table import METHODS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

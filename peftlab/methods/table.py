@@ -15,7 +15,7 @@ from peftlab.registry import Registry, resolve
 if TYPE_CHECKING:
     from torch import nn
 
-    from peftlab.methods.plan import Plan
+    from peftlab.methods.targets import Plan
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,27 @@ METHODS: Registry[Method] = Registry(
             plan="peftlab.methods.lora.plan:plan",
             lr_ratio="peftlab.methods.lora.plan:lr_ratio",
             default_lr=5e-4,
-            from_peft="peftlab.methods.lora.peft_fields:from_peft",
+            from_peft="peftlab.methods.lora.config:from_peft",
         ),
         "houlsby": Method(
-            config="peftlab.methods.houlsby.config:HoulsbyConfig",
-            plan="peftlab.methods.houlsby.plan:plan",
+            config="peftlab.methods.config:HoulsbyConfig",
+            plan="peftlab.methods.houlsby:plan",
             folds=False,
             default_lr=1e-3,
         ),
         "bitfit": Method(
-            config="peftlab.methods.bitfit.config:BitFitConfig",
-            plan="peftlab.methods.bitfit.plan:plan",
+            config="peftlab.methods.config:BitFitConfig",
+            plan="peftlab.methods.bitfit:plan",
             default_lr=3e-3,
         ),
         "full": Method(
-            config="peftlab.methods.full.config:FullConfig",
-            plan="peftlab.methods.full.plan:plan",
+            config="peftlab.methods.config:FullConfig",
+            plan="peftlab.methods.full:plan",
             default_lr=5e-5,
         ),
         "head": Method(
-            config="peftlab.methods.head.config:HeadConfig",
-            plan="peftlab.methods.head.plan:plan",
+            config="peftlab.methods.config:HeadConfig",
+            plan="peftlab.methods.head:plan",
             default_lr=5e-3,
         ),
     },
@@ -117,8 +117,7 @@ def plan(model: nn.Module, config: MethodConfig) -> Plan:
     found: Plan = resolve(METHODS.find(config.name).plan)(model, config)
     if config.first_layer is None:
         return found
-    from peftlab.methods.plan import from_layer
-    from peftlab.methods.task_head import trained_whole
+    from peftlab.methods.targets import from_layer, trained_whole
 
     return from_layer(model, found, config.first_layer, trained_whole(model, config.modules_to_save))
 

@@ -1,33 +1,64 @@
-"""Which modules of a model a method acts on: by default for its architecture, or matched by name."""
+"""What a method changes in a model, as a plan, and which modules that is: by architecture, or by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError, nearest
-from peftlab.methods.architectures import FUSED, QUERY_VALUE
+from peftlab.models.architectures import FUSED, QUERY_VALUE, SITES, Sites, inside, model_type, prefixes, task_head
 from peftlab.patterns import matching
 
+
+@dataclass
+class Plan:
+    """What a method would change in a model, decided before anything is touched.
+
+    Attributes:
+        replace: name of a leaf module to the function that makes its replacement, which shares the leaf's parameters;
+            the function must not change the leaf.
+        train: names of the model's own parameters that are to be trained in place.
+    """
+
+    replace: dict[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    train: list[str] = field(default_factory=list)
+
+
+def from_layer(model: nn.Module, plan: Plan, first: int, whole: Iterable[str]) -> Plan:
+    """Return the part of ``plan`` in the layers from number ``first`` on, and in the modules ``whole``.
+
+    What belongs to no numbered layer (embeddings, pooler, final norm) stays as it is, so that backward ends at the
+    input of layer ``first``.
+
+    Args:
+        whole: the modules that train in any case: the task head, and what ``modules_to_save`` names.
+
+    Raises:
+        PeftlabError: there is no such layer, or the method trains nothing in these layers.
+    """
+    whole = list(whole)
+    names = [name for name, _ in model.named_parameters() if not inside(name, whole)]
+    there = sorted({number for name in names if (number := layer_index(name)) is not None})
+    if first not in there:
+        numbers = f"there are {there[0]} to {there[-1]}" if there else "the model has no numbered layers"
+        raise PeftlabError(f"train.layers.from (first_layer): no layer {first}; {numbers}")
+
+    def trains(name: str) -> bool:
+        number = layer_index(name)
+        return inside(name, whole) or (number is not None and number >= first)
+
+    part = Plan({n: make for n, make in plan.replace.items() if trains(n)}, [n for n in plan.train if trains(n)])
+    if all(inside(name, whole) for name in (*part.replace, *part.train)):
+        raise PeftlabError(
+            f"train.layers.from (first_layer): the method trains nothing in layers {first} to {there[-1]}"
+        )
+    return part
+
+
 ALL_LINEAR = "all-linear"
-
-
-def model_type(model: nn.Module) -> str:
-    """Return the ``model_type`` of a transformers model, or its class name in lower case."""
-    return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
-
-
-def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the modules that the model names as its input and its output embeddings; None where it names none."""
-    found: list[nn.Module | None] = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            layer = getattr(model, getter, lambda: None)()
-        except NotImplementedError:  # transformers' answer for models without tokens
-            layer = None
-        found.append(layer if isinstance(layer, nn.Module) else None)
-    return found[0], found[1]
 
 
 def default_targets(model: nn.Module, linear: list[str]) -> list[str]:
@@ -126,13 +157,78 @@ def in_layers(
     return [name for name, number in numbers.items() if number in wanted]
 
 
-def inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or parameter name is one of ``modules`` or is below one of them."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
 def _hint(target: str, names: list[str]) -> str:
     # Compare with the last component, with the last two, and with whole names: the user may have meant any of them.
     tails = dict.fromkeys(".".join(name.split(".")[-k:]) for name in names for k in (1, 2))
     close = nearest(target, tails) or list(tails)[:6]
     return f"; nearest: {', '.join(close)}" if close else "; the model has no module of a similar name"
+
+
+def sites_of(model: nn.Module) -> Sites:
+    """Return the sub-layer ends of a model: its own row of ``SITES``, else the first row that fits.
+
+    A row fits if the layers with an attention end are exactly those with a feed-forward end and those with a
+    feed-forward input, one of each per layer.
+
+    Raises:
+        PeftlabError: no row fits.
+    """
+    names = [name for name, _ in model.named_modules()]
+    kind = model_type(model)
+    rows = [SITES[kind]] if kind in SITES else []
+    rows += [sites for sites in SITES.values() if not sites.listed_only]
+    for sites in dict.fromkeys(rows):
+        ends, starts = find(names, sites.ffn), find(names, sites.ffn_input)
+        layers = set(find(names, sites.attention).values())
+        if layers and layers == set(ends.values()) == set(starts.values()) and len(ends) == len(layers) == len(starts):
+            return sites
+    raise PeftlabError(
+        f"method houlsby does not know where the sub-layers of {kind} ({type(model).__name__}) end, and no "
+        "known architecture is built like it; method lora adapts any linear map, or add a row to "
+        "peftlab.models.architectures.SITES"
+    )
+
+
+def find(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
+    """Return those of ``names`` that end in one of ``patterns``, each with the name of its layer."""
+    expression = "|".join(_expression(pattern) for pattern in patterns)
+    found = {}
+    for name in names:
+        match = re.fullmatch(rf"(?:.*\.)?(?:{expression})", name)
+        if match and match.lastindex:
+            found[name] = name[: match.end(match.lastindex)]
+    return found
+
+
+def _expression(pattern: str) -> str:
+    layer, _, tail = re.escape(pattern).partition(r"\*")
+    return rf"{layer}(\d+){tail}".replace(r"\*", r"\d+")
+
+
+def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
+    """Return the names of what is trained whole: the task head (if ``head``) and ``modules_to_save``."""
+    names = task_head(model) if head else []
+    if modules_to_save:
+        every = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+        names += [n for n in match(every, modules_to_save, what="modules_to_save") if n not in names]
+    return names
+
+
+def parameters_under(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of all parameters that are, or are below, one of ``names``, in the model's order.
+
+    Raises:
+        PeftlabError: a module has no parameter but those that it shares with others, which are not named.
+    """
+    wanted = set(names)
+    parameters = dict(model.named_parameters())
+    found = {name: wanted.intersection(prefixes(name)) for name in parameters}
+    for name in wanted.difference(*found.values()):
+        own = list(model.get_submodule(name).parameters())
+        shared = next((other for other, p in parameters.items() if any(p is q for q in own)), None)
+        if shared is not None and not found[shared]:
+            raise PeftlabError(
+                f"modules_to_save: all weights of {name} are those of {shared.rpartition('.')[0]} (tied); "
+                f"name {shared.rpartition('.')[0]}, which trains both"
+            )
+    return [name for name, under in found.items() if under]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +14,7 @@ import torch
 from torch import nn
 
 from peftlab.errors import PeftlabError, reason
-from peftlab.methods.targets import inside
-from peftlab.methods.task_head import task_head
+from peftlab.models.architectures import inside, task_head
 from peftlab.models.base_format import base_format
 from peftlab.models.bounds import Bounded, check_directory, check_ids
 from peftlab.models.config import BaseConfig
@@ -316,3 +316,19 @@ def _load(reference: str, loader: Function[T], needs: str, *, revision: str | No
         if isinstance(place, str):
             why = f"no such directory{similar_path(reference)}, and as a hub id: {why}"
         raise PeftlabError(f"model {reference!r} cannot be loaded: {why}") from error
+
+
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Within the block ``models`` are in eval mode; afterwards each of their modules is in the mode it was in.
+
+    ``model.train(was_training)`` would not do: it puts modules into training mode that were kept in eval mode.
+    """
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from peftlab.models.conv1d import conv1d
+from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes, Function, KnownModel, Unwrapped
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from peftlab.drafting.checks import eos_ids
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import is_injected
 from peftlab.methods.merging import merge, unmerge
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import GenerateConfig
 from peftlab.tasks.generated import Answer, Contexts, check_packages, score

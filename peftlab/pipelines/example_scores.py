@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
+from peftlab.models.pretrained import eval_mode
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.data import listed
 from peftlab.tasks.problem import TaskProblem

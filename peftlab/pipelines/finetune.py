@@ -22,11 +22,10 @@ from peftlab.files import Claim, Json, staged_directory, to_json, write_json, wr
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject
-from peftlab.methods.modes import eval_mode
 from peftlab.methods.table import METHODS, lr_ratio
-from peftlab.methods.targets import inside
-from peftlab.methods.task_head import task_head
+from peftlab.models.architectures import inside, task_head
 from peftlab.models.costs import Cost
+from peftlab.models.pretrained import eval_mode
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.conclude import conclude, write_results
 from peftlab.pipelines.directory import run_directory

@@ -8,8 +8,7 @@ from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.fitting import fill
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
-from peftlab.methods.targets import inside
-from peftlab.methods.task_head import task_head
+from peftlab.models.architectures import inside, task_head
 from peftlab.remote import local_copy
 
 # The keys that change what the same tensors compute; the tensors' names show which modules they belong to.

@@ -14,14 +14,12 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.files import read_object
-from peftlab.methods.architectures import QUERY_VALUE
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import count_parameters, inject, injection_of, make_config, trainable_parameters
 from peftlab.methods.table import METHODS
-from peftlab.methods.targets import has_suffix, model_type
-from peftlab.methods.task_head import task_head
+from peftlab.methods.targets import has_suffix
+from peftlab.models.architectures import QUERY_VALUE, conv1d, model_type, task_head
 from peftlab.models.bounds import Bounded, check_directory
-from peftlab.models.conv1d import conv1d
 from peftlab.models.finetuned import find_model
 from peftlab.models.plain import NoValues, plain_model
 from peftlab.models.pretrained import load_config

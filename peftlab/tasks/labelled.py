@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.targets import embeddings_of
+from peftlab.models.architectures import embeddings_of
 from peftlab.registry import resolve
 from peftlab.tasks.answers import Answers, Array
 from peftlab.tasks.batches import eval_batches

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.modes import eval_mode
 from peftlab.models.config import BaseConfig
 from peftlab.models.positions import position_limit
-from peftlab.models.pretrained import load_base, load_tokenizer, storage
+from peftlab.models.pretrained import eval_mode, load_base, load_tokenizer, storage
 from peftlab.tasks.config import PreferenceObjective
 from peftlab.tasks.generated import Contexts
 from peftlab.tasks.metrics import Analysis

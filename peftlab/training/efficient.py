@@ -30,9 +30,8 @@ from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import inside, layer_index
-from peftlab.methods.task_head import task_head
-from peftlab.models.conv1d import conv1d
+from peftlab.methods.targets import layer_index
+from peftlab.models.architectures import conv1d, inside, task_head
 from peftlab.tasks.batches import seeded_order
 from peftlab.training.config import EmulatedHardware, TrainConfig
 from peftlab.training.order import DRAWN, make_plan, share_of

@@ -25,9 +25,9 @@ from tqdm.auto import tqdm
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.modes import eval_mode
 from peftlab.methods.targets import layer_index
 from peftlab.models.costs import Meter
+from peftlab.models.pretrained import eval_mode
 from peftlab.tasks.batches import padded_tokens, split_rows
 from peftlab.tasks.problem import TrainingProblem
 from peftlab.training.config import TrainConfig

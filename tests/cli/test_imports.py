@@ -92,8 +92,8 @@ COUNTS = {
     "env": ("torch numpy", 120),
     "validate glue/cola-lora": ("", 370),
     "report run -o report.html": ("matplotlib numpy", 670),
-    "inspect base": ("torch numpy", 300),
-    "inspect encoder": ("torch numpy", 300),
+    "inspect base": ("torch numpy", 250),
+    "inspect encoder": ("torch numpy", 250),
     "merge adapter -o merged": ("torch numpy", 300),
     "unmerge merged -o again": ("torch numpy", 250),
 }

@@ -47,8 +47,7 @@ from peftlab.drafting.pard import check_parallel
 from peftlab.drafting.text import Collate, make_dataset
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import disabled, make_config
-from peftlab.methods.lora.gate import Gate
-from peftlab.methods.lora.layers import LoraConv1D, LoraLinear, conceal
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, conceal
 from tests.gated_models import gated_model
 
 MASKS = Masks(37, 4)

@@ -8,7 +8,7 @@ from torch import nn
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.bitfit.plan import is_bias
+from peftlab.methods.bitfit import is_bias
 from peftlab.methods.injection import is_injected, trainable_parameters
 
 HEAD = {"classifier.weight", "classifier.bias"}

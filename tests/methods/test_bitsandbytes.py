@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 import peftlab
-from peftlab.methods.full.config import FullConfig
-from peftlab.methods.head.config import HeadConfig
+from peftlab.methods.config import FullConfig, HeadConfig
 from peftlab.methods.injection import count_parameters, is_injected
 from peftlab.models.quantised import dequantised, is_quantised, quantised_linears
 

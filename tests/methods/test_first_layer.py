@@ -9,8 +9,8 @@ from tiny_models import COMBINATIONS, base, batch, config_of, logits, train
 import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.targets import inside, layer_index
-from peftlab.methods.task_head import task_head
+from peftlab.methods.targets import layer_index
+from peftlab.models.architectures import inside, task_head
 
 STACKED = ("albert", "t5", "bart")  # one shared layer; two stacks, of which the decoder reads the encoder's end
 every = pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import peftlab
 from peftlab import PeftlabError
-from peftlab.methods.architectures import SITES
-from peftlab.methods.houlsby.plan import ACTIVATIONS
+from peftlab.methods.houlsby import ACTIVATIONS
 from peftlab.methods.injection import is_injected, trainable_parameters
-from peftlab.methods.sites import find, sites_of
 from peftlab.methods.table import config_class
+from peftlab.methods.targets import find, sites_of
+from peftlab.models.architectures import SITES
 
 
 def randomised(model, scale=0.3):

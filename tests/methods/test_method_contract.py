@@ -27,7 +27,8 @@ import peftlab
 from peftlab import PeftlabError
 from peftlab.methods.injection import count_parameters, injection_of, is_injected, trainable_parameters
 from peftlab.methods.table import METHODS
-from peftlab.methods.task_head import parameters_under, task_head
+from peftlab.methods.targets import parameters_under
+from peftlab.models.architectures import task_head
 
 every = pytest.mark.parametrize(("method", "architecture"), COMBINATIONS)
 

@@ -18,7 +18,8 @@ from transformers import (
 import peftlab
 from peftlab.methods.injection import count_parameters
 from peftlab.methods.table import config_class
-from peftlab.methods.task_head import parameters_under, task_head
+from peftlab.methods.targets import parameters_under
+from peftlab.models.architectures import task_head
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 BERT, ROBERTA = (

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import peftlab
 from peftlab import BitFitConfig, HoulsbyConfig, LoraConfig, PeftlabError
-from peftlab.methods.config import MethodConfig
-from peftlab.methods.full.config import FullConfig
-from peftlab.methods.several.adapters import BASE
+from peftlab.methods.adapter_set import BASE
+from peftlab.methods.config import FullConfig, MethodConfig
 
 LORA = {
     "q": LoraConfig(r=4, lora_alpha=8),

@@ -19,7 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import peftlab
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.task_head import parameters_under, task_head
+from peftlab.methods.targets import parameters_under
+from peftlab.models.architectures import task_head
 
 TASKS = (
     "AUDIO_CLASSIFICATION", "AUDIO_FRAME_CLASSIFICATION", "AUDIO_XVECTOR", "CTC", "DEPTH_ESTIMATION",

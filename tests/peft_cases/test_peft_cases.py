@@ -12,7 +12,7 @@ from pathlib import Path
 import peft
 import pytest
 
-from peftlab.methods.lora.peft_fields import REFUSED
+from peftlab.methods.lora.config import REFUSED
 from tests.peft_cases.__main__ import every, table
 from tests.peft_cases.cases import Case
 from tests.peft_cases.document import BEGIN, END, PAGE, by_name, rows

@@ -23,8 +23,8 @@ import peftlab
 from peftlab.drafting.config import ModelDraft
 from peftlab.drafting.pruning import kept_units
 from peftlab.methods.injection import count_parameters
-from peftlab.methods.targets import layer_index
-from peftlab.methods.task_head import parameters_under, task_head
+from peftlab.methods.targets import layer_index, parameters_under
+from peftlab.models.architectures import task_head
 from peftlab.models.costs import count_step
 from peftlab.models.skeleton import empty_model
 from peftlab.recipe.load import load_recipe

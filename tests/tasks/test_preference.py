@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.methods.full.config import FullConfig
+from peftlab.methods.config import FullConfig
 from peftlab.methods.injection import trainable_parameters
 from peftlab.tasks import language as likelihood
 from peftlab.tasks.config import DataConfig

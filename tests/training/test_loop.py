@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.tasks.batches import epoch_batches
 from peftlab.training.loop import prefetch
 from peftlab.training.optimiser import lr_factor

@@ -12,9 +12,9 @@ from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_tensors
 from peftlab.errors import PeftlabError, about, did_you_mean
 from peftlab.files import Json, member
-from peftlab.methods.architectures import SITES
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import make_config
+from peftlab.models.architectures import SITES
 
 HEAD_FILES = ("model_head.safetensors", "pytorch_model_head.bin")
 

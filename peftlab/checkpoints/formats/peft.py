@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from peftlab.methods.injection import Injection, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.embeddings import OwnCopy, TokenRows
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LoraAttention, LowRank
-from peftlab.methods.lora.own_copy import OwnCopy
-from peftlab.methods.lora.token_rows import TokenRows
-from peftlab.methods.targets import has_suffix, inside, model_type
-from peftlab.methods.task_head import trained_whole
-from peftlab.models.conv1d import conv1d
+from peftlab.methods.targets import has_suffix, trained_whole
+from peftlab.models.architectures import conv1d, inside, model_type
 
 PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+)_(lora_A|lora_B)")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.errors import PeftlabError, did_you_mean
-from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.peft_fields import IGNORED, REFUSED
+from peftlab.methods.lora.config import IGNORED, REFUSED, LoraConfig
 from peftlab.methods.targets import ALL_LINEAR, has_suffix
 from peftlab.patterns import matching
 

@@ -15,10 +15,10 @@ from peftlab.checkpoints.formats.peft_renaming import FACTORS, with_new_names
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.kinds import never_called
+from peftlab.methods.lora.layers import never_called
 from peftlab.methods.lora.plan import matching_only, matrices
-from peftlab.methods.targets import embeddings_of, has_suffix, inside
-from peftlab.methods.task_head import task_head
+from peftlab.methods.targets import has_suffix
+from peftlab.models.architectures import embeddings_of, inside, task_head
 
 BASE_LAYER = ".base_layer."  # in peft's keys of weights below an adapted module
 _ADDED_BY_PEFT = ("classifier", "score", "qa_outputs")  # to modules_to_save, by the task type, whatever the model has

@@ -28,9 +28,9 @@ from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import Json, member, read_object
 from peftlab.methods.injection import inject
 from peftlab.methods.leaf import Adapted, addition
-from peftlab.methods.lora.own_copy import OwnCopy
+from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
-from peftlab.methods.targets import inside
+from peftlab.models.architectures import inside
 from peftlab.models.base_format import BaseFormat
 from peftlab.models.bounds import check_sizes
 from peftlab.models.plain import NoValues, PlainModel, plain_model

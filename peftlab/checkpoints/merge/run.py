@@ -43,7 +43,7 @@ from peftlab.files import (
     write_text,
 )
 from peftlab.methods.table import METHODS
-from peftlab.methods.targets import inside
+from peftlab.models.architectures import inside
 from peftlab.models.bounds import check_directory
 from peftlab.models.finetuned import find_model, plain_directory, refuse_gated
 from peftlab.models.plain import PlainModel, decoder

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from peftlab.methods.leaf import FOLDING, Folding
+from peftlab.methods.lora.config import Start
 
 # Weights summed at a time. Of smaller blocks the operations are so short that threads wait for the interpreter's lock;
 # larger ones leave the cache.
@@ -151,3 +152,30 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return A (experts, r, in) and B (experts, out, r) from peft's layout: (experts·r, in), (out, r·experts)."""
     return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def leading_part(weight: Tensor, rank: int, scale: float, start: Start, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return A (rank, in) and B (out, rank) in fp32, with scale·B·A the part of W that training starts from.
+
+    ``pissa``: B·A are the ``rank`` largest singular values of W, divided by the scale. ``olora``: B and A are
+    the first columns and rows of W = Q·R; of a weight that is stored transposed peft decomposes the stored form.
+    peft computes both again whenever it loads such an adapter, so the result must be peft's.
+
+    Args:
+        weight: (out, in); (in, out) with ``transposed``.
+    """
+    if weight.is_meta:
+        d_in, d_out = weight.shape if transposed else weight.shape[::-1]
+        return weight.new_empty(rank, d_in, dtype=torch.float32), weight.new_empty(d_out, rank, dtype=torch.float32)
+    with torch.no_grad():
+        # A copy of its own: the bits would depend on where in memory the weight begins.
+        w = weight.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if start == "olora":
+            q, r = torch.linalg.qr(w)
+            left, right = q[:, :rank], r[:rank]
+            a, b = (left.t(), right.t()) if transposed else (right, left)
+        else:
+            u, s, vh = torch.linalg.svd(w.t() if transposed else w, full_matrices=False)
+            root = (s[:rank] / scale).sqrt()
+            a, b = root[:, None] * vh[:rank], u[:, :rank] * root
+        return a.contiguous(), b.contiguous()

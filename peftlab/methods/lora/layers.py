@@ -1,4 +1,4 @@
-"""Leaves with a low-rank addition.
+"""Leaves with a low-rank addition, and which modules can become one.
 
 In the layout of a linear map, W is (out, in), A (r, in), B (out, r) and the update scale·B·A. GPT-2's ``Conv1D``
 and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
@@ -6,8 +6,11 @@ and embeddings store Wᵀ; convolutions are linear maps over flattened windows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from peftlab.methods.leaf import (
     FOLDING,
     Adapted,
     AnyLeaf,
+    BatchRows,
     Folding,
     Variant,
     adapted_class,
@@ -27,15 +31,132 @@ from peftlab.methods.leaf import (
     with_weight,
 )
 from peftlab.methods.lora.config import Start
-from peftlab.methods.lora.fold import fold_bias, fold_weight, one_thread, row_norms
+from peftlab.methods.lora.fold import fold_bias, fold_weight, leading_part, one_thread, row_norms
 from peftlab.methods.lora.function import Weight, dropout, frozen_linear, low_rank_linear
-from peftlab.methods.lora.gate import Gate
-from peftlab.methods.lora.mixed_linear import MixedLinear
-from peftlab.methods.lora.start import leading_part
-from peftlab.methods.several.batch_rows import BatchRows
-from peftlab.models.conv1d import conv1d
+from peftlab.models.architectures import conv1d, inside
 from peftlab.models.quantised import dequantised, is_quantised, weight_shape
 from peftlab.untyped import Function, Parameters
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Rows that get an addition, and the others, by their numbers; ``order``: the place of each row behind both."""
+
+    own: Tensor
+    others: Tensor
+    order: Tensor
+
+
+class Gate:
+    """Says on which rows the additions of a model act; all leaves of a gated model have the same one.
+
+    It is closed at first: no row gets an addition.
+    """
+
+    def __init__(self) -> None:
+        self._places: _Places | None = None
+
+    def show(self, rows: Tensor | None) -> None:
+        """Let the additions act on these rows of the following passes, booleans of the batch [b, n]; None: on none.
+
+        They stay as they are until the next call: a backward pass that computes layers again needs them, too.
+        """
+        if rows is None:
+            self._places = None
+            return
+        flat = rows.flatten()
+        own, others = flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]
+        self._places = _Places(own, others, torch.cat((others, own)).argsort())
+
+    @contextmanager
+    def over(self, rows: Tensor) -> Iterator[None]:
+        """Within the block the additions act on these rows; afterwards as before."""
+        before = self._places
+        self.show(rows)
+        try:
+            yield
+        finally:
+            self._places = before
+
+    def split(self, x: Tensor, plain: Map, adapted: Map) -> Tensor:
+        """Return ``adapted`` of the rows with additions and ``plain`` of the others, for x [b, n, in].
+
+        The others get no gradient: no parameter that trains is computed with before them.
+
+        Raises:
+            PeftlabError: x has other rows than the batch.
+        """
+        if self._places is None:
+            return plain(x)
+        flat = x.reshape(-1, x.shape[-1])
+        self._check(flat, self._places)
+        with torch.no_grad():
+            others = plain(flat[self._places.others])
+        y = torch.cat((others, adapted(flat[self._places.own]).to(others.dtype)))[self._places.order]
+        return y.view(*x.shape[:-1], -1)
+
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Add x·Aᵀ·Bᵀ to the rows of y [..., out] with additions, in place, for x [..., in]; for inference."""
+        if self._places is not None:
+            own, flat = self._places.own, x.reshape(-1, x.shape[-1])
+            self._check(flat, self._places)
+            y.view(-1, y.shape[-1]).index_add_(0, own, flat[own].mm(a.t()).mm(b.t()))
+        return y
+
+    @staticmethod
+    def _check(flat: Tensor, places: _Places) -> None:
+        if len(flat) != len(places.order):
+            raise PeftlabError(
+                f"a gated addition is given {len(flat)} rows of a batch of {len(places.order)}: its module does not "
+                "see one row for each token; take it out of target_modules"
+            )
+
+
+class LowRankAddition(Protocol):
+    """What is used of an adapted leaf: scale·B·A."""
+
+    scale: float
+
+    def factors(self) -> tuple[Tensor, Tensor]: ...
+
+
+class MixedLinear(AnyLeaf):
+    """A linear map with the low-rank additions of several adapters: W0·x for all rows at once, s·B·A·x for its own.
+
+    The additions are computed as one adapter alone computes them (``LowRankLinear``), in the same order, on the rows of
+    each, and added in place.
+
+    Attributes:
+        additions: of each adapter that changes the leaf, its number and its adapted form.
+        rows: which adapter each row uses. name: the leaf's name in the model.
+    """
+
+    added = ("additions", "rows", "name")
+    additions: Sequence[tuple[int, LowRankAddition]]
+    rows: BatchRows
+    name: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self, nn.Linear) and is_quantised(self):
+            y = frozen_linear(x, partial(dequantised, self), self.bias, self.out_features)
+        else:
+            y = super().forward(x)
+        if not self.enabled:
+            return y
+        length = self.rows.length(x, self.name)
+        y = y.contiguous()
+        with torch.autocast(x.device.type, enabled=False):
+            for number, addition in self.additions:
+                index = self.rows.index(length, (number,), x.device)
+                a, b = (factor.detach().to(y.dtype) for factor in addition.factors())
+                low = x[index].to(y.dtype).reshape(-1, x.shape[-1]).mm(a.t())  # (tokens of these rows, r)
+                mine = y[index]  # a view, where the rows are next to each other
+                mine.view(-1, y.shape[-1]).addmm_(low, b.t(), alpha=addition.scale)
+                if isinstance(index, Tensor):
+                    y[index] = mine
+        return y
 
 
 class LowRank(AnyLeaf):
@@ -395,3 +516,83 @@ def _dora(
         base, kept = (frozen_linear(each, weight, None, len(b)) for each in (x, dropped))
         y = base + low_rank_linear(dropped, weight, None, a, b, scale) * gain - kept
     return y if bias is None else y + bias
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the leaves that LoRA can act on, by name."""
+    passed_over = [*never_called(model), *_called_at_times(model)]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if leaf_kind(module) is not None and not inside(name, passed_over)
+    }
+
+
+def never_called(model: nn.Module) -> list[str]:
+    """Return the output projections of ``MultiheadAttention``: it uses their weights and never calls them."""
+    return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+
+
+def _called_at_times(model: nn.Module) -> list[str]:
+    """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return [f"{name}.self_attn".lstrip(".") for name in layers]
+
+
+def reason_against(model: nn.Module, name: str) -> str:
+    """Return why LoRA does not act on the module ``name``."""
+    if inside(name, never_called(model)):
+        return "attention uses its weights and never calls it; name the MultiheadAttention"
+    if inside(name, _called_at_times(model)):
+        return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
+    acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
+    return why_not(model.get_submodule(name)) or acts_on
+
+
+def leaf_kind(module: nn.Module) -> type[LowRank] | None:
+    """Return the leaf that adapts ``module``, or None: it is of no class in ``leaves()``, or of a subclass that
+    computes something else with its weight (``why_not``)."""
+    known = leaves()
+    kind = next((known[base] for base in type(module).__mro__ if base in known), None)
+    return kind if kind is not None and not why_not(module) else None
+
+
+def why_not(module: nn.Module) -> str:
+    """Return why LoRA cannot act on an instance of a subclass of a class in ``leaves()``; "" for any other module."""
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
+        return "its queries, keys and values have different widths"
+    own, weight = own_forward(type(module)), module._parameters.get("weight")
+    if type(module) in (known := leaves()) or not isinstance(module, tuple(known)):
+        return ""
+    if weight is None:
+        return "its weight is computed of other parameters"
+    if is_quantised(module):
+        return ""
+    if weight.dtype not in _SUMMABLE:
+        return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    if own and isinstance(module, CONVOLUTIONS):
+        return "its forward is not that of a plain convolution"
+    if any(name in vars(module) for name in LowRank.added):
+        return "it has attributes that are called as LoRA's"
+    if own and (module._modules or module._parameters.keys() - {"weight", "bias"}):
+        return "its forward uses other parameters too"
+    if own and isinstance(module, nn.Linear) and not _maps_rows(module):
+        return "its forward returns something other than W·x"
+    return ""
+
+
+def _maps_rows(module: nn.Linear) -> bool:
+    """Whether the module's forward returns (..., out) of (..., in), by shapes alone."""
+    empty = recast(type(module), module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            empty._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    try:
+        y = empty.forward(torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(y, Tensor) and y.shape == (2, module.out_features)

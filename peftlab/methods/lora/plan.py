@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import adapted_class, recast, trainable_dtype
 from peftlab.methods.lora.config import LoraConfig
+from peftlab.methods.lora.embeddings import shared_outside, token_targets, with_own_copy
 from peftlab.methods.lora.experts import adapt_experts
-from peftlab.methods.lora.kinds import CONVOLUTIONS, adaptable, leaf_kind, never_called, reason_against
-from peftlab.methods.lora.own_copy import shared_outside, with_own_copy
-from peftlab.methods.lora.token_rows import token_targets
-from peftlab.methods.plan import Plan
+from peftlab.methods.lora.layers import CONVOLUTIONS, adaptable, leaf_kind, never_called, reason_against
 from peftlab.methods.targets import (
     ALL_LINEAR,
+    Plan,
     default_targets,
     fused_parts,
     has_suffix,
     in_layers,
-    inside,
     match,
+    parameters_under,
+    trained_whole,
 )
-from peftlab.methods.task_head import parameters_under, trained_whole
-from peftlab.models.conv1d import conv1d
+from peftlab.models.architectures import conv1d, inside
 from peftlab.models.quantised import is_quantised, weight_shape
 from peftlab.patterns import matching
 from peftlab.untyped import Attributes

@@ -13,7 +13,7 @@ from peftlab.checkpoints.merge.verify import EXAMPLES, merge_latency, timed_weig
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json
 from peftlab.hardware import Cpu, describe_cpu
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.pipelines.answer_scores import asked_answers
 from peftlab.pipelines.finetune import load_task, model_source, sample_inputs
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.errors import PeftlabError
-from peftlab.methods.modes import eval_mode
+from peftlab.models.pretrained import eval_mode
 from peftlab.pipelines.finetune import model_source
 from peftlab.pipelines.trained.finding import Trained, find_trained, refuse_untrained
 from peftlab.registry import resolve

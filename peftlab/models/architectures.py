@@ -1,22 +1,27 @@
-"""The methods' tables by architecture, by transformers' ``model_type``.
+"""What peftlab knows of models by their architecture: sub-layers, projections, embeddings, task heads.
 
 A new architecture that is built like a known one needs no row: methods fall back on the rows there are. Otherwise add
 its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE``, fused projections to ``FUSED``, and the
-names of query projections to ``QUERIES``.
+names of query projections to ``QUERIES``, by transformers' ``model_type``.
 """
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from peftlab.models.plain import PlainModel
 from peftlab.untyped import Function
 
 if TYPE_CHECKING:
-    from transformers import BloomConfig, GPTNeoXConfig, Phi3Config
+    from transformers import BloomConfig, GPTNeoXConfig, Phi3Config, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -191,3 +196,107 @@ FUSED: dict[str, dict[str, Function[dict[str, Tensor]]]] = {
         "gate_up_proj": lambda c: _stacked(gate=c.intermediate_size, up=c.intermediate_size),
     },
 }
+
+
+def conv1d() -> tuple[type[nn.Module], ...]:
+    """Return transformers' ``Conv1D``, a linear map that stores its weight as (in, out).
+
+    Nothing before the module that defines it is imported: until then no model contains one.
+    """
+    module = sys.modules.get("transformers.pytorch_utils")
+    return () if module is None else (module.Conv1D,)
+
+
+def model_type(model: nn.Module) -> str:
+    """Return the ``model_type`` of a transformers model, or its class name in lower case."""
+    return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__.lower()
+
+
+def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the modules that the model names as its input and its output embeddings; None where it names none."""
+    found: list[nn.Module | None] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(model, getter, lambda: None)()
+        except NotImplementedError:  # transformers' answer for models without tokens
+            layer = None
+        found.append(layer if isinstance(layer, nn.Module) else None)
+    return found[0], found[1]
+
+
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter name is one of ``modules`` or is below one of them."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def task_head(model: nn.Module) -> list[str]:
+    """Return the task head: the modules, and single parameters, that the task class adds to its base model.
+
+    A parameter counts as added if the base class (``AutoModel``'s for the configuration) does not have it. Where there
+    is no base class, or the task class is listed as its own (``ParakeetForCTC``), it is each parameter outside the
+    pretrained models within the model: the body, an encoder, a backbone.
+
+    A model with output embeddings (a language model) has no task head: its LM head belongs to the body. Nor has a
+    class of transformers that is not called ``<Model>For<Task>``.
+    """
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        return []
+    # An adapted leaf (``methods.leaf``) names what it has beside its base class.
+    adapted = {name: leaf for name, leaf in model.named_modules() if hasattr(leaf, "base_class")}
+    of_a_method = {f"{name}.{added}" for name, leaf in adapted.items() for added in getattr(leaf, "added", ())}
+    names = [name for name, _ in model.named_parameters() if of_a_method.isdisjoint(prefixes(name))]
+    body = _pretrained(model, names)
+    mixed = {prefix for name in body for prefix in prefixes(name)}
+    heads = (next(prefix for prefix in prefixes(name) if prefix not in mixed) for name in names if name not in body)
+    return list(dict.fromkeys(heads))
+
+
+def _pretrained(model: nn.Module, names: list[str]) -> set[str]:
+    """Return those of the parameters ``names`` that belong to the pretrained base model."""
+    kind, prefix = type(model), getattr(model, "base_model_prefix", "")
+    bare = not re.search("For[A-Z]", kind.__name__)
+    if issubclass(kind, PlainModel):
+        return set(names) if bare else {name for name in names if inside(name, [prefix])}
+    from transformers import PreTrainedModel
+
+    base = _base_class(model)
+    if bare and (kind is base or kind.__module__.startswith("transformers.")):
+        return set(names)
+    prefix = prefix if isinstance(model._modules.get(prefix), nn.Module) else ""
+    nested = [name for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
+    known = _parameters_of(base, model) if base is not None and kind is not base else set()
+    if not known:
+        bodies = [prefix] if prefix else nested
+        return {name for name in names if inside(name, bodies)} if bodies else set(names)
+    body = next((name for name, module in model.named_modules() if base and isinstance(module, base)), prefix)
+    others = [name for name in nested if not (body and (inside(name, [body]) or inside(body, [name])))]
+    start = f"{body}." if body else ""
+    return {
+        name for name in names if (name.startswith(start) and name.removeprefix(start) in known) or inside(name, others)
+    }
+
+
+def _base_class(model: nn.Module) -> type[PreTrainedModel] | None:
+    from transformers import MODEL_MAPPING
+
+    kind: type = type(getattr(model, "config", None))
+    found = MODEL_MAPPING.get(kind, None)  # a tuple where a configuration has several
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _parameters_of(base: type[PreTrainedModel], model: nn.Module) -> set[str]:
+    """Return the names of all parameters of the model's base class; none where it cannot be made."""
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("meta"), no_init_weights():
+            plain = base(copy.deepcopy(getattr(model, "config")))  # noqa: B009
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError):
+        return set()
+    return {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """Yield ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    yield from (name[: dot.start()] for dot in re.finditer(r"\.", name))
+    yield name

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from peftlab.methods.full.config import FullConfig
-from peftlab.methods.plan import Plan
-from peftlab.methods.task_head import trained_whole
+from peftlab.methods.config import FullConfig
+from peftlab.methods.targets import Plan, trained_whole
 
 
 def plan(model: nn.Module, config: FullConfig) -> Plan:

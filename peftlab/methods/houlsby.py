@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.houlsby.config import HoulsbyConfig
+from peftlab.methods.config import HoulsbyConfig
 from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
-from peftlab.methods.plan import Plan
-from peftlab.methods.sites import find, sites_of
-from peftlab.methods.task_head import parameters_under, trained_whole
-from peftlab.models.conv1d import conv1d
+from peftlab.methods.targets import Plan, find, parameters_under, sites_of, trained_whole
+from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:

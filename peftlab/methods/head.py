@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.head.config import HeadConfig
-from peftlab.methods.plan import Plan
-from peftlab.methods.targets import model_type
-from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.methods.config import HeadConfig
+from peftlab.methods.targets import Plan, parameters_under, trained_whole
+from peftlab.models.architectures import model_type
 
 
 def plan(model: nn.Module, config: HeadConfig) -> Plan:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from peftlab.errors import PeftlabError
-from peftlab.methods.architectures import QUERIES
-from peftlab.methods.bitfit.config import BitFitConfig
-from peftlab.methods.plan import Plan
-from peftlab.methods.sites import find, sites_of
-from peftlab.methods.targets import inside, match, model_type
-from peftlab.methods.task_head import parameters_under, trained_whole
+from peftlab.methods.config import BitFitConfig
+from peftlab.methods.targets import Plan, find, match, parameters_under, sites_of, trained_whole
+from peftlab.models.architectures import QUERIES, inside, model_type
 
 
 def plan(model: nn.Module, config: BitFitConfig) -> Plan:
