@@ -210,6 +210,18 @@ class _Comparison:
         if left:
             cls = type(self.model).__name__
             raise PeftlabError(f"the finetuned model's {left[0]} is no parameter of {cls}; {_INSTEAD}")
+        changed = [key for key in self.tuned.left_out if not self.tuned.same(key, self.plain, key)]
+        if changed:
+            cls = type(self.model).__name__
+            raise PeftlabError(
+                f"{len(changed)} tensors that {cls} has no parameter for differ, {changed[0]} for one; {_INSTEAD}"
+            )
+        self.unchanged += len(self.tuned.left_out)
+        if lost := [key for key in self.plain.left_out if key not in self.tuned.left_out]:
+            self.notes.append(
+                f"the finetuned model lacks {len(lost)} tensors of the base that {type(self.model).__name__} has no "
+                f"parameter for, {lost[0]} for one: merging the adapter into the base keeps them"
+            )
         if not self.leaves and not self.experts:
             equal = not self.whole and not self.biased
             what = "they are equal" if equal else "only tensors that are stored whole differ"
@@ -396,7 +408,7 @@ class _Checkpoint:
                 place = where[key]
                 if place is None:
                     self.left_out.append(key)
-                    continue
+                    place = Place(key, key)
                 for name in place.names:
                     self._sources.setdefault(name, []).append((shard, key, place))
 

@@ -9,14 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BertModel, PreTrainedModel
 from typer.testing import CliRunner
 
 import peftlab
 from peftlab.checkpoints import extract
-from peftlab.checkpoints.extract import low_rank_factors
+from peftlab.checkpoints.extract import extract_adapter, low_rank_factors
 from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from tests.checkpoints.models import adapt, build, save_base
@@ -229,3 +229,26 @@ def test_the_base_is_only_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch:
     finally:
         gc.unfreeze()
     assert most <= 2
+
+
+def test_tensors_that_the_class_does_not_read_are_compared(tmp_path: Path) -> None:
+    """A layer for further tokens: equal it is counted, missing it is noted, changed it is refused."""
+    base = save_base(build("llama"), tmp_path / "base")
+    tuned = build("llama")
+    with torch.no_grad():
+        tuned.model.layers[0].self_attn.q_proj.weight.add_(0.1)
+    tuned = save_base(tuned, tmp_path / "tuned")
+
+    def add(directory: Path, value: torch.Tensor) -> None:
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | {"mtp.fc.weight": value}, file, metadata={"format": "pt"})
+
+    add(base, torch.ones(3, 4))
+    found = extract_adapter(tuned, base, tmp_path / "missing", rank=1)
+    assert any("lacks 1 tensors of the base" in note and "mtp.fc.weight" in note for note in found.notes)
+    add(tuned, torch.ones(3, 4))
+    assert extract_adapter(tuned, base, tmp_path / "equal", rank=1).unchanged == found.unchanged + 1
+    add(tuned, torch.zeros(3, 4))
+    with pytest.raises(PeftlabError, match=r"1 tensors.*no parameter for differ, mtp\.fc\.weight"):
+        extract_adapter(tuned, base, tmp_path / "changed", rank=1)
+    assert not (tmp_path / "changed").exists()
