@@ -1,8 +1,9 @@
-"""Adapter directories: the trained part of a model.
+"""Adapter directories: the trained part of a model, saved, read, and loaded into a model.
 
 A directory contains ``adapter_config.json`` and ``adapter_model.safetensors``. LoRA is written in peft's format, so
 that peft and its consumers read it; the other methods use the model's parameter names. The header of the safetensors
-file has, under ``peftlab``, the method and a description of the base model.
+file has, under ``peftlab``, the method and a description of the base model. ``load_model`` loads any reference as one
+plain model, adapters folded into their base.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from peftlab.checkpoints.fitting import check_fit, fill, fitted
-from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
-from peftlab.checkpoints.formats.loralib import read_loralib
-from peftlab.checkpoints.formats.peft import adapter_tensors, tied_twins, to_peft_config
-from peftlab.checkpoints.formats.peft_reading import read_peft
-from peftlab.checkpoints.formats.peft_renaming import FACTORS
-from peftlab.checkpoints.formats.peft_settling import changed_embeddings, divided, settled
+from peftlab.checkpoints.foreign_formats import is_adapterhub, read_adapterhub, read_loralib
+from peftlab.checkpoints.peft_format import (
+    FACTORS,
+    adapter_tensors,
+    changed_embeddings,
+    divided,
+    read_peft,
+    settled,
+    tied_twins,
+    to_peft_config,
+)
 from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.errors import PeftlabError, about
+from peftlab.errors import PeftlabError, about, nearest
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
 from peftlab.methods.adapter_set import (
     DEFAULT,
@@ -52,11 +57,17 @@ from peftlab.methods.injection import (
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.lora.fold import one_thread
+from peftlab.methods.merging import merge
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import has_suffix
 from peftlab.models.architectures import embeddings_of
+from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import CONFIG_FILE as CONFIG_FILE
-from peftlab.models.pretrained import describe, loaded_from, stored_vocabulary, vocabulary
+from peftlab.models.finetuned import find_model
+from peftlab.models.pretrained import describe, load_base, loaded_from, stored_vocabulary, vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"  # as peft wrote it before safetensors, and still does on request
@@ -487,3 +498,102 @@ def _same_base(model: nn.Module, base: Mapping[str, Json], source: str | Path) -
     if differ:
         lines = "\n".join(f"  {key}: adapter {base.get(key)}, model {here[key]}" for key in differ)
         raise PeftlabError(f"{source} belongs to another base model:\n{lines}")
+
+
+def fitted(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Return an adapter's tensors by the parameter names of the injected ``model``.
+
+    A module trained whole may train its own copy of tied weights, and a file may contain a tied tensor under both
+    names.
+    """
+    trained, twins = trainable_parameters(model), tied_twins(model)
+    keys: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        module, _, last = key.rpartition(".")
+        own = f"{module}.own_{last}"
+        name = own if own in trained else twins.get(key, key)
+        first = keys.setdefault(name, key)
+        if first != key and not torch.equal(tensors[first], tensor):
+            raise PeftlabError(f"{source}: {first} and {key} are one tied parameter, and their values differ")
+    return {name: tensors[key] for name, key in keys.items()}
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy ``tensors`` into the adapter parameters of ``model``: a bijection, or an error and no change."""
+    check_fit(model, tensors, source=source)
+    parameters = trainable_parameters(model)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Raise ``PeftlabError`` unless ``tensors`` are those of the adapter parameters of ``model``, name by name."""
+    parameters = trainable_parameters(model)
+    unused = sorted(set(tensors) - set(parameters))
+    unfilled = sorted(set(parameters) - set(tensors))
+    if unused or unfilled:
+        raise PeftlabError(
+            f"{source} does not fit this model.\n"
+            f"  in the file, not in the model ({len(unused)}): {_some(unused, unfilled)}\n"
+            f"  in the model, not in the file ({len(unfilled)}): {_some(unfilled, unused)}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name].shape:
+            raise PeftlabError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(parameters[name].shape)}"
+            )
+
+
+def _some(names: list[str], others: list[str], n: int = 5) -> str:
+    if not names:
+        return "none"
+    shown = []
+    for name in names[:n]:
+        close = nearest(name, others, n=1)
+        shown.append(f"{name} (nearest: {close[0]})" if close else name)
+    return ", ".join(shown) + (f", and {len(names) - n} more" if len(names) > n else "")
+
+
+def load_model(
+    reference: str,
+    auto_class: str = "AutoModelForSequenceClassification",
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantised: BaseConfig | None = None,
+    revision: str | None = None,
+    **options: object,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a pretrained or finetuned model and list the parameters that neither checkpoint nor adapter contains.
+
+    Adapters are folded into the weights in memory (W0 + (α/r)·B·A, rounded once to ``dtype``), so that the model is a
+    plain one.
+
+    Args:
+        reference: as ``models.finetuned.find_model`` takes it. The others are those of ``load_base``.
+
+    Raises:
+        PeftlabError: the model cannot be loaded, or an adapter does not fit it or has no linear fold.
+    """
+    parts = find_model(reference, revision=revision)
+    adapters = [(place, read_adapter(place)) for place in parts.adapters]
+    for place, adapter in adapters:
+        if not METHODS[adapter.config.name].folds:
+            raise PeftlabError(
+                f"{reference}: method {adapter.config.name} has no linear fold, so {place} is no model by itself"
+            )
+    if adapters and quantised is not None:
+        raise PeftlabError(
+            f"base.dtype: {quantised.dtype} needs a stored model, and {reference} is an adapter, folded in memory; "
+            f"write the model first: peftlab merge {parts.adapters[-1]} -o DIR"
+        )
+    model, fresh = load_base(
+        parts.base, auto_class, dtype=dtype, quantised=quantised, revision=parts.revision, **options
+    )
+    for place, adapter in adapters:
+        # Injection draws values that the adapter's then replace: what the caller draws must not depend on that.
+        with about(place), torch.random.fork_rng(devices=[]):
+            merge(load_adapter(model, adapter))
+        fresh = [name for name in fresh if name not in adapter.tensors]
+    model.config._name_or_path = reference
+    return model, fresh

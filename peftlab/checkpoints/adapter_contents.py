@@ -29,10 +29,10 @@ from peftlab.checkpoints.adapter import (
     read_config,
     text_or_none,
 )
-from peftlab.checkpoints.formats.adapterhub import is_adapterhub, read_adapterhub
-from peftlab.checkpoints.formats.peft import PREFIX
+from peftlab.checkpoints.foreign_formats import is_adapterhub, read_adapterhub
 from peftlab.checkpoints.merge.plan import closest_model
 from peftlab.checkpoints.merge.run import base_directory
+from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.pickles import read_pickle
 from peftlab.checkpoints.tensors import read_header
 from peftlab.errors import PeftlabError, did_you_mean

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, load_adapter
-from peftlab.checkpoints.formats.peft import adapter_tensors, to_peft_config
-from peftlab.checkpoints.formats.peft_reading import read_peft
+from peftlab.checkpoints.peft_format import adapter_tensors, read_peft, to_peft_config
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
 from peftlab.methods.adapter_set import only

@@ -38,9 +38,9 @@ from peftlab.checkpoints.adapter_contents import (
     single_expert,
     split_experts,
 )
-from peftlab.checkpoints.formats.peft import PREFIX
 from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.plan import plan_merge, task_model
+from peftlab.checkpoints.peft_format import PREFIX
 from peftlab.checkpoints.tensors import write_tensors
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import staged_directory, write_json

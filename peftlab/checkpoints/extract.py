@@ -22,8 +22,8 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.initialization import no_init_weights
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.formats.peft import short_names
 from peftlab.checkpoints.merge.run import base_directory, quantisation
+from peftlab.checkpoints.peft_format import short_names
 from peftlab.checkpoints.tensors import DTYPES, PickleShard, Shard, open_shards, read_at
 from peftlab.errors import PeftlabError
 from peftlab.files import staged_directory

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import load_model
 from peftlab.decoding.advice import TargetWeights
 from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine

@@ -14,8 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.checkpoints.adapter import WEIGHTS_FILE, load_adapter, read_adapter, save_adapter
-from peftlab.checkpoints.fitting import fill
+from peftlab.checkpoints.adapter import WEIGHTS_FILE, fill, load_adapter, read_adapter, save_adapter
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import load_model
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine

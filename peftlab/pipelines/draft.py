@@ -17,8 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import load_model, save_adapter
 from peftlab.checkpoints.merge.config import MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import Latency, MergeCheck, merge_latency, verify_merge

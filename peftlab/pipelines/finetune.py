@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-from peftlab.checkpoints.adapter import save_adapter
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import load_model, save_adapter
 from peftlab.checkpoints.merge.config import MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge

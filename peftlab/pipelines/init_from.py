@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from peftlab.checkpoints.adapter import read_adapter
-from peftlab.checkpoints.fitting import fill
+from peftlab.checkpoints.adapter import fill, read_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.models.architectures import inside, task_head

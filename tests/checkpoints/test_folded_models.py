@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import peftlab
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import load_model
 from peftlab.cli.app import app
 from peftlab.drafting.text import weights_digest
 from peftlab.errors import PeftlabError

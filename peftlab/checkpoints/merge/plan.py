@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter, in_model
-from peftlab.checkpoints.fitting import check_fit, fitted
-from peftlab.checkpoints.formats.peft_renaming import new_names
-from peftlab.checkpoints.formats.peft_settling import divided
+from peftlab.checkpoints.adapter import Adapter, check_fit, fitted, in_model
 from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.report import BaseAccounts
+from peftlab.checkpoints.peft_format import divided, new_names
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
 from peftlab.errors import PeftlabError, did_you_mean, reason

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from peftlab.checkpoints.adapter import Adapter, adapter_of, read_adapter
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import Adapter, adapter_of, load_model, read_adapter
 from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
 from peftlab.checkpoints.merge.report import Figures, MergeReport

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from peftlab.checkpoints.adapter import Adapter, load_adapter, read_adapter
-from peftlab.checkpoints.folded import load_model
+from peftlab.checkpoints.adapter import Adapter, load_adapter, load_model, read_adapter
 from peftlab.files import read_object
 from peftlab.hardware import wait_for
 from peftlab.models.base_format import BaseFormat
