@@ -17,6 +17,7 @@ from models import adapt, build, save_base
 from safetensors.torch import load_file, save_file
 
 import peftlab
+from peftlab import patterns
 from peftlab.checkpoints.adapter import read_adapter
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.pickles import read_pickle
@@ -122,7 +123,8 @@ def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -
     "pattern", [r".*(?:.*?.*?.*?){30}[XZ]", r"((.*?,)|(.*?\.)|(.*?_))+(?<=[XZ])q_proj[XZ]", "(" * 400 + "q_proj", "("]
 )
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
-def test_patterns_that_take_for_ever(tmp_path: Path, key: str, pattern: str) -> None:
+def test_patterns_that_take_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, pattern: str) -> None:
+    monkeypatch.setattr(patterns, "MAX_SECONDS", 0.2)  # tests/test_patterns.py waits for the limit itself
     value: Any = {pattern: 8} if key.endswith("pattern") else pattern
     edit(an_adapter(tmp_path), **{key: value})
     started = time.thread_time()
@@ -137,7 +139,8 @@ def test_patterns_that_take_for_ever(tmp_path: Path, key: str, pattern: str) -> 
     assert time.thread_time() - started < 20
 
 
-def test_the_patterns_of_a_recipe_are_bounded_alike() -> None:
+def test_the_patterns_of_a_recipe_are_bounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MAX_SECONDS", 0.2)
     with pytest.raises(PeftlabError, match=r"target_modules: matching .* takes more than"):
         peftlab.inject_lora(build("llama"), target_modules=r".*(?:.*?.*?.*?){30}[XZ]")
 
