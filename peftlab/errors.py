@@ -33,10 +33,15 @@ def about(where: str | Path) -> Iterator[None]:
 
 
 def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to ``n`` of ``candidates`` spelled most like ``name``, best first, case ignored.
+    """Return those of ``candidates`` that are spelled most like ``name``, best first, case ignored.
 
     Comparing two names takes time proportional to the product of their lengths, so a very long one, such as a text
     where a name is expected, has no neighbours.
+
+    Args:
+        name: as it was written.
+        candidates: the right spellings.
+        n: how many to return at most.
     """
     if len(name) > _TYPED:
         return []

@@ -144,6 +144,10 @@ def replacing(path: str | Path, consequence: str = "") -> Iterator[Path]:
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` atomically.
 
+    Args:
+        path: the file.
+        text: its whole content.
+
     Raises:
         PeftlabError: the text names a file whose name is not UTF-8.
     """
@@ -184,7 +188,7 @@ def to_json(value: object) -> Json:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Write ``to_json(value)``, indented, to ``path`` atomically."""
+    """Write ``to_json(value)``, indented, to ``path`` atomically; errors as in ``write_text``."""
     write_text(path, json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -231,6 +235,7 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Json]]], dict[str, Js
     """Return the value of a JSON text; any mistake in it raises ``ValueError``.
 
     Args:
+        text: one JSON document.
         pairs: makes an object of its keys and values; default: a dictionary.
     """
     try:
@@ -271,7 +276,17 @@ def read_object(path: str | Path) -> dict[str, Json]:
 
 
 def member(values: Mapping[str, object], key: str, kind: type[T], where: str | Path) -> T:
-    """Return the value of a key, which is of type ``kind``; ``PeftlabError`` where it is missing or another type."""
+    """Return the value of a key of a JSON object, which is of type ``kind``.
+
+    Args:
+        values: the object.
+        key: its key.
+        kind: the type of the value; ``int`` does not take true and false.
+        where: the file, for the message.
+
+    Raises:
+        PeftlabError: the key is missing, or its value is of another type.
+    """
     value = values.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         wrong = f"must be {_KINDS.get(kind, 'a number')}, not {json_kind(value)}" if key in values else "is missing"
@@ -383,7 +398,12 @@ def is_locked(directory: str | Path) -> bool:
 
 
 def remove_lost(directory: str | Path, hosts: Collection[str]) -> None:
-    """Remove the lock on a run directory that a host holds which is not among ``hosts``, those that are alive."""
+    """Remove the lock on a run directory if a host that is gone holds it.
+
+    Args:
+        directory: the run directory.
+        hosts: the names of the hosts that are alive.
+    """
     file = real(directory) / LOCK
     host, _ = _owner(file)
     if host and host not in hosts:
@@ -477,19 +497,19 @@ def parse_mark(value: object) -> Mark | None:
 
 
 def write_mark(directory: Path, mark: Mark) -> None:
-    """Write a directory's ``peftlab.json``."""
+    """Write ``mark`` as the ``peftlab.json`` of ``directory``."""
     write_json(directory / MARK, {"written_by": "peftlab", "kind": mark.kind, "files": list(mark.files)})
 
 
 def record(directory: Path, name: str) -> None:
-    """Add to a directory's mark a file that is about to be written into it."""
+    """Add the file ``name``, which is about to be written into ``directory``, to the directory's mark."""
     mark = read_mark(directory)
     if mark is not None and glob.escape(name) not in mark.files:
         write_mark(directory, Mark(mark.kind, [*mark.files, glob.escape(name)]))
 
 
 def contains(outer: str | Path, inner: str | Path) -> bool:
-    """Return whether ``inner`` is ``outer`` or below it, by device and inode, so through links and bind mounts too."""
+    """Return whether ``inner`` is ``outer`` or below it: by device and inode, so through links and bind mounts too."""
     above = {path for start in (Path(inner).absolute(), real(inner)) for path in (start, *start.parents)}
     return os.path.exists(outer) and any(os.path.exists(path) and os.path.samefile(path, outer) for path in above)
 
@@ -684,7 +704,11 @@ def main_process() -> bool:
 
 
 def remove(path: str | Path, kind: str, inputs: Inputs | None = None) -> None:
-    """Remove a directory that peftlab wrote, if it exists, on the conditions of ``refuse_loss``."""
+    """Remove a directory that peftlab wrote, if it exists.
+
+    Args:
+        path, kind, inputs: as in ``refuse_loss``, whose conditions it must meet.
+    """
     place = real(path)
     if place.exists():
         with locked(place / LOCK, path):
@@ -697,6 +721,10 @@ def scratch_directory(place: Path, purpose: str) -> Iterator[Path]:
     """Yield an empty directory beside ``place`` that is removed afterwards.
 
     One process at a time has one for the same place and purpose; those of processes that were killed are removed.
+
+    Args:
+        place: the output that it serves.
+        purpose: a word of the directory's name.
     """
     with locked(place.with_name(f"{LOCK}-{purpose}-{place.name}"), place) as held:
         if held:  # whoever made them held this lock, and has ended

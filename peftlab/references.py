@@ -120,7 +120,9 @@ def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
     """Return the local directory of a model repository, downloaded if the hub answers and the cache lacks it.
 
     Args:
+        hub_id: the repository.
         what: the name of the thing in error messages.
+        revision: git revision; default: the newest.
 
     Raises:
         PeftlabError: no such repository, or no hub and no copy in the cache.
@@ -143,6 +145,10 @@ def snapshot(hub_id: str, what: str, *, revision: str | None = None) -> Path:
 
 def upload(directory: Path, repository: str) -> None:
     """Upload a directory to a repository of the hub, which is created, private, if it does not exist.
+
+    Args:
+        directory: the finished output.
+        repository: the repository's id.
 
     Raises:
         PeftlabError: the hub does not answer, or refuses the upload.

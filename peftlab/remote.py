@@ -149,12 +149,12 @@ class RemoteDirectory:
             return None
 
     def download(self, name: str, file: Path) -> None:
-        """Write a file's content to ``file`` of this machine, whole or not at all."""
+        """Write the content of the file ``name`` to ``file`` of this machine, whole or not at all."""
         with replacing(file) as temporary:
             self._ask("be read", lambda: self._system.get_file(f"{self._root}/{name}", str(temporary)), name)
 
     def upload(self, file: Path, name: str) -> None:
-        """Write ``file``; object stores replace the one of that name when all of it has arrived."""
+        """Write ``file`` as ``name``; object stores replace the one of that name when all of it has arrived."""
         self._ask("be written", lambda: self._system.put_file(str(file), f"{self._root}/{name}"), name)
 
     def remove(self, name: str) -> None:
@@ -199,14 +199,19 @@ class Mirror:
     """A directory of this machine and its copy at a URL; made by ``mirrored``."""
 
     def __init__(self, remote: RemoteDirectory, directory: Path, replaced: Collection[str]) -> None:
-        """Args: replaced: files at the URL that are removed before the first upload."""
+        """Make the copy of ``directory`` at ``remote``; the files ``replaced`` there are removed before it begins."""
         self._remote, self._directory, self._replaced = remote, directory, replaced
         self._stored: dict[str, Stamp | None] = {}  # at the URL: the file here that was uploaded; None: unknown
         self._began = False
         self._failure = ""
 
     def continue_with(self, names: Collection[str], downloaded: bool) -> None:
-        """Go on from files that are at the URL; ``downloaded``: the ones here are the same."""
+        """Continue from what is at the URL.
+
+        Args:
+            names: the files that are there.
+            downloaded: whether the files of this machine are the same.
+        """
         here = _files(self._directory)
         self._stored = {name: here.get(name) if downloaded else None for name in names}
 

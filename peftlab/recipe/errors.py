@@ -81,7 +81,12 @@ def dotted(keys: Iterable[str | int]) -> str:
 
 
 def validated(recipe: type[ModelT], source: Source) -> ModelT | None:
-    """Return ``source.data`` as a ``recipe``; None if it is not valid, with its problems added to ``source``."""
+    """Return ``source.data`` as a ``recipe``; None if it is not valid.
+
+    Args:
+        recipe: the kind of recipe.
+        source: what was written; the problems of its data are added to it.
+    """
     try:
         # Strict as for JSON: lists become tuples, but text never becomes a number.
         return recipe.model_validate_json(json.dumps(source.data), strict=True)

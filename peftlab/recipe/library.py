@@ -57,6 +57,10 @@ def _among(known: Mapping[str, Path], name: str) -> Path:
 def copy(name: str, destination: str | Path) -> Path:
     """Copy the shipped recipe or template ``name`` to a file or into a directory, and return the new file.
 
+    Args:
+        name: the short name.
+        destination: a file, or a directory that is there.
+
     Raises:
         PeftlabError: no such recipe or template, or the new file exists already.
     """

@@ -83,6 +83,10 @@ def expand(recipe: AnyTable, source: Source) -> list[Cell]:
 
     All cells of one seed come before those of the next, so that an interrupted table has every column and row; within
     a seed, tasks that others start from come first.
+
+    Args:
+        recipe: the table.
+        source: what it was read from.
     """
     _consistent(recipe, source)
     if source.problems:
