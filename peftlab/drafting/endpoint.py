@@ -14,16 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import IO, TypeVar
-from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, build_opener
-from urllib.request import Request as HttpRequest
+from typing import TypeVar
 
+import httpx2
 import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,15 +35,10 @@ from peftlab.tasks.data import is_unicode
 from peftlab.tasks.prompts import Request
 
 ATTEMPTS = 8  # at one request: two minutes, longer than a server takes to be restarted
-
 FIRST_ATTEMPTS = 3  # at the first one, where a wrong address is likelier than a short failure
-
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second attempt, and at most; it doubles in between
-
 _LONGEST_ASKED = 3600.0  # seconds that a server may ask to wait
-
 _TIMEOUT = 600.0  # seconds without a byte
-
 _PASSING = frozenset({408, 425, 429})  # statuses that pass, beside all from 500
 
 
@@ -59,15 +52,6 @@ class _Passing(Exception):
     def __init__(self, text: str, seconds: float | None = None) -> None:
         super().__init__(text)
         self.seconds = seconds
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """Redirects are errors: urllib would send the key to wherever they lead."""
-
-    def redirect_request(
-        self, req: HttpRequest, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> None:
-        return None
 
 
 class Pace:
@@ -104,7 +88,12 @@ class Server:
         self.url = str(data.endpoint)
         self._key = _key(data.endpoint_key)
         self._pace = Pace(data.requests_per_minute, data.tokens_per_minute)
-        self._opener = build_opener(_NoRedirects)
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "peftlab"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        # Redirects are not followed (the default): the key would be sent to wherever they lead.
+        limits = httpx2.Limits(max_connections=None)  # data.concurrency limits them
+        self._client = httpx2.Client(headers=headers, timeout=_TIMEOUT, limits=limits)
 
     def ask(
         self,
@@ -125,34 +114,35 @@ class Server:
             Refused: the server does not take the request.
             PeftlabError: it does not take the key, or no attempt was answered.
         """
-        wait = FIRST_WAIT
-        for attempt in range(1, attempts + 1):
+
+        def seconds(state: RetryCallState) -> float:
+            """Return how long to wait before the next attempt: as the server says, else twice as long as before."""
+            error = state.outcome.exception() if state.outcome is not None else None
+            if isinstance(error, _Passing) and error.seconds is not None:
+                self._pace.pause(error.seconds)  # other threads' requests would be turned away, too
+                return error.seconds
+            return min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
+
+        def once() -> T:
             self._pace.wait(tokens)
-            try:
-                return self._once(path, read, body)
-            except _Passing as error:
-                if attempt == attempts:
-                    failed = f"no answer after {attempts} attempts ({error})"
-                    raise PeftlabError(f"data.endpoint: {self.url}{path}: {failed}") from None
-                if error.seconds is not None:
-                    self._pace.pause(error.seconds)  # other threads' requests would be turned away, too
-                pause = error.seconds if error.seconds is not None else wait * random.uniform(0.5, 1)
-            time.sleep(pause)
-            wait = min(2 * wait, LONGEST_WAIT)
-        raise ValueError(f"{attempts} attempts")
+            return self._once(path, read, body)
+
+        retry = retry_if_exception_type(_Passing)
+        try:
+            return Retrying(stop=stop_after_attempt(attempts), wait=seconds, retry=retry, reraise=True)(once)
+        except _Passing as error:
+            failed = f"no answer after {attempts} attempts ({error})"
+            raise PeftlabError(f"data.endpoint: {self.url}{path}: {failed}") from None
 
     def _once(self, path: str, read: Callable[[dict[str, Json]], T], body: dict[str, Json] | None) -> T:
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "peftlab"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
         content = json.dumps(body).encode() if body is not None else None
         try:
-            with self._opener.open(HttpRequest(self.url + path, content, headers), timeout=_TIMEOUT) as response:
-                text = response.read().decode("utf-8")
-        except HTTPError as error:
-            raise self._status(path, error) from None
-        except (OSError, HTTPException, UnicodeError) as error:  # refused, hung up, cut short, timed out, not text
-            raise _Passing(self._shown(str(getattr(error, "reason", None) or reason(error)))) from None
+            response = self._client.request("GET" if body is None else "POST", self.url + path, content=content)
+            if not response.is_success:
+                raise self._status(path, response)
+            text = response.content.decode("utf-8")
+        except (httpx2.HTTPError, UnicodeError) as error:  # refused, hung up, cut short, timed out, not text
+            raise _Passing(self._shown(reason(error))) from None
         try:
             value = parse_json(text)
             if isinstance(value, dict):
@@ -161,16 +151,13 @@ class Server:
             pass
         raise _Passing(f"not an answer: {self._shown(text)!r}")
 
-    def _status(self, path: str, error: HTTPError) -> Exception:
+    def _status(self, path: str, response: httpx2.Response) -> Exception:
         """Return what an answer with another status than 200 means."""
-        try:
-            said = self._shown(error.read().decode("utf-8", "replace"))
-        except (OSError, HTTPException):
-            said = ""
-        text = f"HTTP {error.code}{': ' + said if said else ''}"
-        if error.code in _PASSING or error.code >= 500:
-            return _Passing(text, _retry_after(error.headers.get("Retry-After")))
-        if error.code in (401, 403):
+        said = self._shown(response.content.decode("utf-8", "replace"))
+        text = f"HTTP {response.status_code}{': ' + said if said else ''}"
+        if response.status_code in _PASSING or response.status_code >= 500:
+            return _Passing(text, _retry_after(response.headers.get("Retry-After")))
+        if response.status_code in (401, 403):
             what = "the key that data.endpoint_key names" if self._key else "requests without a key (data.endpoint_key)"
             return PeftlabError(f"data.endpoint: {self.url} does not take {what} ({text})")
         return Refused(f"data.endpoint: {self.url}{path}: {text}")
