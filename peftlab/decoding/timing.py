@@ -86,10 +86,10 @@ class Watch:
         """
         running = None if self._waits_for_device else min(1.0, self._ran / self._wall)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return Conditions(self._load, cores, running, spread(repeats))
+        return Conditions(self._load, cores, running, relative_spread(repeats))
 
 
-def spread(repeats: Sequence[Sequence[float]]) -> float | None:
+def relative_spread(repeats: Sequence[Sequence[float]]) -> float | None:
     """Return the median over all work of (third quartile - first quartile) / median of its repeats."""
     each = []
     for times in repeats:

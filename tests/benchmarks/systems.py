@@ -31,7 +31,7 @@ class System:
 
 _GATE = "decoding/test_lossless_gate.py::test_every_drafter"
 _POLICIES = "decoding/test_lossless_gate.py::test_every_policy"
-_TREES = "decoding/test_tree_laws.py"
+_TREES = "decoding/test_sampled_trees.py"
 _LAWS = "decoding/test_sampled_decoding.py::test_follows_the_target"
 
 _KEYS = {
@@ -61,13 +61,13 @@ SYSTEMS = (
     System("n-grams: unigram", "draft bench --drafter ngram:1 --temperature 1", _LAWS),
     System("n-grams: bigram", "draft bench --drafter ngram:2 --temperature 1", _LAWS),
     System("Draft model, greedy (2211.17192)", "draft bench --draft {model} --gamma 2", _GATE),
-    System("Block verification (2403.10444)", "draft bench --draft {model} --gamma 2 --temperature 1", "decoding/test_verify_chains.py::test_a_block_follows_the_target_exactly_and_accepts_no_less"),
-    System("Token by token, in place of blocks (2211.17192)", "draft bench --draft {model} --gamma 2 --temperature 1 --verify tokens", "decoding/test_verify_chains.py::test_a_chain_follows_the_target_exactly"),
-    System("RSD-C: fixed branching (2402.14160)", "draft bench --draft {model} --tree rsd_c:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_multidraft.py::test_a_tree_follows_the_target_exactly"),
-    System("RSD-S: a stochastic beam (2402.14160)", "draft bench --draft {model} --tree rsd_s:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_tree_laws.py::test_a_stochastic_beam_follows_the_target_exactly"),
-    System("SpecInfer: multi-round (2305.09781)", "draft bench --draft {model} --tree specinfer:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_tree_laws.py::test_chains_with_shared_beginnings"),
-    System("SpecTr: K-SEQ (2310.15141)", "draft bench --draft {model} --tree specinfer:2 --gamma 4 --temperature 1 --verify kseq", "decoding/test_multidraft.py::test_several_drafts_follow_the_target_exactly"),
-    System("Traversal verification (2505.12398)", "draft bench --draft {model} --tree rsd_s:2 --gamma 4 --temperature 1 --verify traversal", "decoding/test_tree_laws.py::test_whole_paths_accept_more_than_token_by_token"),
+    System("Block verification (2403.10444)", "draft bench --draft {model} --gamma 2 --temperature 1", "decoding/test_verify.py::test_a_block_follows_the_target_exactly_and_accepts_no_less"),
+    System("Token by token, in place of blocks (2211.17192)", "draft bench --draft {model} --gamma 2 --temperature 1 --verify tokens", "decoding/test_verify.py::test_a_chain_follows_the_target_exactly"),
+    System("RSD-C: fixed branching (2402.14160)", "draft bench --draft {model} --tree rsd_c:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_sampled_trees.py::test_a_tree_follows_the_target_exactly"),
+    System("RSD-S: a stochastic beam (2402.14160)", "draft bench --draft {model} --tree rsd_s:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_sampled_trees.py::test_a_stochastic_beam_follows_the_target_exactly"),
+    System("SpecInfer: multi-round (2305.09781)", "draft bench --draft {model} --tree specinfer:2 --gamma 4 --temperature 1 --verify tokens", "decoding/test_sampled_trees.py::test_chains_with_shared_beginnings"),
+    System("SpecTr: K-SEQ (2310.15141)", "draft bench --draft {model} --tree specinfer:2 --gamma 4 --temperature 1 --verify kseq", "decoding/test_sampled_trees.py::test_several_drafts_follow_the_target_exactly"),
+    System("Traversal verification (2505.12398)", "draft bench --draft {model} --tree rsd_s:2 --gamma 4 --temperature 1 --verify traversal", "decoding/test_sampled_trees.py::test_whole_paths_accept_more_than_token_by_token"),
     System("SAM-Decoding with a draft, as RASD (2503.03434)", "draft bench --draft {model} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
     System("Early exit, not trained", "draft bench --draft exit:6 --gamma 2", "decoding/test_self_speculation.py::test_an_exit_is_lossless"),
     System("LayerSkip (2404.16710)", "draft bench --target {exits} --draft exit:6 --gamma 2", "drafting/test_layerskip.py::test_a_run_with_every_schedule_resumes_exactly"),
@@ -86,22 +86,22 @@ SYSTEMS = (
     System("EAGLE-3, chain (2503.01840)", "draft bench --draft {eagle3} --gamma 2", "drafting/test_eagle3.py::test_a_step_of_training_is_a_drafted_token"),
     System("EAGLE-3, tree of EAGLE-2 (2406.16858)", "draft bench --draft {eagle3} --width 4 --gamma 8", "decoding/test_feature_trees.py::test_the_most_probable_nodes_are_drafted"),
     System("EAGLE-3 and copies in one tree", "draft bench --draft {eagle3} --gamma 4", "decoding/test_suffix.py::test_a_fused_tree_follows_the_target_exactly", "suffix+draft"),
-    System("PEARL: draft and target at once (2408.11850)", "draft bench --draft {model} --drafter pearl --gamma 2", "decoding/test_ahead_drafter.py::test_greedy_output_is_the_plain_one", "pearl"),
-    System("A draft that sees 4 first and 64 last tokens (LongSpec, 2502.17421)", "draft bench --draft {model} --gamma 2 --draft-window 4:64", "decoding/test_draft_window.py::test_the_output_is_the_targets_own"),
+    System("PEARL: draft and target at once (2408.11850)", "draft bench --draft {model} --drafter pearl --gamma 2", "decoding/test_model_drafters.py::test_greedy_output_is_the_plain_one", "pearl"),
+    System("A draft that sees 4 first and 64 last tokens (LongSpec, 2502.17421)", "draft bench --draft {model} --gamma 2 --draft-window 4:64", "decoding/test_model_drafters.py::test_the_output_is_the_targets_own"),
     System("A draft in bf16", "draft bench --draft {model} --gamma 2 --draft-dtype bf16", "decoding/test_lossless_gate.py::test_a_rounded_draft_leaves_the_output_alone"),
     System("Length by confidence", "draft bench --draft {model} --gamma 4 --policy confidence:0.4", _POLICIES),
     System("Length by the last step, as transformers", "draft bench --draft {model} --gamma 4 --policy heuristic", _POLICIES),
-    System("SpecDec++: a trained head (2405.19715)", "draft bench --draft {model} --gamma 4 --policy head:0.7", "decoding/test_draft_lengths.py::test_generate_and_bench_follow_every_policy"),
-    System("SmartSpec: goodput (2406.14066)", "draft bench --draft {model} --gamma 4 --policy goodput", "decoding/test_draft_lengths.py::test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large"),
-    System("SmartSpec, 3 prompts at a time", "draft bench --draft {model} --gamma 4 --policy goodput --batch-size 3", "decoding/test_draft_lengths.py::test_generate_and_bench_follow_every_policy"),
+    System("SpecDec++: a trained head (2405.19715)", "draft bench --draft {model} --gamma 4 --policy head:0.7", "decoding/test_policies.py::test_generate_and_bench_follow_every_policy"),
+    System("SmartSpec: goodput (2406.14066)", "draft bench --draft {model} --gamma 4 --policy goodput", "decoding/test_policies.py::test_goodput_drafts_less_where_less_is_accepted_and_where_the_batch_is_large"),
+    System("SmartSpec, 3 prompts at a time", "draft bench --draft {model} --gamma 4 --policy goodput --batch-size 3", "decoding/test_policies.py::test_generate_and_bench_follow_every_policy"),
     System("A static batch", "draft bench --drafter suffix --batch-size 3", _GATE),
-    System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_pool.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
+    System("A pool that refills, against plain static batches", "draft bench --drafter suffix --batch-size 3 --pool", "decoding/test_benchmark.py::test_a_pool_gives_the_outputs_of_single_sequences", "pool"),
     System("Typical acceptance, lossy (2401.10774)", "draft bench --draft {model} --gamma 2 --lossy typical", "decoding/test_lossy.py::test_the_law_of_the_emitted_token_is_that_of_the_code"),
     System("The target's K best, lossy", "draft bench --draft {model} --gamma 2 --lossy accept_k:3", "decoding/test_lossy.py::test_bench_never_calls_it_lossless"),
     System("Encoder-decoder targets", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_encoder_decoder.py::test_the_command_line_decodes_and_measures"),
     System("State-space targets (Mamba)", "draft bench --target TARGET --prompts FILE.jsonl --drafter lookup", "decoding/test_state_space.py::test_the_command_line_decodes_and_measures"),
-    System("Costs of drafting, by kind", "draft plan --target TARGET", "decoding/test_draft_advice.py::test_plan_without_a_draft_compares_the_kinds_in_eighty_columns"),
-    System("PEARL: draft and target at once, as a column (2408.11850)", "draft plan --target TARGET --draft DRAFT", "decoding/test_pearl.py::test_the_closed_form_is_the_mean_of_the_schedule"),
-    System("The best length of each batch size", "draft plan --target TARGET --draft DRAFT --batch 1,4,16", "decoding/test_draft_plan.py::test_each_batch_size_has_its_own_best_length"),
-    System("Leviathan's tables", "draft plan --theory", "decoding/test_draft_plan.py::test_theory_is_the_papers_table"),
+    System("Costs of drafting, by kind", "draft plan --target TARGET", "decoding/test_planning.py::test_plan_without_a_draft_compares_the_kinds_in_eighty_columns"),
+    System("PEARL: draft and target at once, as a column (2408.11850)", "draft plan --target TARGET --draft DRAFT", "decoding/test_theory.py::test_the_closed_form_is_the_mean_of_the_schedule"),
+    System("The best length of each batch size", "draft plan --target TARGET --draft DRAFT --batch 1,4,16", "decoding/test_planning.py::test_each_batch_size_has_its_own_best_length"),
+    System("Leviathan's tables", "draft plan --theory", "decoding/test_planning.py::test_theory_is_the_papers_table"),
 )  # fmt: skip

@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
+import numpy
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from peftlab.cli.app import app
 from peftlab.decoding import benchmark as benches
-from peftlab.decoding.decode import Generation, Step, decode
+from peftlab.decoding.benchmark import Question, Settings, drafted_text, measure_pool, pieces
+from peftlab.decoding.decode import Generation, Step, StoppingCriteria, decode
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
-from peftlab.decoding.model_free import TokenRecycling
+from peftlab.decoding.model_free import NGramDrafter, PromptLookup, SuffixAndDraft, SuffixLookup, TokenRecycling
+from peftlab.decoding.planning import plan_from_repeats
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling
-from peftlab.decoding.statistics import OverlapMeter, acceptance_statistics
+from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
+from peftlab.decoding.statistics import (
+    OverlapMeter,
+    RateIntervals,
+    Timings,
+    acceptance_statistics,
+    rate_intervals,
+    verdict,
+)
+from peftlab.decoding.timing import Conditions, Watch, relative_spread, step_seconds, uncertain
+from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
 from peftlab.drafting.config import MedusaDraft
-from peftlab.drafting.heads import MedusaKind, write_medusa
+from peftlab.drafting.heads import MedusaHeads, MedusaKind, write_medusa
+from peftlab.drafting.state_network import usual_features
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.hardware import describe_cpu
 from peftlab.models.pretrained import load_base, load_tokenizer
 from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
+from tests.byte_tokens import byte_tokenizer
 from tests.command_line import invoke
+from tests.eagle_models import trained_eagle
 
 
 @pytest.fixture(scope="module")
@@ -449,3 +470,284 @@ def test_generate_says_on_what_processor_and_weights(stories, draft_dir, tmp_pat
     packed = build_engine(load_base(str(stories), "AutoModelForCausalLM")[0]).packed
     assert result["weights"]["target"] == {"dtype": "fp32", "packed": list(packed)}
     assert result["weights"]["draft"]["dtype"] == "bf16" and result["cpu"] == to_json(describe_cpu())
+
+
+NEW = 20
+
+
+def layers(model):
+    return ModelDrafter(build_engine(truncate(model, range(4)), pack=False))
+
+
+DRAFTERS = {
+    "plain": lambda m: None,
+    "layers": layers,
+    "early exit": lambda m: ModelDrafter(
+        build_engine(truncate(m, range(4), share=True), pack=False), shares_cache=True
+    ),
+    "heads": lambda m: HeadsDrafter(MedusaHeads(m.get_output_embeddings().weight, 4), width=4),
+    "eagle tree": lambda m: FeatureDrafter(trained_eagle(m), 3),
+    "lookup": lambda m: PromptLookup(),
+    "n-gram": lambda m: NGramDrafter(),
+    "recycling": lambda m: TokenRecycling(),
+    "suffix+layers": lambda m: SuffixAndDraft(SuffixLookup(shortest=2), layers(m)),
+}
+
+
+@pytest.fixture(scope="module")
+def target(stories_model):
+    return build_engine(stories_model, pack=False, features=usual_features(5))
+
+
+@pytest.fixture(scope="module")
+def ends(target, uneven_prompts):
+    """Tokens of some outputs, so that slots become free at different times."""
+    plain = decode(target, uneven_prompts, StoppingCriteria(NEW))
+    return StoppingCriteria(NEW, frozenset({plain[1].tokens[8], plain[2].tokens[3]}))
+
+
+@pytest.fixture(scope="module")
+def expected(target, uneven_prompts, ends):
+    outputs = [decode(target, [prompt], ends)[0] for prompt in uneven_prompts]
+    assert len({len(output.tokens) for output in outputs}) > 2
+    return [(output.tokens, output.reason) for output in outputs]
+
+
+@pytest.mark.parametrize("pool", [1, 3])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_pool_gives_the_outputs_of_single_sequences(
+    stories_model, target, uneven_prompts, ends, expected, name, pool
+):
+    drafter, together = DRAFTERS[name](stories_model), []
+
+    def observe(rows, verified):
+        together.append(len(rows))
+
+    found = decode(target, uneven_prompts, ends, drafter, policy=partial(Fixed, 4), pool=pool, observe=observe)
+    assert [(output.tokens, output.reason) for output in found] == expected
+    full = together.count(pool)
+    assert max(together) == pool and together[:full] == [pool] * full, "never less while a prompt waits"
+    if name in ("layers", "early exit", "heads", "eagle tree"):
+        assert acceptance_statistics(found).accepted > 0
+
+
+def test_a_pool_of_nothing(target):
+    with pytest.raises(PeftlabError, match="pool: 0 sequences; give 1 or more"):
+        decode(target, [[1]], StoppingCriteria(3), pool=0)
+
+
+def test_sampling_in_a_pool_is_that_of_single_sequences(stories_model, target, uneven_prompts, ends):
+    sampling, policy = Sampling(temperature=0.9, seed=4), partial(Fixed, 3)
+    found = decode(target, uneven_prompts, ends, layers(stories_model), policy=policy, sampling=sampling, pool=2)
+    for i, prompt in enumerate(uneven_prompts):
+        own = replace(sampling, seed=sampling.seed + i)
+        alone = decode(target, [prompt], ends, layers(stories_model), policy=policy, sampling=own)
+        assert alone[0].tokens == found[i].tokens
+
+
+def test_a_pool_verifies_as_asked(stories_model, target, uneven_prompts):
+    used = []
+
+    def chain(*arguments):
+        used.append(arguments)
+        return verify_chain(*arguments)
+
+    settings = Settings(6, sampling=Sampling(1.0), batch_size=2, repeats=1, verifier=Verifier(chain, verify_tree))
+    questions = [Question(str(i), "", prompt) for i, prompt in enumerate(uneven_prompts[:3])]
+    measured = measure_pool(target, "draft", partial(layers, stories_model), questions, settings)
+    assert measured.equal is None and set(measured.pooled) == {"plain", "draft"}
+    assert used
+
+
+def test_bench_times_a_pool(stories, tmp_path):
+    (tmp_path / "p.txt").write_text("Once upon a time\nTom and Lily\nThe dog\n")
+    settings = ["--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--drafter", "lookup", "--pool"]
+    shared = ["draft", "bench", "--target", str(stories), "--prompts", str(tmp_path / "p.txt"), *settings]
+    shown = CliRunner().invoke(app, [*shared, "--batch-size", "2", "--json", str(tmp_path / "o.json")])
+    assert shown.exit_code == 0, shown.output
+    pool = json.loads((tmp_path / "o.json").read_text())["pool"]
+    assert pool["equal"] is True and set(pool["static"]) == set(pool["pooled"]) == {"plain", "draft"}
+    assert min(*pool["static"].values(), *pool["pooled"].values()) > 0
+    assert "a pool that refills against static batches: plain" in shown.stdout.replace("\n", " ")
+    with pytest.raises(PeftlabError, match="pool: a batch size of 1; give 2 or more"):
+        raise CliRunner().invoke(app, shared).exception
+
+
+TRACED, GAMMA = 56, 3
+POLICY = partial(Fixed, GAMMA)
+SETTINGS = Settings(TRACED, policy=POLICY)
+
+
+@pytest.fixture(scope="module")
+def draft_model(stories_model):
+    return truncate(stories_model, range(4))
+
+
+@pytest.mark.parametrize("drafter", ["draft", "recycling"])
+def test_its_tokens_are_the_output_and_its_counts_the_steps(stories_model, stories_tokenizer, draft_model, drafter):
+    make = {"draft": lambda: ModelDrafter(build_engine(draft_model, pack=False)), "recycling": TokenRecycling}[drafter]
+    target, prompt = build_engine(stories_model, pack=False), stories_tokenizer("Once upon a time").input_ids
+    found = drafted_text(target, SETTINGS, "draft", make(), Question("0", "", prompt), stories_tokenizer)
+    (output,) = decode(target, [prompt], StoppingCriteria(TRACED), make(), policy=POLICY)
+    kept = [piece for piece in found.pieces if piece.kind != "rejected"]
+    assert len(kept) == TRACED and found.prompt == "Once upon a time"
+    whole = stories_tokenizer.decode([*prompt, *output.tokens])
+    assert whole == stories_tokenizer.decode(prompt) + "".join(piece.text for piece in kept)
+    kinds = [piece.kind for piece in found.pieces]
+    assert kinds.count("accepted") == sum(step.accepted for step in output.steps) > 0
+    assert kinds.count("target") == sum(step.emitted - step.accepted for step in output.steps) > 0
+    if drafter == "draft":  # a chain: what was not accepted was rejected, but where the output ended before
+        rejected = sum(step.drafted - step.accepted for step in output.steps if step.emitted > step.accepted)
+        assert kinds.count("rejected") == rejected > 0
+
+
+def test_rejected_tokens_are_what_the_draft_would_have_written(stories_model, stories_tokenizer, draft_model):
+    target, draft = build_engine(stories_model, pack=False), build_engine(draft_model, pack=False)
+    prompt = stories_tokenizer("Tom and Lily").input_ids
+    found = drafted_text(target, SETTINGS, "draft", ModelDrafter(draft), Question("0", "", prompt), stories_tokenizer)
+    (output,) = decode(target, [prompt], StoppingCriteria(TRACED))
+    ids, following, checked = list(prompt), iter(output.tokens), 0
+    for before, piece in pairwise(found.pieces):
+        if before.kind != "rejected":
+            ids.append(next(following))
+        if piece.kind == "rejected" and before.kind != "rejected":
+            with torch.inference_mode():
+                likeliest = int(draft_model(torch.tensor([ids])).logits[0, -1].argmax())
+            assert stories_tokenizer.decode([*ids, likeliest]) == stories_tokenizer.decode(ids) + piece.text
+            checked += 1
+    assert checked >= 3
+
+
+def test_a_character_of_several_tokens_is_shown_once():
+    tokenizer = byte_tokenizer(None, [], bos="<s>", eos="</s>")
+    before, ids = tokenizer("na").input_ids, tokenizer("ïve\n").input_ids
+    found = pieces(tokenizer, before, ids, "target")
+    assert [piece.text for piece in found] == ["", "ï", "v", "e", "\n"]
+    assert [piece.text for piece in pieces(tokenizer, [*before, ids[0]], ids[1:3], "target")] == ["ï", "v"]
+
+
+QUIET = Conditions(load=1.9, cores=2, running=0.99, spread=0.03)
+BUSY = Conditions(load=8.1, cores=2, running=0.4, spread=0.6)
+
+
+def test_doubts_name_what_was_seen():
+    assert QUIET.doubts() == []
+    assert Conditions(None, 2, None, None).doubts() == []
+    assert BUSY.doubts() == [
+        "load average 8.1 on 2 cores",
+        "waiting for a core 60 % of the time",
+        "repeats of the same work differ by 60 %",
+    ]
+    assert Conditions(8.1, 16, 0.99, 0.03).doubts() == [], "as many cores as are asked for"
+    assert BUSY.as_json()["doubts"] == BUSY.doubts() and BUSY.as_json()["load"] == 8.1
+
+
+def test_spread_is_that_of_the_same_work():
+    assert relative_spread([[1.0, 1.0, 1.0], [5.0, 5.0, 5.0]]) == 0
+    assert relative_spread([[1.0, 2.0, 3.0]]) == pytest.approx(0.5)  # quartiles 1.5 and 2.5, median 2
+    assert relative_spread([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [7.0, 7.0, 7.0]]) == 0
+    assert relative_spread([[1.0], [2.0]]) is None
+
+
+def test_a_thread_that_does_not_run_is_seen():
+    """Asleep it waits as it would for a core."""
+    with Watch(torch.device("cpu")) as watch:
+        time.sleep(0.2)
+    found = watch.conditions([[1.0, 1.0]])
+    assert found.running is not None and found.running < 0.5
+    assert found.spread == 0 and found.cores >= 1
+    with Watch(torch.device("meta")) as watch:
+        time.sleep(0.01)
+    assert watch.conditions([]).running is None, "elsewhere the thread waits for the device"
+
+
+def plan_of(target, draft, conditions=QUIET):
+    return plan_from_repeats(target, draft, conditions)
+
+
+class TestPlan:
+    """A plan has intervals."""
+
+    def test_quiet_repeats_are_the_plan_of_their_medians(self):
+        result = plan_of([[1.0, 1.01, 0.99], [1.02, 1.0, 1.01], [1.0, 1.0, 1.1]], [0.2, 0.2, 0.21])
+        assert result.c == pytest.approx(0.2) and result.target_seconds == [1.0, 1.01, 1.0]
+        low, high = result.c_interval
+        assert low <= 0.2 <= high < 0.22
+        assert result.target_range[0] == (0.99, 1.01) and result.draft_range == (0.2, 0.21)
+        assert result.verdict.startswith("pays from an acceptance of")
+        assert result.conditions.doubts() == []
+
+    def test_a_busy_machine_concludes_nothing(self):
+        """Target and draft are the same model; another process ran during the draft's steps."""
+        same = [1.0, 1.1, 0.9, 1.0, 21.0]
+        hit = [22.0, 1.0, 21.9, 25.0, 1.1]
+        result = plan_of([same] * 3, hit, BUSY)
+        low, high = result.c_interval
+        assert low <= 1.1 and high > 20, "the interval contains c = 1"
+        assert result.verdict.startswith("uncertain, the machine was busy (load average 8.1 on 2 cores; ")
+        assert "by these times cannot pay here" in result.verdict
+
+    def test_repeats_that_disagree_are_uncertain_on_a_quiet_machine_too(self):
+        result = plan_of([[1.0] * 6, [1.2, 2.8] * 3], [0.1] * 6)
+        low, high = result.cap_interval
+        assert low <= 1 < high
+        assert result.verdict.startswith("uncertain, as by some repeats a perfect draft reaches")
+
+    def test_a_single_repeat_has_no_interval(self):
+        result = plan_of([[1.0], [1.1]], [0.1], Conditions(0.1, 2, 0.99, None))
+        assert result.c_interval is None and result.cap_interval is None
+
+    def test_no_repeat_is_refused(self):
+        with pytest.raises(PeftlabError, match="repeats: 0 measures nothing"):
+            step_seconds({}, repeats=0)
+
+
+class TestIntervals:
+    """Prompts and repeats are both drawn anew."""
+
+    def test_one_prompt_has_no_interval(self):
+        one, other = Timings([10], [[1.0, 1.1, 0.9]]), Timings([10], [[2.0, 2.1, 1.9]])
+        assert rate_intervals(one, other) == RateIntervals(rate=None, baseline=None, speedup=None)
+        said = verdict(2.0, None)
+        assert said == "2.00x plain decoding on a single batch, too few for an interval"
+
+    def test_repeats_that_differ_widen_it(self):
+        plain = Timings([10] * 4, [[2.0] * 5] * 4)
+        still = rate_intervals(Timings([10] * 4, [[1.0] * 5] * 4), plain).speedup
+        assert still == (2.0, 2.0)
+        low, high = rate_intervals(Timings([10] * 4, [[0.5, 0.5, 1.0, 3.0, 3.0]] * 4), plain).speedup
+        assert low < 1.5 and high > 2.2
+
+    def test_prompts_that_differ_widen_it(self):
+        plain = Timings([10] * 20, [[1.0]] * 20)
+        low, high = rate_intervals(Timings([10] * 20, [[0.5], [3.0]] * 10), plain).speedup
+        assert low < 2 / 3.5 < high
+
+    def test_slow_moments_that_hit_both_cancel(self):
+        """Both took turns, so that repeat i of one belongs to repeat i of the other."""
+        noise = numpy.random.default_rng(1).uniform(1, 5, (6, 3))
+        pair = [Timings([10] * 6, (scale * noise).tolist()) for scale in (1.0, 2.0)]
+        found = rate_intervals(*pair)
+        assert found.speedup == pytest.approx((2.0, 2.0))
+        assert found.rate[1] > 1.2 * found.rate[0]
+
+    def test_the_interval_covers_the_truth_as_often_as_it_says(self):
+        """Prompts with noisy repeats, 200 times over: 95 % intervals of 12 prompts contain the true ratio in most."""
+        dice = numpy.random.default_rng(0)
+        hits = 0
+        for _ in range(200):
+            seconds = dice.lognormal(0, 0.3, (12, 1)) * dice.lognormal(0, 0.1, (12, 3))
+            plain = 2 * dice.lognormal(0, 0.1, (12, 3)) * seconds.mean(1, keepdims=True)
+            found = rate_intervals(Timings([10] * 12, seconds.tolist()), Timings([10] * 12, plain.tolist()), draws=300)
+            low, high = found.speedup
+            hits += low <= 2.0 <= high
+        assert hits >= 170
+
+
+def test_verdicts():
+    assert verdict(2.0, (1.5, 2.5)).startswith("faster than plain")
+    assert verdict(0.8, (0.7, 0.9)).startswith("slower than plain")
+    assert verdict(1.1, (0.9, 1.2)).startswith("no clear difference")
+    said = verdict(2.0, (1.5, 2.5), BUSY.doubts())
+    assert said.startswith("uncertain, the machine was busy (load") and "by these times faster than plain" in said
+    assert uncertain([], "faster") == "faster"
