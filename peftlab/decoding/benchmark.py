@@ -1,4 +1,8 @@
-"""Plain and speculative decoding timed side by side on the same stack, counted in token ids."""
+"""Plain and speculative decoding timed side by side on the same stack, counted in token ids.
+
+``bench`` measures drafters against plain decoding; ``measured_gain`` explains a gain by its parts; ``measure_pool``
+times a pool that refills; ``drafted_text`` shows every drafted token of one output.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +235,7 @@ def bench(
     within = sum(model.seconds for model in models)
     first = next(iter(drafters))
     found = {
-        name: replace(run.result(name), alpha=_overlap(run, name, make), lossy=_departure(run, name, make))
+        name: replace(run.result(name), alpha=_overlap(run, name, make), lossy=_lossy_result(run, name, make))
         for name, make in drafters.items()
     }
     fitting = [q for batch in run.batches for q in batch]
@@ -356,21 +360,21 @@ def _timed(
 def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
     overlap, drafter = OverlapMeter(run.settings.sampling), make()
     if drafter.has_logits:
-        _observed(run, name, drafter, overlap)
+        _observe(run, name, drafter, overlap)
     return overlap.result()
 
 
-def _departure(run: Comparison, name: str, make: Callable[[], Drafter]) -> LossyResult | None:
+def _lossy_result(run: Comparison, name: str, make: Callable[[], Drafter]) -> LossyResult | None:
     settings = run.settings
     if settings.lossy is None:
         return None
     departure, outputs = DistanceMeter(settings.lossy, settings.sampling), run.records[name].outputs
-    _observed(run, name, make(), departure)
+    _observe(run, name, make(), departure)
     exact, mine = ([generation.tokens for generation in of] for of in (run.records[PLAIN].outputs, outputs))
     return departure.result(differing_share(exact, mine) if settings.sampling.greedy else None)
 
 
-def _observed(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
+def _observe(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
     """Decode once more, in a pass of its own, because reading every distribution takes time."""
     for batch in run.batches:
         decode_batch(run.target, run.settings, name, drafter, batch, observe)
@@ -453,7 +457,7 @@ def measured_gain(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _DecodingMode:
     """A way to decode all prompts: with the drafter or plainly, in a pool or batch after batch."""
 
     target: Engine
@@ -493,16 +497,16 @@ def measure_pool(
     """
     check_pool(settings.batch_size)
     fitting = [question for question in questions if fits(target, question)]
-    ways = {
-        (each, pooled): _Way(target, settings, fitting, each, maker, pooled)
+    modes = {
+        (each, pooled): _DecodingMode(target, settings, fitting, each, maker, pooled)
         for each, maker in ((PLAIN, None), (name, make))
         for pooled in (False, True)
     }
     seconds, tokens = defaultdict[tuple[str, bool], list[float]](list), dict[tuple[str, bool], list[list[int]]]()
     for _ in range(settings.repeats + 1):
-        for key, way in ways.items():
+        for key, mode in modes.items():
             began = time.perf_counter()
-            tokens[key] = way.outputs()
+            tokens[key] = mode.outputs()
             seconds[key].append(time.perf_counter() - began)
     rates = {key: sum(map(len, tokens[key])) / statistics.median(times[1:]) for key, times in seconds.items()}
     equal = None

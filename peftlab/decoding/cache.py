@@ -3,6 +3,9 @@
 Token i of row b is stored in slot i of row b, whatever the other rows' lengths. So nothing is padded, positions are
 slots, a crop is a smaller length, and a rejected token's slot is simply written again. No mask is ever
 derived from token ids, so a padding token that equals the end-of-sequence token is harmless.
+
+``WindowedCache`` has a constant size: a sequence's first tokens and its last ones. ``TreeShape`` says which tokens of a
+drafted tree attend to which.
 """
 
 from __future__ import annotations

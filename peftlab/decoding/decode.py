@@ -229,7 +229,7 @@ class _Batch:
         if self.drafter is not None:
             self.drafter.accept(rows, verified)
         if ended:
-            self._replace(ended)
+            self._refill(ended)
 
     def _generators(self, rows: list[Row]) -> list[torch.Generator]:
         """Return new generators, for one number of each row: what it draws later is the same however many they give."""
@@ -283,7 +283,7 @@ class _Batch:
         row.policy.update(drafted, accepted)
         run = [*(tokens[node] for node in path), following]
         result = self.results[row.index]
-        kept, reason = self._cut(result.tokens, run, row)
+        kept, reason = self._end_of_output(result.tokens, run, row)
         result.tokens += run[:kept]
         row.tokens += run[:kept]
         # Tokens past the end were never output: neither they nor their acceptance count.
@@ -294,7 +294,7 @@ class _Batch:
         result.reason = reason or result.reason
         return reason is not None
 
-    def _cut(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
+    def _end_of_output(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
         """Return how many tokens of an accepted run are output, and why the output ends there, if it does."""
         room = _room(self.target, row, self.stopping)
         for n, token in enumerate(run, start=1):
@@ -306,7 +306,7 @@ class _Batch:
                 return n, "length" if len(before) + n == self.stopping.max_new_tokens else "context"
         return len(run), None
 
-    def _replace(self, ended: set[int]) -> None:
+    def _refill(self, ended: set[int]) -> None:
         """Give the slots of sequences that have ended to those that wait; remove the other slots from every cache."""
         free = [row.slot for row in self.rows if row.index in ended]
         joining, self.waiting = self.waiting[: len(free)], self.waiting[len(free) :]

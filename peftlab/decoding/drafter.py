@@ -1,4 +1,7 @@
-"""What every drafter is to the decoder: the sequences it sees, what it proposes, and what it is told of the outcome."""
+"""The interface of drafters: the sequences they see, what they propose, and what they are told of the outcome.
+
+``draft_chain`` is the loop of every draft that computes one token after the other.
+"""
 
 from __future__ import annotations
 

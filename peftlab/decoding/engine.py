@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Block, Context, KVCache, slots_of
 from peftlab.decoding.table import Window
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,12 @@ class EngineWrapper:
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """See ``Engine.new_cache``."""
         return self._engine.new_cache(batch, capacity, context)
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model of this (text) config knows; None if it states no limit."""
+    # MPT has no other name for it: its biases are made for this number of positions.
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,15 @@
-"""Choosing the forward pass that decodes a model: the fastest that a trial on the model shows to be exact."""
+"""Choosing the forward pass that decodes a model: the fastest that a trial on the model shows to be exact.
+
+Architectures differ in how they place and mask tokens, and a wrong mask gives wrong text without an error. So each
+engine reads a handful of tokens, past the model's attention window, and its logits are compared with those of the
+model's own forward on one row and the library's cache (``Trial``). The keys and values of the tokens before those are a
+short prompt's, repeated: to read a whole window would take seconds, and the mask does not depend on what was read.
+
+Some architectures place tokens by their slot instead of the position that they are given (ALiBi, GPT-Neo's local
+layers) or build their own mask. Such a model reads rows of different lengths in several passes (``EqualLengths``), and
+a tree as one row per path from the root to a leaf (``PathByPath``). Both return what the single rows would have
+returned, at the price of more work.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +24,10 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from peftlab.decoding.cache import Block, KVCache, paths_of, shape_of
-from peftlab.decoding.engine import Engine, EngineWrapper, Output
+from peftlab.decoding.engine import Engine, EngineWrapper, Output, max_positions
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.recurrent import MIXERS, RecurrentEngine
-from peftlab.decoding.transformers_engine import Decoder, TransformersEngine, max_positions
+from peftlab.decoding.transformers_engine import Decoder, TransformersEngine
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
 
@@ -54,21 +65,21 @@ def build_engine(
     name, failures = type(model).__name__, list[str]()
     trial: Trial | None = None
     if flat and (structure := structure_of(model)) is not None:
-        trial = _trial(Trial, model, name)
-        engine = _exact(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
+        trial = _make_trial(Trial, model, name)
+        engine = _exact_engine(FlatEngine(model, structure, vocabulary, pack=pack, features=features), trial, [])
         if engine is not None:
             return engine
     if name in MIXERS:
         engines: list[Engine] = [RecurrentEngine(model, MIXERS[name], vocabulary, features=features)]
-        trial = _trial(StateTrial, model, name)
+        trial = _make_trial(StateTrial, model, name)
     else:
         language_model = Decoder(model) if model.config.is_encoder_decoder else model
         engines = [
             TransformersEngine(language_model, vocabulary, masks=masks, features=features) for masks in (True, False)
         ]
-        trial = trial or _trial(Trial, language_model, name)
+        trial = trial or _make_trial(Trial, language_model, name)
     for candidate in engines:
-        if engine := _exact(candidate, trial, failures):
+        if engine := _exact_engine(candidate, trial, failures):
             return engine
     raise PeftlabError(
         f"{name} cannot be decoded losslessly here ({failures[-1]}): "
@@ -76,7 +87,7 @@ def build_engine(
     )
 
 
-def _trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
+def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
     try:
         trial = make(model)
     except _FAULTS as fault:
@@ -90,7 +101,7 @@ def _trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Tr
 _FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
-def _exact(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
+def _exact_engine(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
     """Return the engine, its blocks split where necessary; None if single rows are wrong. ``failures`` says why."""
 
     def passes(check: Callable[[Engine], bool], engine: Engine) -> bool:
@@ -157,13 +168,13 @@ class Trial:
         self._prompt = self._prompt[: self._long]
         with _evaluating(model), torch.inference_mode():
             with _dtypes_of_products(model) as dtypes:
-                self._prompt_logits = self._begin()
+                self._prompt_logits = self._read_prompt()
             self._paths = {
-                n: [self._after(n, self._tree[path])[0] for path in _PATHS] for n in (self._short, self._long)
+                n: [self._continue(n, self._tree[path])[0] for path in _PATHS] for n in (self._short, self._long)
             }
             self.tolerance = max(map(_precision, dtypes)) ** 0.5
-            parts = self._after(self._long, *self._tree[_PATHS[0]].split(2))
-            self.causal = self._agree(torch.cat(parts), self._paths[self._long][0])
+            parts = self._continue(self._long, *self._tree[_PATHS[0]].split(2))
+            self.causal = self._logits_agree(torch.cat(parts), self._paths[self._long][0])
 
     def chains(self, engine: Engine) -> bool:
         """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
@@ -177,9 +188,9 @@ class Trial:
         expected = self._paths[self._long][0]
         # Rounding changes the first tokens of a text most: four times as much was measured.
         return (
-            self._agree(first.logits[0], self._prompt_logits, times=4)
-            and self._agree(block.logits[0], expected)
-            and self._agree(again.logits[0], expected[1:2])
+            self._logits_agree(first.logits[0], self._prompt_logits, factor=4)
+            and self._logits_agree(block.logits[0], expected)
+            and self._logits_agree(again.logits[0], expected[1:2])
         )
 
     def batches(self, engine: Engine) -> bool:
@@ -188,7 +199,7 @@ class Trial:
         tokens = self._tree[_PATHS[0]].expand(len(starts), -1)
         with _evaluating(self._model), torch.inference_mode():
             out = engine.forward(self._cache(engine, starts), tokens, Block(starts, tokens.shape[1]))
-        return all(self._agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
+        return all(self._logits_agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
 
     def trees(self, engine: Engine) -> bool:
         """Return whether trees are right, in a batch of different lengths."""
@@ -197,12 +208,12 @@ class Trial:
         with _evaluating(self._model), torch.inference_mode():
             out = engine.forward(self._cache(engine, starts), self._tree.expand(len(starts), -1), block)
         return all(
-            self._agree(row[path], want)
+            self._logits_agree(row[path], want)
             for row, n in zip(out.logits, starts, strict=True)
             for path, want in zip(_PATHS, self._paths[n], strict=True)
         )
 
-    def _begin(self) -> Tensor:
+    def _read_prompt(self) -> Tensor:
         """Return the model's own logits of the prompt, [n, V], and keep its keys and values."""
         cache = DynamicCache(config=self._config)
         logits = self._read(self._prompt, cache)
@@ -213,7 +224,7 @@ class Trial:
         ]
         return logits
 
-    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+    def _continue(self, length: int, *parts: Tensor) -> list[Tensor]:
         """Return the model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
         cache = self._library_cache(length)
         return [self._read(part, cache) for part in parts]
@@ -244,17 +255,17 @@ class Trial:
                 cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
         return cache
 
-    def _agree(self, logits: Tensor, expected: Tensor, times: int = 1) -> bool:
-        return difference(logits, expected[..., : logits.shape[-1]]) <= times * self.tolerance
+    def _logits_agree(self, logits: Tensor, expected: Tensor, factor: int = 1) -> bool:
+        return difference(logits, expected[..., : logits.shape[-1]]) <= factor * self.tolerance
 
 
 class StateTrial(Trial):
     """A trial of a state-space model, whose own forward reads everything anew, from the first token on."""
 
-    def _begin(self) -> Tensor:
-        return self._after(0, self._prompt)[0]
+    def _read_prompt(self) -> Tensor:
+        return self._continue(0, self._prompt)[0]
 
-    def _after(self, length: int, *parts: Tensor) -> list[Tensor]:
+    def _continue(self, length: int, *parts: Tensor) -> list[Tensor]:
         read, logits = self._prompt[:length], []
         for part in parts:
             read = torch.cat((read, part))

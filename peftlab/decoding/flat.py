@@ -409,29 +409,29 @@ class FlatEngine:
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
         with without_torch_function():
-            ahead = cache.take_first_layers(tokens, block)
-            if ahead is None or ahead.features.shape[-1] != self._width(ahead.layers):
-                h, entering = self.run_layers(cache, self.embed(tokens, block), block, range(self.layers))
+            done = cache.take_first_layers(tokens, block)
+            if done is None or done.features.shape[-1] != self._width(done.layers):
+                h, reported = self.run_layers(cache, self.embed(tokens, block), block, range(self.layers))
             else:
-                h, entering = self._run_remaining(cache, tokens, block, ahead)
+                h, reported = self._run_remaining(cache, tokens, block, done)
             if self.layers in self._features:
-                entering.append(self._norm(h))
+                reported.append(self._norm(h))
             output = self.output(h, keep)
-            return replace(output, features=torch.cat(entering, -1) if entering else None)
+            return replace(output, features=torch.cat(reported, -1) if reported else None)
 
     def _run_remaining(
-        self, cache: KVCache, tokens: Tensor, block: Block, ahead: FirstLayers
+        self, cache: KVCache, tokens: Tensor, block: Block, done: FirstLayers
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the later layers on tokens that the first ones have read, and all layers on the others."""
-        states, features = ahead.states, ahead.features
+        states, features = done.states, done.features
         rest = block.after(states.shape[1])
         if rest is not None:
             h = self.embed(tokens[:, -rest.n :], rest)
-            h, entering = self.run_layers(cache, h, rest, range(ahead.layers))
+            h, reported = self.run_layers(cache, h, rest, range(done.layers))
             states = torch.cat((states, h), 1)
-            features = torch.cat((features, concatenate_states(entering, h)), 1)
-        h, entering = self.run_layers(cache, states, block, range(ahead.layers, self.layers))
-        return h, [features, *entering] if features.shape[-1] else entering
+            features = torch.cat((features, concatenate_states(reported, h)), 1)
+        h, reported = self.run_layers(cache, states, block, range(done.layers, self.layers))
+        return h, [features, *reported] if features.shape[-1] else reported
 
     def _width(self, layers: int) -> int:
         """Return the width F of the features that the first ``layers`` layers report."""
@@ -457,11 +457,11 @@ class FlatEngine:
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         rotations = {name: table.rotation(block, cache.capacity, self.device) for name, table in self._tables.items()}
         masks = {w: self._mask(block, w) for w in {self._layers[i].window for i in layers}}
-        entering: list[Tensor] = []
+        reported: list[Tensor] = []
         for i in layers:
             layer = self._layers[i]
             if i in self._features:
-                entering.append(h)
+                reported.append(h)
             after = h
             if 2 * i not in skipped:
                 x = layer.qkv(h).view(b, n, heads + 2 * kv, dim)
@@ -472,7 +472,7 @@ class FlatEngine:
                 keys, values = cache.write(i, x[:, :, heads:].transpose(1, 2), block)
                 after = layer.out(self._attend(x[:, :, :heads], keys, values, masks[layer.window], layer), h)
             h = after if 2 * i + 1 in skipped else layer.down(layer.up(h if self._parallel else after), after)
-        return h, entering
+        return h, reported
 
     def output(self, h: Tensor, keep: list[int] | None = None) -> Output:
         """Return what the final norm and the LM head give for states [..., H] of layers."""

@@ -1,4 +1,4 @@
-"""Drafting with a model: a smaller one, or the target's own first layers."""
+"""Drafting with a model: a smaller one, the target's own first layers, or one with a reduced vocabulary."""
 
 from __future__ import annotations
 

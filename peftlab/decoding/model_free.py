@@ -1,4 +1,8 @@
-"""Drafters without a model: their only cost is the rejected tokens that the target has to read."""
+"""Drafters without a model: prompt lookup, suffixes of the text or a corpus, Token Recycling, and n-gram counts.
+
+Their only cost is the rejected tokens that the target has to read. ``SuffixAndDraft`` puts copies beside what another
+drafter proposes.
+"""
 
 from __future__ import annotations
 
@@ -155,13 +159,17 @@ class SuffixLookup(Drafter):
                 place = self.corpus.follow(place, token)
         self._places[row.index] = place
         length, end = text.repeated()
-        if self.corpus is not None and place[1] - self.margin > length and (copied := self._stored(place, budget)):
+        if (
+            self.corpus is not None
+            and place[1] - self.margin > length
+            and (copied := self._copy_from_corpus(place, budget))
+        ):
             return (place[1], copied) if place[1] >= self.shortest else (0, [])
         tail = text.tokens[end : end + budget]
         copied = [tail[k % len(tail)] for k in range(budget)]
         return (length, copied) if length >= self.shortest and copied else (0, [])
 
-    def _stored(self, place: tuple[int, int], budget: int) -> list[int]:
+    def _copy_from_corpus(self, place: tuple[int, int], budget: int) -> list[int]:
         """Return what followed in the corpus, up to the end of the document."""
         assert self.corpus is not None
         end = self.corpus.end(place)
@@ -246,8 +254,8 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     used = [1 + max((node for node, token in enumerate(line) if token >= 0), default=-1) for line in drafted]
     tokens, parents = [], []
     for i, (line, tree, count) in enumerate(zip(drafted, trees, used, strict=True)):
-        node, rest = _leave(tree, line, copies[i])
-        rest = rest[: max(0, budgets[i] - count)] if _likely(draft, line, i, node, rest, top) else []
+        node, rest = _branch_point(tree, line, copies[i])
+        rest = rest[: max(0, budgets[i] - count)] if _is_likely(draft, line, i, node, rest, top) else []
         tokens.append(line[:count] + rest)
         parents.append([*tree[:count], *[node, *range(count, count + len(rest) - 1)][: len(rest)]])
     if used == [len(line) for line in tokens]:
@@ -263,7 +271,7 @@ def fuse(draft: Proposal, copies: Sequence[list[int]], budgets: Sequence[int], t
     return Proposal(whole, probs, parents=[(*tree, *[-1] * (width - len(tree))) for tree in parents])
 
 
-def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
+def _branch_point(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> tuple[int, list[int]]:
     """Return the node at which a copy leaves a tree (-1: the root), and the rest of the copy."""
     # Of siblings with the same token the eldest has the children.
     places = reversed([*enumerate(zip(parents, tokens, strict=True))])
@@ -277,7 +285,7 @@ def _leave(parents: Sequence[int], tokens: Sequence[int], copied: list[int]) -> 
     return node, []
 
 
-def _likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
+def _is_likely(draft: Proposal, tokens: Sequence[int], row: int, node: int, rest: list[int], top: int) -> bool:
     """Return whether the first token of ``rest`` is among the ``top`` that a draft model found best at this place."""
     if not rest or draft.logits is None or draft.parents is not None:
         return True
@@ -391,7 +399,11 @@ END = -1
 
 
 class SuffixAutomaton:
-    """The substrings of ``tokens``.
+    """The substrings of ``tokens``, a text that grows: its longest repeated suffix, and matches of other texts in it.
+
+    Blumer et al. 1985; SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) drafts with it. Its states are the classes of
+    substrings that end at the same positions. At most 2n states and 3n transitions for n tokens; each token is read in
+    amortised constant time.
 
     Attributes:
         tokens: read so far.

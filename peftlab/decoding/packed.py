@@ -1,8 +1,12 @@
 """Products with the weights of a model, packed once for the CPU.
 
 In float32, weights that 16 bits represent exactly are stored in 16 (FBGEMM), which halves what a step reads from
-memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens. Where they are
-codes of at most 8 bits (``CodedWeight``), a few tokens are multiplied by the codes (``coded_product``).
+memory; others are packed by oneDNN, whose products then cost nearly the same for 1 and for 8 tokens.
+
+Weights may also be codes of at most 8 bits, times a scale, plus a minimum (``CodedWeight``): GGUF stores 16 or 32
+weights of one output so, bitsandbytes' int8 a whole row. They are loaded dequantised; codes, scales and minima are
+found in those numbers again, so that a dequantised copy works alike, and used only if they give every number bit for
+bit. A few tokens are then multiplied by the codes (``coded_product``): 1.3 bytes are read per weight instead of 4.
 """
 
 from __future__ import annotations
@@ -61,10 +65,10 @@ def pack_linears(module: nn.Module) -> None:
     """Let the linear maps of a module whose weights do not change any more multiply with packed weights."""
     for linear in module.modules():
         if type(linear) is nn.Linear and can_pack(linear.weight):
-            linear.forward = _of_packed(linear)  # type: ignore[method-assign, assignment]
+            linear.forward = _packed_forward(linear)  # type: ignore[method-assign, assignment]
 
 
-def _of_packed(linear: nn.Linear) -> Product:
+def _packed_forward(linear: nn.Linear) -> Product:
     with torch.no_grad():
         multiply, shrink = Products(pack=True).product([Linear(linear.weight.detach(), linear.bias)])
     return multiply if shrink == 1 else lambda x: multiply(x) * shrink
@@ -88,22 +92,22 @@ class Products:
             linears: of the same input, stacked along the outputs. outputs: how many of them are computed.
         """
         multiply, shrink = self._product(linears, outputs)
-        add = _additions(linears, 1 / shrink)
+        add = _lora_additions(linears, 1 / shrink)
         return (multiply if add is None else lambda x: add(multiply(x), x)), shrink
 
     def _product(self, linears: Sequence[Linear], outputs: int | None) -> tuple[Product, float]:
         weights, bias = self._parts(linears, outputs)
-        weight = _stacked(weights)
+        weight = _stack(weights)
         if not self._pack:
             return lambda x: F.linear(x, weight, bias), 1.0
         if (grow := float16_scale(weight)) is not None:
             self._note("weights in 16 bits")
-            return _half(weight * grow, bias), 1 / grow
+            return _float16_product(weight * grow, bias), 1 / grow
         blocks = self._blocks(weights)
         if blocks is not None and blocks.by_row:
-            several = _rows(blocks, bias)
+            several = _rowwise_product(blocks, bias)
         else:
-            packed, pointwise = _packed(weight), torch.ops.mkldnn._linear_pointwise.default
+            packed, pointwise = _onednn_weight(weight), torch.ops.mkldnn._linear_pointwise.default
 
             def several(x: Tensor) -> Tensor:
                 return pointwise(x, packed, bias, "none", [], "")
@@ -115,7 +119,7 @@ class Products:
 
     def added(self, linear: Linear) -> Added:
         """Return (x, residual) -> residual + x Wᵀ + bias, one kernel where oneDNN packed the weights."""
-        sum_up, add = self._added(linear), _additions([linear], 1.0)
+        sum_up, add = self._added(linear), _lora_additions([linear], 1.0)
         return sum_up if add is None else lambda x, residual: add(sum_up(x, residual), x)
 
     def _added(self, linear: Linear) -> Added:
@@ -124,16 +128,16 @@ class Products:
             return lambda x, residual: residual + F.linear(x, weight, bias)
         if (grow := float16_scale(weight)) is not None:
             self._note("weights in 16 bits")
-            half, shrink = _half(weight * grow, None if bias is None else bias * grow), 1 / grow
+            half, shrink = _float16_product(weight * grow, None if bias is None else bias * grow), 1 / grow
             return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
         blocks = self._blocks([weight])
         if blocks is not None and blocks.by_row:
-            rows = _rows(blocks, bias)
+            rows = _rowwise_product(blocks, bias)
 
             def several(x: Tensor, residual: Tensor) -> Tensor:
                 return residual + rows(x)
         else:
-            packed, fused = _packed(weight), torch.ops.mkldnn._linear_pointwise.binary
+            packed, fused = _onednn_weight(weight), torch.ops.mkldnn._linear_pointwise.binary
 
             def several(x: Tensor, residual: Tensor) -> Tensor:
                 return fused(x, residual, packed, bias, "add")
@@ -148,7 +152,7 @@ class Products:
         weights = [linear.weight.to(self._dtype or linear.weight.dtype) for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases)[:outputs] if biases else None
-        return (weights if outputs is None else [_stacked(weights)[:outputs]]), bias
+        return (weights if outputs is None else [_stack(weights)[:outputs]]), bias
 
     def _blocks(self, weights: Sequence[Tensor]) -> CodedWeight | None:
         blocks = coded_weight(weights)
@@ -178,11 +182,11 @@ def float16_scale(weight: Tensor) -> float | None:
     return grow if torch.equal(grown.half().float(), grown) else None
 
 
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
+def _stack(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([*weights]) if len(weights) > 1 else weights[0]
 
 
-def _additions(linears: Sequence[Linear], factor: float) -> Added | None:
+def _lora_additions(linears: Sequence[Linear], factor: float) -> Added | None:
     """Return (y, x) -> y with the additions of stacked linear maps, of ``factor`` x, in place; None: they have none."""
     found = [linear.addition for linear in linears if linear.addition is not None]
     if not found:
@@ -195,21 +199,21 @@ def _additions(linears: Sequence[Linear], factor: float) -> Added | None:
     return lambda y, x: gate.add(y, x, a, b)
 
 
-def _packed(weight: Tensor) -> Tensor:
+def _onednn_weight(weight: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
 
 
-def _half(weight: Tensor, bias: Tensor | None) -> Product:
+def _float16_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return x -> x Wᵀ + bias in float32, the weights kept in 16 bits."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     dynamic = torch.ops.quantized.linear_dynamic_fp16.default
     return lambda x: dynamic(x, packed)
 
 
-def _rows(blocks: CodedWeight, bias: Tensor | None) -> Product:
+def _rowwise_product(blocks: CodedWeight, bias: Tensor | None) -> Product:
     """Return x -> x Wᵀ + bias in float32, W's codes kept in 16 bits, which represent whole numbers up to 2,048."""
-    product, scales = _half(blocks.codes.float(), None), blocks.scales.flatten()
+    product, scales = _float16_product(blocks.codes.float(), None), blocks.scales.flatten()
     return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
 
 
@@ -249,7 +253,7 @@ class CodedWeight:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _BlockFormat:
     """What blocks may look like.
 
     Attributes:
@@ -265,12 +269,12 @@ class _Form:
     minima: bool = False
 
 
-_ROWS_OF_INT8 = _Form(0, 127, (0, -1, 1))  # bitsandbytes'
-_FORMS = (
+_ROWS_OF_INT8 = _BlockFormat(0, 127, (0, -1, 1))  # bitsandbytes'
+_FORMATS = (
     _ROWS_OF_INT8,
-    _Form(32, 127),  # GGUF's Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS
-    _Form(32, 31, range(31), minima=True),  # Q4_1, Q5_1, Q4_K, Q5_K
-    _Form(16, 32),  # Q3_K, Q6_K
+    _BlockFormat(32, 127),  # GGUF's Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS
+    _BlockFormat(32, 31, range(31), minima=True),  # Q4_1, Q5_1, Q4_K, Q5_K
+    _BlockFormat(16, 32),  # Q3_K, Q6_K
 )
 
 
@@ -300,21 +304,21 @@ def coded_weight(weights: Sequence[Tensor]) -> CodedWeight | None:
 
 
 def _blocks(weight: Tensor) -> CodedWeight | None:
-    return next((blocks for form in _FORMS if (blocks := _of_form(weight, form)) is not None), None)
+    return next((blocks for form in _FORMATS if (blocks := _find_blocks(weight, form)) is not None), None)
 
 
-def _of_form(weight: Tensor, form: _Form) -> CodedWeight | None:
+def _find_blocks(weight: Tensor, form: _BlockFormat) -> CodedWeight | None:
     """Return the blocks of one form; the first few show whether there are any."""
     size = form.size or weight.shape[1]
     if weight.shape[1] % size:
         return None
     first = weight[: -(-_PROBED * size // weight.shape[1])].reshape(-1, size)[:_PROBED]
-    if _coded(first[:2], form, []) is None or (probe := _coded(first, form, [])) is None:
+    if _quantise(first[:2], form, []) is None or (probe := _quantise(first, form, [])) is None:
         return None
-    usual = _usual(probe[0], form)
+    usual = _frequent_spans(probe[0], form)
     coded = []
     for rows in weight.split(_ROWS):
-        if (part := _coded(rows.reshape(-1, size), form, usual)) is None:
+        if (part := _quantise(rows.reshape(-1, size), form, usual)) is None:
             return None
         coded.append((part[0].to(torch.int8), *part[1:]))
     codes, scales, minima = (torch.cat(kind) for kind in zip(*coded, strict=True))
@@ -322,7 +326,7 @@ def _of_form(weight: Tensor, form: _Form) -> CodedWeight | None:
     return CodedWeight(codes.view(by_row), scales.view(by_row), minima.view(by_row) if form.minima else None)
 
 
-def _usual(codes: Tensor, form: _Form) -> list[tuple[int, int]]:
+def _frequent_spans(codes: Tensor, form: _BlockFormat) -> list[tuple[int, int]]:
     """Return the most frequent pairs of a span of codes and a shift: trying them is cheaper than finding a block's."""
     if form.minima:
         low = codes.amin(1)
@@ -333,11 +337,11 @@ def _usual(codes: Tensor, form: _Form) -> list[tuple[int, int]]:
     return [(int(span), int(shift)) for span, shift in found[counts.argsort(descending=True)].tolist()]
 
 
-_Coded = tuple[Tensor, Tensor, Tensor]
+_Codes = tuple[Tensor, Tensor, Tensor]
 """Codes [B, size], scales and minima [B, 1] of blocks."""
 
 
-def _coded(values: Tensor, form: _Form, usual: Sequence[tuple[int, int]]) -> _Coded | None:
+def _quantise(values: Tensor, form: _BlockFormat, usual: Sequence[tuple[int, int]]) -> _Codes | None:
     """Return what gives each value of blocks [B, size]; None if a block is not of the form.
 
     Args:
@@ -345,21 +349,21 @@ def _coded(values: Tensor, form: _Form, usual: Sequence[tuple[int, int]]) -> _Co
     """
     if usual:
         (span, shift), rest = usual[0], usual[1:]
-        found, wrong = _tried(values, form, values.new_tensor([[span]]), shift)
-        return _with_others(found, wrong, lambda: _coded(values[wrong], form, rest))
+        found, wrong = _try_span(values, form, values.new_tensor([[span]]), shift)
+        return _complete(found, wrong, lambda: _quantise(values[wrong], form, rest))
     spans = _spans(values, form)
-    return _shifted(values, form, spans, form.shifts) if spans.all() else None
+    return _quantise_with_spans(values, form, spans, form.shifts) if spans.all() else None
 
 
-def _shifted(values: Tensor, form: _Form, spans: Tensor, shifts: Sequence[int]) -> _Coded | None:
-    """Return the same as ``_coded``, for known spans [B, 1]."""
+def _quantise_with_spans(values: Tensor, form: _BlockFormat, spans: Tensor, shifts: Sequence[int]) -> _Codes | None:
+    """Return the same as ``_quantise``, for known spans [B, 1]."""
     if not shifts:
         return None
-    found, wrong = _tried(values, form, spans, shifts[0])
-    return _with_others(found, wrong, lambda: _shifted(values[wrong], form, spans[wrong], shifts[1:]))
+    found, wrong = _try_span(values, form, spans, shifts[0])
+    return _complete(found, wrong, lambda: _quantise_with_spans(values[wrong], form, spans[wrong], shifts[1:]))
 
 
-def _with_others(found: _Coded, wrong: Tensor, others: Callable[[], _Coded | None]) -> _Coded | None:
+def _complete(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | None]) -> _Codes | None:
     """Put what ``others`` finds into the places where what was found is wrong."""
     if len(wrong):
         if (right := others()) is None:
@@ -369,7 +373,7 @@ def _with_others(found: _Coded, wrong: Tensor, others: Callable[[], _Coded | Non
     return found
 
 
-def _spans(values: Tensor, form: _Form) -> Tensor:
+def _spans(values: Tensor, form: _BlockFormat) -> Tensor:
     """Return the largest code of blocks above the smallest, or above 0 without minima, [B, 1]; 0 where there is none.
 
     The smallest difference of two values is one, two or a few scales.
@@ -389,12 +393,12 @@ def _spans(values: Tensor, form: _Form) -> Tensor:
     return spans
 
 
-def _tried(values: Tensor, form: _Form, span: Tensor, shift: int) -> tuple[_Coded, Tensor]:
+def _try_span(values: Tensor, form: _BlockFormat, span: Tensor, shift: int) -> tuple[_Codes, Tensor]:
     """Return codes, scales and minima of blocks [B, size] by a span and a shift, and the blocks they do not give."""
     if form.minima:
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-        scales = _short((high - low) / span)
-        minima = torch.where(low == high, low, _short(low - scales * shift))
+        scales = _round_to_scale_bits((high - low) / span)
+        minima = torch.where(low == high, low, _round_to_scale_bits(low - scales * shift))
     else:
         scales = values.abs().amax(1, keepdim=True) / span
         scales = (scales.view(torch.int32) + shift).view(torch.float32)
@@ -405,7 +409,7 @@ def _tried(values: Tensor, form: _Form, span: Tensor, shift: int) -> tuple[_Code
     return (codes, scales, minima), off.ne(0).nonzero().flatten()
 
 
-def _short(x: Tensor) -> Tensor:
+def _round_to_scale_bits(x: Tensor) -> Tensor:
     """Round to the bits that scales and minima have: found from rounded sums, they are off by a few units."""
     half = 1 << (_EXTRA_BITS - 1)
     return ((x.view(torch.int32) + half) & -(1 << _EXTRA_BITS)).view(torch.float32)

@@ -1,4 +1,8 @@
-"""Drafting with a model that writes several tokens in one pass, as a chain or as a tree."""
+"""Drafting several tokens at once: masks read in one pass (PARD, gated LoRA), and a draft beside the target (PEARL).
+
+A gated LoRA makes a draft of the target itself: masks are read with the LoRA, tokens without, in a pass of its own or
+in the verification pass.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +96,7 @@ class ParallelDrafter(Drafter):
             read_rows(self.engine, self._cache, rows)
 
     @property
-    def _certain(self) -> bool:
+    def _first_is_certain(self) -> bool:
         """Return whether the first token is the target's own choice, with no other worth a node of a tree."""
         return self.shares_cache and self._sampling.greedy
 
@@ -135,7 +139,7 @@ class ParallelDrafter(Drafter):
     def _trees(self, logits: Tensor, budgets: list[int], rooms: list[int]) -> Proposal:
         """Return the most probable nodes of each row, for logits [b, n, V]."""
         best, ids = logits.float().softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
-        if self._certain:
+        if self._first_is_certain:
             best[:, 0, 0], best[:, 0, 1:] = 1, 0
         tokens, parents = [], []
         for rates, choices, budget, places in zip(best.tolist(), ids.tolist(), budgets, rooms, strict=True):
@@ -213,7 +217,7 @@ class OnePassDrafter(ParallelDrafter):
         return super().propose(rows, budgets)
 
     @property
-    def _certain(self) -> bool:
+    def _first_is_certain(self) -> bool:
         return False
 
     def _room(self, row: Row) -> int:
@@ -271,7 +275,7 @@ class _Chain:
         probs, logits = (None if z is None else z[begin:end] for z in (self.probs, self.logits))
         return _Chain(self.tokens[begin:end], probs, logits)
 
-    def and_then(self, other: _Chain) -> _Chain:
+    def join(self, other: _Chain) -> _Chain:
         """Return both, one after the other."""
         if not len(self.tokens) or not len(other.tokens):
             return self if len(self.tokens) else other
@@ -283,7 +287,13 @@ class _Chain:
 
 @dataclass
 class PearlDrafter(ModelDrafter):
-    """A smaller model that drafts in a thread of its own while the target verifies; see the module's text.
+    """A smaller model that drafts in a thread of its own while the target verifies.
+
+    PEARL (Liu et al. 2024, arXiv 2408.11850). In each phase the target reads the tokens that await verification, and a
+    second thread drafts the γ after them. The first of these needs no further step of the target, which has the
+    distribution for it: it is verified at once. If it and all before it are accepted, the other γ - 1 await
+    verification in the next phase (post-verify), else nothing does, and the next phase verifies the first new token
+    alone (pre-verify). ``theory.pearl_tokens_per_phase`` gives the expected tokens.
 
     Drafted tokens are drawn as ever, and verified against what they were drawn from, so that the output is exact.
     """
@@ -303,7 +313,7 @@ class PearlDrafter(ModelDrafter):
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
         """Return the tokens that await verification; begin to draft those after them."""
-        waiting = [self._waiting.pop(row.index, self._nothing()) for row in rows]
+        waiting = [self._waiting.pop(row.index, self._empty_chain()) for row in rows]
         ahead = [
             replace(row, tokens=row.tokens + chain.tokens.tolist()) for row, chain in zip(rows, waiting, strict=True)
         ]
@@ -311,7 +321,7 @@ class PearlDrafter(ModelDrafter):
         self._drafting = self._thread.submit(self._draft, ahead, [max(0, min(budget, room)) for budget in budgets])
         return _proposal(waiting)
 
-    def _nothing(self) -> _Chain:
+    def _empty_chain(self) -> _Chain:
         return _Chain(torch.zeros(0, dtype=torch.long, device=self.engine.device), None, None)
 
     def _draft(self, rows: list[Row], budgets: list[int]) -> Proposal:
@@ -329,8 +339,8 @@ class PearlDrafter(ModelDrafter):
         new, self._drafting = self._drafting.result(), None
         chains, read = [], (draft.tokens >= 0).sum(1).tolist()
         for i, row in enumerate(rows):
-            self._new[row.index] = _of_row(new, i)
-            chains.append(_of_row(draft, i).and_then(self._new[row.index].part(0, 1)))
+            self._new[row.index] = _row_chain(new, i)
+            chains.append(_row_chain(draft, i).join(self._new[row.index].part(0, 1)))
         every = _proposal(chains)
         # No token follows one that was not read: what is drawn after it from this repeated place is not used.
         last = output.logits[:, -1:]
@@ -345,14 +355,14 @@ class PearlDrafter(ModelDrafter):
     def accept(self, rows: list[Row], verified: Verified) -> None:
         known = []
         for i, row in enumerate(rows):
-            new = self._new.pop(row.index, self._nothing())
-            waiting = new.part(1) if verified.next_was_drafted and verified.next_was_drafted[i] else self._nothing()
+            new = self._new.pop(row.index, self._empty_chain())
+            waiting = new.part(1) if verified.next_was_drafted and verified.next_was_drafted[i] else self._empty_chain()
             self._waiting[row.index] = waiting
             known.append(replace(row, tokens=row.tokens + waiting.tokens.tolist()))
         super().accept(known, verified)
 
 
-def _of_row(proposal: Proposal, row: int) -> _Chain:
+def _row_chain(proposal: Proposal, row: int) -> _Chain:
     tokens = proposal.tokens[row]
     n = int((tokens >= 0).sum())
     probs, logits = (None if z is None else z[row, :n] for z in (proposal.probs, proposal.logits))
@@ -367,12 +377,12 @@ def _proposal(chains: list[_Chain]) -> Proposal:
     some = next(chain for chain in chains if len(chain.tokens))
     return Proposal(
         tokens,
-        _side_by_side([chain.probs for chain in chains], some.probs),
-        _side_by_side([chain.logits for chain in chains], some.logits),
+        _pad([chain.probs for chain in chains], some.probs),
+        _pad([chain.logits for chain in chains], some.logits),
     )
 
 
-def _side_by_side(values: list[Tensor | None], like: Tensor | None) -> Tensor | None:
+def _pad(values: list[Tensor | None], like: Tensor | None) -> Tensor | None:
     if like is None:
         return None
     return pad_sequence([like[:0] if value is None else value for value in values], batch_first=True)

@@ -1,4 +1,8 @@
-"""The forward pass of a state-space model (Mamba): several tokens from the state of those accepted before."""
+"""The forward pass of state-space models (Mamba): several tokens from the state of those accepted before.
+
+``transformers`` computes one token from a state, or many from none; verification reads several tokens from the state of
+the accepted ones. All products but the recurrence itself are computed for the tokens at once.
+"""
 
 from __future__ import annotations
 

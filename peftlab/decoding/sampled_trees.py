@@ -1,4 +1,7 @@
-"""Trees drawn from a draft model, level by level."""
+"""Trees drawn from a draft model, level by level: RSD, SpecInfer, and K-SEQ's verification of independent drafts.
+
+Each node is kept with the distribution that it was drawn from, by which verification stays exact (``verify.py``).
+"""
 
 from __future__ import annotations
 

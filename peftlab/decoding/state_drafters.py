@@ -1,4 +1,8 @@
-"""Drafting with heads on the target's last hidden state, as a chain or as a tree."""
+"""Drafting from the target's own hidden states: heads (Medusa, Hydra) and layers that continue the states (EAGLE, MTP).
+
+Heads predict several positions from one state, without a cache. A layer that continues the states has a cache of its
+own and drafts a chain, or a tree that grows with the draft's probabilities (EAGLE-2).
+"""
 
 from __future__ import annotations
 
@@ -333,7 +337,7 @@ class FeatureDrafter(Drafter):
         """
         starts, slots = [len(row.tokens) - 1 for row in rows], [row.slot for row in rows]
         trees, states, device = GrowingTrees(len(rows), first.device), first, first.device
-        trees.add(*self._likeliest(states))
+        trees.add(*self._top_children(states))
         for level in range(min(self.depth, max(budgets)) - 1):
             if not trees.deeper_matters(budgets):
                 break
@@ -344,11 +348,11 @@ class FeatureDrafter(Drafter):
             visible = visible_slots(starts, seen)[:, None]
             states = states.gather(1, above[..., None].expand(-1, -1, wide))
             states = self.network.advance(self._cache, tokens, states, block, positions, visible)
-            trees.add(*self._likeliest(states))
+            trees.add(*self._top_children(states))
         drafted, parents = trees.best(budgets)
         return Proposal(drafted, parents=parents)
 
-    def _likeliest(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _top_children(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ``width`` most probable tokens after each state [b, k, H] and log-probabilities, [b, k, width]."""
         logits, known = self.network.logits(states), self.network.tokens
         values, places = logits.topk(min(self.width, logits.shape[-1]), -1)

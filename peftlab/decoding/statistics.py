@@ -1,4 +1,4 @@
-"""Statistics of generations: pooled block efficiency, acceptance, overlap, intervals, divergences."""
+"""What decoding gave, in numbers: acceptance, block efficiency, intervals, divergences, results of benchmarks."""
 
 from __future__ import annotations
 

@@ -3,6 +3,16 @@
 α is the probability that a drafted token is accepted, γ the number of drafted tokens per step, c the time of
 one draft step over that of one target step, τ (block efficiency) the tokens of output per target step.
 Formulas without a paper named are those of Leviathan et al. 2023 (arXiv 2211.17192).
+
+PEARL (Liu et al. 2024, arXiv 2408.11850) lets draft and target run at the same time. A phase lasts as long as the
+slower of one target step and γ draft steps. In each, the draft writes γ tokens further along the sequence while the
+target verifies.
+
+- pre-verify: the target reads the prefix and verifies the first of these tokens alone. It yields 1 token: the
+  accepted one, after which the γ-1 others await verification, or its correction.
+- post-verify: the target reads the tokens that await, and verifies these γ-1 and the first new one, γ in all.
+  If all are accepted, it yields γ, and the γ-1 newest await; at the first rejection after n it yields n+1, and the
+  schedule is back in pre-verify.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The forward pass of ``transformers`` on a ``KVCache``."""
+"""The forward pass of ``transformers`` on a ``KVCache``, of decoders and of encoder-decoder models (T5, BART).
+
+The encoder reads a prompt once. What the decoder needs of it, the keys and values of its cross-attention among it, is
+part of the batch's cache (``Context``), and a step of the decoder is then a step like any other.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from peftlab.decoding.cache import Block, Context, KVCache, additive_mask
-from peftlab.decoding.engine import Encoder, Output, right_padded
+from peftlab.decoding.engine import Encoder, Output, max_positions, right_padded
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
 from peftlab.untyped import Unwrapped
@@ -119,12 +123,6 @@ class TransformersEngine:
         if len(self._types) > 1:
             return {"full_attention": mask(None), "sliding_attention": mask(self._window)}
         return mask(None if self._types == {"full_attention"} else self._window)
-
-
-def max_positions(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model of this (text) config knows; None if it states no limit."""
-    # MPT has no other name for it: its biases are made for this number of positions.
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 class _Slots(CacheLayerMixin):

@@ -1,4 +1,4 @@
-"""Token trees: which candidates to try together, which token attends to which, and the greedy walk down.
+"""Candidate trees: which candidates to try together, by how often each rank is right.
 
 A node is the path of ranks that leads to it: (0, 2) is the third choice after the first choice. Trees are
 lists of paths in which a parent comes before its children.

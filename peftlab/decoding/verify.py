@@ -74,11 +74,11 @@ def verify_chain(
         PeftlabError: shapes that do not fit together, as when the vocabularies differ in size.
     """
     _check_shapes(target_probs, draft_probs, tokens)
-    accept = acceptance_probability(_at(target_probs[..., :-1, :], tokens), _at(draft_probs, tokens))
-    n_accepted = _leading(random.bernoulli(accept))
+    accept = acceptance_probability(_gather(target_probs[..., :-1, :], tokens), _gather(draft_probs, tokens))
+    n_accepted = _count_leading(random.bernoulli(accept))
     # Nothing was drafted after the last token, so there the residual against a row of zeros is p.
-    p = _row(target_probs, n_accepted)
-    q = _row(F.pad(draft_probs, (0, 0, 0, 1)), n_accepted)
+    p = _gather_row(target_probs, n_accepted)
+    q = _gather_row(F.pad(draft_probs, (0, 0, 0, 1)), n_accepted)
     return n_accepted, random.draw(residual(p, q))
 
 
@@ -95,7 +95,7 @@ def verify_block(
     """
     _check_shapes(target_probs, draft_probs, tokens)
     drafted = F.pad(draft_probs, (0, 0, 0, 1))  # [..., γ+1, V]
-    p_x, q_x = _at(target_probs[..., :-1, :], tokens), _at(draft_probs, tokens)
+    p_x, q_x = _gather(target_probs[..., :-1, :], tokens), _gather(draft_probs, tokens)
     ratios = torch.where(q_x > 0, p_x / q_x, 0)
     path = [torch.ones_like(ratios[..., 0])] if ratios.shape[-1] else []
     for ratio in ratios.unbind(-1):
@@ -106,8 +106,8 @@ def verify_block(
     passed = random.bernoulli(torch.where(room > 0, surplus / room, 1)[..., 1:])
     places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
     n_accepted = F.pad(passed * places, (1, 0)).amax(-1)
-    p = _row(kept[..., None] * target_probs, n_accepted)
-    return n_accepted, random.draw(residual(p, _row(drafted, n_accepted)))
+    p = _gather_row(kept[..., None] * target_probs, n_accepted)
+    return n_accepted, random.draw(residual(p, _gather_row(drafted, n_accepted)))
 
 
 def verify_onehot(target_probs: Tensor, tokens: Tensor, random: RandomSource) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ def verify_greedy(target_argmax: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor
     """
     if target_argmax.shape[-1] != tokens.shape[-1] + 1:
         raise PeftlabError(f"target_argmax {tuple(target_argmax.shape)}: must be one longer than {tuple(tokens.shape)}")
-    n_accepted = _leading(tokens == target_argmax[..., :-1])
-    return n_accepted, _at(target_argmax, n_accepted)
+    n_accepted = _count_leading(tokens == target_argmax[..., :-1])
+    return n_accepted, _gather(target_argmax, n_accepted)
 
 
 def walk_greedy(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], int]:
@@ -176,17 +176,17 @@ def _check_shapes(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> 
         )
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
+def _gather(values: Tensor, index: Tensor) -> Tensor:
     """Return values[..., index]: [..., V], [...] -> [...]."""
     return values.gather(-1, index[..., None]).squeeze(-1)
 
 
-def _row(values: Tensor, index: Tensor) -> Tensor:
+def _gather_row(values: Tensor, index: Tensor) -> Tensor:
     """Return values[..., index, :]: [..., N, V], [...] -> [..., V]."""
     return values.take_along_dim(index[..., None, None], dim=-2).squeeze(-2)
 
 
-def _leading(accepted: Tensor) -> Tensor:
+def _count_leading(accepted: Tensor) -> Tensor:
     """Return the number of leading True along the last dimension: [..., γ] -> [...]."""
     return accepted.long().cumprod(-1).sum(-1)
 
