@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.drafter import Drafter, DrafterWrapper, Proposal, Row, TargetState, Verified
+from peftlab.decoding.drafter import Drafter
 from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache
 from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.errors import PeftlabError
@@ -165,37 +165,13 @@ class _TimedCalls:
         return getattr(self._inner, name)
 
 
-@dataclass
-class TimedDrafter(DrafterWrapper):
-    """A drafter whose time a clock adds up, its model's included; to the decoder it is the drafter."""
-
-    drafter: Drafter
-    clock: Clock
-
-    def start(self, rows: list[Row], state: TargetState) -> None:
-        self.clock.timed(self.drafter.start, rows, state)
-
-    def join(self, rows: list[Row], state: TargetState) -> None:
-        self.clock.timed(self.drafter.join, rows, state)
-
-    def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
-        return self.clock.timed(self.drafter.propose, rows, budgets)
-
-    def accept(self, rows: list[Row], verified: Verified) -> None:
-        self.clock.timed(self.drafter.accept, rows, verified)
-
-    def select(self, slots: list[int]) -> None:
-        self.clock.timed(self.drafter.select, slots)
-
-
 def timed_drafter(make: Callable[[], Drafter], clock: Clock) -> Drafter:
-    """Return a new drafter whose time ``clock`` adds up."""
+    """Return a new drafter whose time ``clock`` adds up, its model's included."""
     drafter = make()
-    if isinstance(
-        drafter, PearlDrafter
-    ):  # its own calls return before its model, which works in another thread, has drafted
+    # The calls of a drafter that works in another thread return before its model has drafted.
+    if isinstance(drafter, PearlDrafter):
         return replace(drafter, engine=timed_calls(drafter.engine, clock, "forward"))
-    return TimedDrafter(drafter, clock)
+    return timed_calls(drafter, clock, "start", "join", "propose", "accept", "select")
 
 
 def step_seconds(

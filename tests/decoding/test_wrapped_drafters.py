@@ -19,7 +19,7 @@ from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.state_drafters import HeadsDrafter
 from peftlab.decoding.table import DRAWN, lossy
-from peftlab.decoding.timing import Clock, TimedDrafter
+from peftlab.decoding.timing import Clock, timed_drafter
 from peftlab.decoding.trees import RankRates
 from peftlab.drafting.heads import MedusaHeads
 from peftlab.errors import PeftlabError
@@ -32,7 +32,7 @@ METHODS = {name: len(inspect.signature(m).parameters) - 1 for name, m in MEMBERS
 
 
 def timed(drafter):
-    return TimedDrafter(drafter, Clock(torch.device("cpu")))
+    return timed_drafter(lambda: drafter, Clock(torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
