@@ -21,6 +21,7 @@ from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.checkpoints.merge.verify import verify_merge
 from peftlab.errors import PeftlabError
 from peftlab.references import locate
+from tests.tiny_gguf import write_gguf
 
 IDS = torch.arange(3, 33).view(2, 15)
 
@@ -302,13 +303,20 @@ def test_verify(tmp_path: Path) -> None:
     assert verify_merge(adapter, str(base), tmp_path / "plain", [batch]).max_logit_difference > 1e-4
 
 
-@pytest.mark.model
-@pytest.mark.slow
-def test_gguf_is_dequantised_and_said_to_be(tmp_path: Path, smollm2: str) -> None:
+@pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=[pytest.mark.model, pytest.mark.long])])
+def test_gguf_is_dequantised_and_said_to_be(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, packaged: bool
+) -> None:
     gguf = pytest.importorskip("gguf")
+    if packaged:
+        base = request.getfixturevalue("smollm2")
+    else:
+        base = str(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf"))
+    (stored,) = (t for t in gguf.GGUFReader(locate(base)).tensors if t.name == "blk.0.ffn_down.weight")
+    weight = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    a, b = torch.randn(2, 1536) * 0.1, torch.randn(576, 2) * 0.1
+    a, b = torch.randn(2, weight.shape[1]) * 0.1, torch.randn(weight.shape[0], 2) * 0.1
     key = "base_model.model.model.layers.0.mlp.down_proj"
     save_file({f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
     config = {
@@ -316,15 +324,13 @@ def test_gguf_is_dequantised_and_said_to_be(tmp_path: Path, smollm2: str) -> Non
         "task_type": "CAUSAL_LM",
         "r": 2,
         "lora_alpha": 2,
-        "base_model_name_or_path": smollm2,
+        "base_model_name_or_path": base,
     }
     target = {"target_modules": ["layers.0.mlp.down_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(config | target))
     report = merge_checkpoint(adapter, None, tmp_path / "merged", MergeOptions(dtype=torch.bfloat16))
     assert "GGUF" in report.notes[0] and sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    (stored,) = (t for t in gguf.GGUFReader(locate(smollm2)).tensors if t.name == "blk.0.ffn_down.weight")
-    weight = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy()).view(576, 1536)
     assert_rounded_once(
         merged["model.layers.0.mlp.down_proj.weight"], weight.double() + b.double() @ a.double(), slack=1e-6
     )

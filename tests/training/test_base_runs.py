@@ -26,6 +26,7 @@ from peftlab.pipelines.trained.evaluate import evaluate
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.tables import table_cells
+from tests.tiny_gguf import write_gguf
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -233,10 +234,13 @@ def test_codes_do_not_depend_on_the_precision_or_on_who_quantises(chat: Path, ba
     assert torch.equal(single(ids).logits, ours(ids).logits)
 
 
-@pytest.mark.model
-def test_a_gguf_model_in_4_bits_takes_less_than_a_third_of_bf16(smollm2: str) -> None:
+@pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=[pytest.mark.model, pytest.mark.long])])
+def test_a_gguf_model_in_4_bits_takes_less_than_a_third_of_bf16(
+    tmp_path: Path, request: pytest.FixtureRequest, packaged: bool
+) -> None:
     pytest.importorskip("bitsandbytes")
-    model = load_base(smollm2, "AutoModelForCausalLM", quantised=BaseConfig(dtype="nf4"), dtype=torch.bfloat16)[0]
+    base = request.getfixturevalue("smollm2") if packaged else str(write_gguf(tmp_path / "tiny.gguf"))
+    model = load_base(base, "AutoModelForCausalLM", quantised=BaseConfig(dtype="nf4"), dtype=torch.bfloat16)[0]
     linears = dict(quantised_linears(model))
     assert len(linears) == 7 * model.config.num_hidden_layers
     stored = plain = 0
