@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from run_directory import PROVENANCE, RECIPE, metric_lines, write_run
-from test_html import Page
+from test_pages import Page
 from typer.testing import CliRunner
 
 import peftlab

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,15 +57,25 @@ def glue(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def table_values(model: Path, glue: Path) -> Callable[[Path], dict]:
+    """A table recipe with its directory, as the YAML has it: two tasks in two rows with one seed, two steps each."""
+
+    def values(output: Path) -> dict:
+        return {
+            "kind": "table",
+            "model": str(model),
+            "data": {"path": str(glue)},
+            "tasks": ["glue/cola", "glue/mrpc"],
+            "rows": {"lora": {"method": {"name": "lora", "r": 2}}, "head": {"method": {"name": "head"}}},
+            "train": {"max_steps": 2, "eval_every": 1, "batch_size": 8, "max_length": 16, "lr": 0.05},
+            "output_dir": str(output),
+        }
+
+    return values
+
+
 @pytest.fixture
-def values(model: Path, glue: Path, tmp_path: Path) -> dict:
-    """A table recipe as the YAML has it: two tasks in two rows with one seed, two steps each."""
-    return {
-        "kind": "table",
-        "model": str(model),
-        "data": {"path": str(glue)},
-        "tasks": ["glue/cola", "glue/mrpc"],
-        "rows": {"lora": {"method": {"name": "lora", "r": 2}}, "head": {"method": {"name": "head"}}},
-        "train": {"max_steps": 2, "eval_every": 1, "batch_size": 8, "max_length": 16, "lr": 0.05},
-        "output_dir": str(tmp_path / "table"),
-    }
+def values(table_values: Callable[[Path], dict], tmp_path: Path) -> dict:
+    """A table recipe in the test's own directory."""
+    return table_values(tmp_path / "table")

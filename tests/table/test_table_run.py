@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import claimed, locked, read_json, write_mark
 from peftlab.pipelines import run_recipe
 from peftlab.pipelines.directory import RUN, TABLE
-from peftlab.pipelines.table import CellsFailed, Shard, Stopped, run_table
+from peftlab.pipelines.table import CellsFailed, Shard, Stopped, TableResults, run_table
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import TableRecipe
 from peftlab.recipe.tables import table_cells
@@ -48,18 +51,39 @@ def soon(condition: Callable[[], Any], action: Callable[[], Any]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def test_a_table_runs_then_only_what_is_missing(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+@dataclass
+class EightCells:
+    """A table of four cells that was run, then again with a second seed; CoLA's cells start from MRPC's.
+
+    Attributes:
+        before: the first cells. result, printed: of the second run.
+    """
+
+    values: dict[str, Any]
+    before: dict[str, int]
+    result: TableResults
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def eight(table_values: Callable[[Path], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> EightCells:
+    values = table_values(tmp_path_factory.mktemp("eight") / "table")
+    values["init"] = {"glue/cola": "glue/mrpc"}
     run_recipe(table(values))
     before = finished(values)
+    assert not list(Path(values["output_dir"]).glob("cells/*/checkpoints")), "a finished cell needs no checkpoints"
+    with redirect_stdout(io.StringIO()) as printed:
+        result = run_table(load_recipe(Path(values["output_dir"]) / "recipe.yaml", ["seeds=[0,1]"]), resume=True)
+    return EightCells(values, before, result, printed.getvalue())
+
+
+def test_a_table_runs_then_only_what_is_missing(eight: EightCells) -> None:
+    values, before, result, printed = eight.values, eight.before, eight.result, eight.printed
     assert set(before) == {"cola-lora-seed0", "cola-head-seed0", "mrpc-lora-seed0", "mrpc-head-seed0"}
     directory = Path(values["output_dir"])
-    assert not list(directory.glob("cells/*/checkpoints")), "a finished cell needs no checkpoints"
     assert "trainable params" in (directory / "cells" / "cola-lora-seed0.log").read_text()
-    capsys.readouterr()
-
-    result = run_table(load_recipe(directory / "recipe.yaml", ["seeds=[0,1]"]), resume=True)
-    printed = capsys.readouterr().out
-    assert printed.startswith("8 cells, 4 with results; 1 at a time\n[1/4] cola-lora-seed1: matthews_correlation ")
+    assert printed.startswith("8 cells, 4 with results; 1 at a time\n[1/4] mrpc-lora-seed1: accuracy ")
+    assert "[3/4] cola-lora-seed1: matthews_correlation " in printed
     after = finished(values)
     assert len(after) == result.cells == 8
     assert all(after[name] == when for name, when in before.items())
@@ -222,9 +246,8 @@ def test_many_processes_are_refused(values: dict[str, Any], monkeypatch: pytest.
         run_table(table(values))
 
 
-def test_parts_that_run_at_the_same_time_give_the_table_of_one_run(values: dict[str, Any], tmp_path: Path) -> None:
-    values = {**values, "init": {"glue/cola": "glue/mrpc"}, "seeds": [0, 1]}
-    run_recipe(table(values))
+def test_parts_that_run_at_the_same_time_give_the_table_of_one_run(eight: EightCells, tmp_path: Path) -> None:
+    values = {**eight.values, "seeds": [0, 1]}
     parts = {**values, "output_dir": str(tmp_path / "parts")}
     threads = [threading.Thread(target=run_recipe, args=(table(parts),), kwargs={"shard": f"{i}/3"}) for i in range(3)]
     for thread in threads:
@@ -242,11 +265,17 @@ def test_parts_that_run_at_the_same_time_give_the_table_of_one_run(values: dict[
     assert scores[0] == scores[1]
 
 
-def test_a_part_runs_its_own_cells_and_those_that_start_from_them(values: dict[str, Any]) -> None:
+def test_a_part_runs_its_own_cells_and_those_that_start_from_them_once(values: dict[str, Any]) -> None:
     values = {**values, "init": {"glue/cola": "glue/mrpc"}}
     assert run_recipe(table(values), shard="1/2").cells == 2
     assert set(finished(values)) == {"mrpc-head-seed0", "cola-head-seed0"}
     before = finished(values)
+    directory = Path(values["output_dir"])
+    with (
+        locked(directory / Shard(1, 2).lock, directory),
+        pytest.raises(PeftlabError, match="shard 1/2: another process is writing it"),
+    ):
+        run_recipe(table(values), shard="1/2")
     run_recipe(table(values))
     assert len(finished(values)) == 4 and before.items() <= finished(values).items()
 
@@ -272,16 +301,6 @@ def test_a_part_that_starts_just_after_another_one_has_begun_is_not_refused(tmp_
     write_mark(directory, RUN)
     with pytest.raises(PeftlabError, match="is a run, not a table"), claimed(directory, TABLE, shared=True):
         pass
-
-
-def test_the_same_part_runs_once(values: dict[str, Any]) -> None:
-    run_recipe(table(values), shard="0/2")
-    directory = Path(values["output_dir"])
-    with (
-        locked(directory / Shard(0, 2).lock, directory),
-        pytest.raises(PeftlabError, match="shard 0/2: another process is writing it"),
-    ):
-        run_recipe(table(values), shard="0/2")
 
 
 def test_the_table_of_efficiency(glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
