@@ -14,8 +14,8 @@ from torch import Tensor
 from peftlab.checkpoints.adapter import Adapter, read_adapter
 from peftlab.checkpoints.combine import combine
 from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.steps import MergeReport
 from peftlab.errors import PeftlabError
 from peftlab.files import read_mark, read_text
 from peftlab.hardware import resolve_device

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import peftlab
 from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.report import TensorReport
 from peftlab.checkpoints.merge.run import merge_checkpoint
+from peftlab.checkpoints.merge.steps import TensorReport
 from peftlab.errors import PeftlabError
 
 UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"

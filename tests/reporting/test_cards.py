@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 from run_directory import RECIPE, results
 
 from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.report import MergeReport
 from peftlab.checkpoints.merge.run import merge_card
+from peftlab.checkpoints.merge.steps import MergeReport
 from peftlab.checkpoints.model_card import front_matter
 from peftlab.reporting.cards import CardInfo, adapter_card, training
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from peftlab.checkpoints.adapter import Adapter, check_fit, fitted, in_model
 from peftlab.checkpoints.merge.config import MergeOptions
-from peftlab.checkpoints.merge.report import BaseAccounts
 from peftlab.checkpoints.peft_format import divided, new_names
 from peftlab.checkpoints.quantised import FP8, TrainingWeights, compressible
 from peftlab.checkpoints.tensors import DTYPES, NAMES, Shard, open_shards
@@ -60,6 +59,29 @@ class Target:
     source: str = ""
     place: Place | None = None
     scale: str = ""
+
+
+@dataclass(frozen=True)
+class BaseAccounts:
+    """What became of the tensors in the base's files.
+
+    Attributes:
+        tensors: how many there are. changed: by the merge. copied: with the values they have.
+        left_out: named in the report's ``dropped``, with the reason.
+    """
+
+    tensors: int = 0
+    changed: int = 0
+    copied: int = 0
+    left_out: int = 0
+
+    def line(self) -> str:
+        """Return the accounts as a line of text."""
+        found = self.changed + self.copied + self.left_out
+        return (
+            f"{found} of {self.tensors} base tensors accounted for: {self.changed} changed, {self.copied} copied, "
+            f"{self.left_out} left out"
+        )
 
 
 @dataclass

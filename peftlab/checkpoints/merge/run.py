@@ -22,8 +22,7 @@ from torch import nn
 from peftlab.checkpoints.adapter import Adapter, adapter_of, load_model, read_adapter
 from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.plan import MergePlan, plan_merge
-from peftlab.checkpoints.merge.report import Figures, MergeReport
-from peftlab.checkpoints.merge.steps import Steps
+from peftlab.checkpoints.merge.steps import Figures, MergeReport, Steps
 from peftlab.checkpoints.model_card import code, fence, hub_id, model_card
 from peftlab.checkpoints.quantised import quantization_config
 from peftlab.checkpoints.tensors import DTYPES, OutputFile, Shard, open_shards, run, write_tensors
