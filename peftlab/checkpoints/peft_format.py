@@ -90,9 +90,20 @@ def read_peft(raw: Mapping[str, object], tensors: Mapping[str, Tensor], path: Pa
         pairs = ", ".join(shared)
         note = f"{path}: ensure_weight_tying: peft trains the factors of {pairs} as one; here each trains its own"
         notes = (*notes, note)
-    if not any(name.rpartition(".")[2] in _EMBEDDINGS for name in fitted.modules_to_save or []):
+    by_name = any(name.rpartition(".")[2] in _EMBEDDINGS for name in fitted.modules_to_save or [])
+    if not by_name and not _stored_twice(named):
         fitted = fitted.model_copy(update={"ensure_weight_tying": False})
     return PeftAdapter(fitted, named, notes)
+
+
+def _stored_twice(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an output layer's weight, as peft names it, is equal to another whole one in the file: peft tied them."""
+    heads = [name for name in tensors if name.split(".")[-2:-1] == ["lm_head"] and name.endswith(".weight")]
+    return any(
+        name not in heads and tensor.shape == tensors[head].shape and torch.equal(tensor, tensors[head])
+        for head in heads
+        for name, tensor in tensors.items()
+    )
 
 
 def _transposed(tensors: Mapping[str, Tensor]) -> list[str]:

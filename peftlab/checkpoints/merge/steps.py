@@ -92,7 +92,7 @@ class MergeReport:
     survived: float | None = None
     kept: float | None = None
     ignored: list[str] = field(default_factory=list)
-    accounts: BaseAccounts = BaseAccounts()
+    accounts: BaseAccounts = field(default_factory=BaseAccounts)
 
 
 @dataclass
