@@ -18,10 +18,10 @@ from peftlab.decoding.planning import plan
 from peftlab.decoding.statistics import AcceptanceStatistics, BenchmarkResult, CategoryResult, DrafterResult, PoolResult
 from peftlab.files import write_text
 from peftlab.pipelines.benchmark import DraftBenchmark, MeasuredDraftPlan
-from peftlab.pipelines.checks.deep_check import CheckedData, CheckedMethod, DeepCheck
 from peftlab.pipelines.draft import DecodingSpeed, DraftResults
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.pipelines.inspect import Inspection
+from peftlab.pipelines.preview import CheckedData, CheckedMethod, DeepCheck
 
 PAGE = Path(__file__).with_name("reference") / "results.md"
 TEXT = """\

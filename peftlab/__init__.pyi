@@ -36,12 +36,12 @@ from .pipelines import run as run
 from .pipelines import validate as validate
 from .pipelines.benchmark import benchmark as benchmark
 from .pipelines.benchmark import plan_draft as plan_draft
+from .pipelines.evaluate import evaluate as evaluate
 from .pipelines.generate import DecodingOptions as DecodingOptions
 from .pipelines.generate import generate as generate
 from .pipelines.inspect import inspect_model as inspect_model
 from .pipelines.merge import run_merge as run_merge
-from .pipelines.trained.evaluate import evaluate as evaluate
-from .pipelines.trained.predict import predict as predict
+from .pipelines.predict import predict as predict
 from .pipelines.update import update_draft as update_draft
 from .pipelines.update import update_live as update_live
 from .reporting.comparison import report as report

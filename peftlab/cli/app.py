@@ -105,13 +105,13 @@ def validate(
     found: dict[str, object] = dict(checked.as_json())
     print(dump_recipe(checked), end="")
     if deep:
-        from peftlab.pipelines.checks.deep_check import deep_check, deep_lines
+        from peftlab.pipelines.preview import deep_check, deep_lines
 
         found["deep"] = looked = deep_check(checked)
         for line in deep_lines(looked):
             print(f"# {line}")
     if examples:
-        from peftlab.pipelines.recipe_examples import show_examples
+        from peftlab.pipelines.preview import show_examples
         from peftlab.reporting.console import print_examples
 
         found["examples"] = shown = show_examples(checked, examples)
@@ -175,7 +175,7 @@ def eval_(
     device: Device = "auto",
 ) -> object:
     """Score a run, an adapter or a model on its recipe's task."""
-    from peftlab.pipelines.trained.evaluate import score_trained
+    from peftlab.pipelines.evaluate import score_trained
     from peftlab.reporting.console import score_lines
 
     found = score_trained(reference, recipe, overrides or [], latency=latency, device=device)
@@ -202,7 +202,7 @@ def predict(
     device: Device = "auto",
 ) -> object:
     """Label the rows of a file, with the probability of every class."""
-    from peftlab.pipelines.trained.prediction_files import STREAM, predict_file
+    from peftlab.pipelines.predict import STREAM, predict_file
     from peftlab.reporting.console import counting_rows
 
     with counting_rows() as on_rows:

@@ -64,8 +64,7 @@ def validate(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         PeftlabError: every mistake in it, with file, line and the nearest right spelling; or its model, a file of its
             data or a column is missing. What the hub has is not asked.
     """
-    from peftlab.pipelines.checks.recipe_data import check_data
-    from peftlab.pipelines.checks.recipe_models import check_models
+    from peftlab.pipelines.checks import check_data, check_models
     from peftlab.recipe.load import load_recipe
 
     checked = load_recipe(recipe, overrides)
@@ -102,7 +101,7 @@ def run(
     Raises:
         PeftlabError: anything the user can correct; an error found before training leaves no run directory.
     """
-    from peftlab.pipelines.checks.recipe_models import check_models
+    from peftlab.pipelines.checks import check_models
     from peftlab.pipelines.directory import check_directory, to_continue
     from peftlab.pipelines.table import check_engine
     from peftlab.recipe.load import load_recipe

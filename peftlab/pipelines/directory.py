@@ -1,5 +1,5 @@
-"""The output directories of runs and tables: the files written there, the inputs that must not be overwritten, and
-which run is continued."""
+"""The output directories of runs and tables: which run is continued, the inputs that must not be overwritten, and the
+results and the report that a run ends with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
-from peftlab.files import WRITTEN, Claim, Inputs, Mark, claimed, real, write_text
+from peftlab.files import WRITTEN, Claim, Inputs, Json, Mark, claimed, real, write_json, write_text
 from peftlab.pipelines.provenance import launch, launch_in
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import AnyTable, DraftRecipe, DraftTableRecipe, FinetuneRecipe, Recipe
 from peftlab.references import is_url
 from peftlab.remote import RemoteDirectory, local_place, mirrored
+
+if TYPE_CHECKING:
+    pass
+
 
 RUN = Mark("run", WRITTEN["run"])
 TABLE = Mark("table", WRITTEN["table"])
@@ -131,3 +136,25 @@ def recipe_inputs(recipe: Recipe) -> Inputs:
         "the run to start from": start,
         "the scorer": sample.scorer if sample is not None else None,
     }
+
+
+def write_results(run_dir: Path, results: dict[str, Json]) -> None:
+    """Write ``results.json`` and ``report.html``, or print why there is no report.
+
+    Called before measurements too, so that a failing measurement does not lose the results.
+    """
+    from peftlab.reporting.pages import write_report
+
+    write_json(run_dir / "results.json", results)
+    try:
+        write_report(run_dir)
+    except PeftlabError as error:
+        print(f"no report.html: {error}")
+
+
+def conclude(run_dir: Path, results: dict[str, Json]) -> None:
+    """Write the results, as ``write_results`` does, and print them."""
+    from peftlab.reporting.console import print_results
+
+    write_results(run_dir, results)
+    print_results(results, run_dir)

@@ -54,8 +54,7 @@ from peftlab.methods.injection import count_parameters, inject, is_injected
 from peftlab.methods.table import lr_ratio
 from peftlab.models.costs import Cost
 from peftlab.models.pretrained import load_config, load_tokenizer, storage
-from peftlab.pipelines.conclude import conclude, write_results
-from peftlab.pipelines.directory import run_directory
+from peftlab.pipelines.directory import conclude, run_directory, write_results
 from peftlab.pipelines.generate import HEAD_FILE, acceptance_head, draft_lengths
 from peftlab.pipelines.provenance import peak_memory, provenance
 from peftlab.recipe.load import dump_recipe

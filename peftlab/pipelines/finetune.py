@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
-from peftlab.checkpoints.adapter import load_model, save_adapter
-from peftlab.checkpoints.merge.config import MergeOptions, into, times
+from peftlab.checkpoints.adapter import fill, load_model, read_adapter, save_adapter
+from peftlab.checkpoints.merge.config import Into, MergeOptions, into, times
 from peftlab.checkpoints.merge.run import check_merge, merge_checkpoint
 from peftlab.checkpoints.merge.verify import EXAMPLES, Latency, MergeCheck, merge_latency, verify_merge
+from peftlab.decoding.generation import answering
+from peftlab.drafting.checks import eos_ids
 from peftlab.errors import PeftlabError, about
-from peftlab.files import Claim, Json, staged_directory, to_json, write_json, write_text
+from peftlab.files import Claim, Json, scratch_directory, staged_directory, to_json, write_json, write_text
 from peftlab.hardware import Cpu, describe_cpu
 from peftlab.methods.config import MethodConfig
-from peftlab.methods.injection import count_parameters, inject
+from peftlab.methods.injection import count_parameters, inject, injection_of, is_injected, trainable_parameters
+from peftlab.methods.merging import merge, unmerge
 from peftlab.methods.table import METHODS, lr_ratio
 from peftlab.models.architectures import inside, task_head
+from peftlab.models.config import BaseConfig
 from peftlab.models.costs import Cost
-from peftlab.models.pretrained import eval_mode
-from peftlab.pipelines.answer_scores import asked_answers
-from peftlab.pipelines.conclude import conclude, write_results
-from peftlab.pipelines.directory import run_directory
-from peftlab.pipelines.example_scores import score_examples
-from peftlab.pipelines.init_from import start_from
-from peftlab.pipelines.merge_losses import merge_losses
+from peftlab.models.pretrained import eval_mode, load_base, load_config
+from peftlab.pipelines.directory import conclude, run_directory, write_results
 from peftlab.pipelines.provenance import peak_memory, provenance
-from peftlab.pipelines.row_sharing import share_rows
 from peftlab.recipe.load import dump_recipe
 from peftlab.recipe.schema import FinetuneRecipe, injected_method
 from peftlab.registry import resolve
+from peftlab.remote import local_copy
 from peftlab.reporting.cards import CardInfo, adapter_card, training
 from peftlab.reporting.console import trainable_line
 from peftlab.reporting.facts import data_lines
+from peftlab.tasks.batches import eval_batches
+from peftlab.tasks.config import GenerateConfig
 from peftlab.tasks.data import listed
+from peftlab.tasks.generated import Answer, Contexts, check_packages, score
 from peftlab.tasks.labelled_rows import MISSING
 from peftlab.tasks.language_examples import TOO_LONG
 from peftlab.tasks.metrics import ClassScores, HardExample
-from peftlab.tasks.problem import ModelSource, Scores, TaskOptions, TaskProblem
+from peftlab.tasks.problem import ModelSource, RowSharing, Scores, TaskOptions, TaskProblem, TrainingProblem
 from peftlab.tasks.table import find_task
-from peftlab.tasks.tokens import model_inputs
+from peftlab.tasks.tokens import Row, model_inputs
 from peftlab.training.config import TrainConfig
 from peftlab.training.distributed import AsTrained, check_trackers, make_accelerator
+from peftlab.training.faults import memory_advice
 from peftlab.training.loop import train
 from peftlab.training.optimiser import widen
 from peftlab.training.state import Progress, SelectionResult
+from peftlab.untyped import Unwrapped
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         )
     set_seed(settings.seed)
     task = load_task(recipe)
-    score_examples(task, recipe, load_task, accelerator)
+    _score_examples(task, recipe, accelerator)
     for line in _remarks(task, settings):
         accelerator.print(line)
     model = inject(task.model, _method_for(recipe, task))
@@ -214,7 +224,7 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
         as_trained = AsTrained(model, accelerator, settings.precision)
         task.compare_with(as_trained)
     baseline = task.baseline if task.baseline is not None else next(iter(task.evaluate(as_trained).values()))
-    answers = asked_answers(task, recipe.generate, accelerator)
+    answers = answer_scorer(task, recipe.generate, accelerator)
     answers_before = answers(model) if answers is not None and recipe.generate and recipe.generate.before else None
     if accelerator.is_main_process:
         directory.begin()
@@ -390,7 +400,7 @@ def _write_out(
         if times(recipe.merge):
             results = replace(results, latency=merge_latency(*what, device=next(model.parameters()).device))
         if recipe.base.quantised:
-            losses = merge_losses(task, model, run_dir, recipe.model, merging.into or "dequantised")
+            losses = _merge_losses(task, model, run_dir, recipe.model, merging.into or "dequantised")
             results = replace(results, merge_losses=losses)
     conclude(run_dir, results.as_json())
     return results
@@ -401,3 +411,190 @@ def sample_inputs(task: TaskProblem, n: int) -> list[dict[str, torch.Tensor]]:
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
     return [model_inputs(task.collate(rows[i : i + 16])) for i in range(0, len(rows), 16)]
+
+
+def _score_examples(task: TaskProblem, recipe: FinetuneRecipe, accelerator: Accelerator) -> None:
+    """Let ``train.sample.scorer`` say how confident it is of each example, where the recipe names one.
+
+    Raises:
+        PeftlabError: the scorer cannot be loaded, or was not trained for this task.
+    """
+    sample = recipe.train.sample
+    if sample is None or sample.scorer is None:
+        return
+    named = {"model": sample.scorer, "revision": None, "base": BaseConfig()}
+    own = load_task(recipe.model_copy(update=named), task.task.labels)
+    if own.fresh or own.confidence is None:
+        reason = f"was not trained for {recipe.task}; new in it: {listed(own.fresh)}"
+        raise PeftlabError(f"train.sample.scorer: {sample.scorer} {reason}")
+    confidence, waiting = own.confidence, [own.model]
+
+    def score(_: nn.Module, indices: list[int]) -> Sequence[float]:
+        model = AsTrained(waiting.pop(), accelerator, recipe.train.precision)  # used once: its memory is free after it
+        with eval_mode(model):
+            return confidence(model, indices)
+
+    task.confidence = score
+
+
+# The keys that change what the same tensors compute; the tensors' names show which modules they belong to.
+_MEANING = ("name", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "non_linearity", "placement")
+
+
+def start_from(model: nn.Module, source: str) -> None:
+    """Copy the trained tensors of ``source``, except the task head's, into an injected model of the same method.
+
+    The head keeps its new values: it belongs to the task.
+
+    Args:
+        source: a run or its URL, an adapter directory, or a loralib file (whose alpha is taken to be the model's).
+
+    Raises:
+        PeftlabError: the method or a shape differs, or the two do not train the same modules.
+    """
+    config = injection_of(model).config
+    adapter = read_adapter(local_copy(source), lora_alpha=getattr(config, "lora_alpha", None))
+    for key in _MEANING:
+        here, there = getattr(config, key, None), getattr(adapter.config, key, None)
+        if here != there:
+            raise PeftlabError(f"init_from {source}: its method has {key} {there}, this run's {here}")
+    head = task_head(model)
+    own = {name: value for name, value in trainable_parameters(model).items() if inside(name, head)}
+    body = {name: value for name, value in adapter.tensors.items() if not inside(name, head)}
+    fill(model, {**own, **body}, source=f"init_from {source}")
+
+
+_TRIED = 4  # examples that the model is tried on
+_ONE_ROW = sys.maxsize
+
+
+def share_rows(problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator) -> None:
+    """Put several examples into a row, where that is wanted and the model computes the same.
+
+    By default it is wanted on GPUs: on a CPU attention over a whole row costs more than padding batches of similar
+    lengths. flash-attention, where it is installed and the precision is its own, takes each batch as one row. A
+    model that does not keep the examples of a row apart is trained on padded batches, and a message says so.
+    """
+    wanted = settings.packing if settings.packing is not None else accelerator.device.type == "cuda"
+    sharing = problem.sharing
+    if sharing is None or not wanted:
+        return
+    examples = [problem.train[i] for i in range(min(_TRIED, len(problem.train)))]
+    model: Unwrapped = nn.Module.to(problem.model, accelerator.device)  # transformers' own refuses weights in 8 bits
+    flash = accelerator.device.type == "cuda" and settings.precision in ("bf16", "fp16") and is_flash_attn_2_available()
+    if flash and _flash_attends(model, sharing, examples, accelerator):
+        problem.row_tokens = _ONE_ROW
+    else:
+        with accelerator.autocast():
+            fault = sharing.fault(model, examples)
+        if fault is not None:
+            accelerator.print(f"train.packing: {fault}; training on padded batches of similar lengths instead")
+            return
+        problem.row_tokens = settings.max_length
+
+
+def _flash_attends(model: Unwrapped, sharing: RowSharing, examples: list[Row], accelerator: Accelerator) -> bool:
+    """Let the model attend by flash-attention if it can and keeps the examples of a row apart; return whether."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("flash_attention_2")
+        with accelerator.autocast():
+            if sharing.fault(model, examples) is None:
+                return True
+    except (ImportError, ValueError):  # a model without it
+        pass
+    model.set_attn_implementation(before)
+    return False
+
+
+def answer_scorer(
+    task: TaskProblem, settings: GenerateConfig | None, accelerator: Accelerator
+) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Return what scores a model by its answers, as ``settings`` say; None where there are none.
+
+    Raises:
+        PeftlabError: a metric's package is not installed, no prompt can be used, or parameters are sharded.
+    """
+    if settings is None or task.contexts is None:
+        return None
+    check_packages(settings.metrics)
+    if accelerator.is_fsdp2:
+        raise PeftlabError("generate: not under FSDP; leave it out (generate=null), then give it to `peftlab eval RUN`")
+    return partial(_score, task, task.contexts(settings.examples), settings, accelerator)
+
+
+def _score(
+    task: TaskProblem, contexts: Contexts, settings: GenerateConfig, accelerator: Accelerator, model: nn.Module
+) -> dict[str, float]:
+    """Answer the prompts and return the metrics, in every process; the processes share the batches.
+
+    Beside the metrics: ``ended``, the share of answers that ended before ``max_new_tokens``, and ``contexts``.
+    """
+    left_out = f" ({contexts.too_long} longer than train.max_length are left out)" if contexts.too_long else ""
+    accelerator.print(f"answering {len(contexts.items)} held-out prompts{left_out}")
+    ids = [context.ids for context in contexts.items]
+    batches = eval_batches([*map(len, ids)], settings.batch_size)
+    # Under mixed precision accelerate wraps the forward pass in autocast; answers are those of the stored weights.
+    bare: PreTrainedModel = accelerator.unwrap_model(model, keep_fp32_wrapper=False).to(accelerator.device)
+    ends = contexts.ends | eos_ids(bare)
+    pad = task.tokenizer.pad_token_id if task.tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    found: list[tuple[int, list[int]]] = []
+    advice = memory_advice("while answering", [f"generate.batch_size={max(1, settings.batch_size // 2)}"])
+    with advice, eval_mode(bare), _adapter_folded(bare):
+        answer = answering(bare, settings, ends, pad)
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            found += zip(batch, answer([ids[place] for place in batch]), strict=True)
+    tokens = dict(gather_object(found))
+    answers = [
+        Answer(
+            str(task.tokenizer.decode(tokens[place], skip_special_tokens=True)).strip(),
+            context.prompt,
+            context.references,
+        )
+        for place, context in enumerate(contexts.items)
+    ]
+    ended = [bool(out) and out[-1] in ends for out in tokens.values()]
+    return {**score(settings.metrics, answers), "ended": fmean(ended), "contexts": len(answers)}
+
+
+@contextmanager
+def _adapter_folded(model: PreTrainedModel) -> Iterator[None]:
+    """Fold an injected model's adapter into its weights for the block, if it can be: plain layers decode faster."""
+    injected = is_injected(model)
+    if injected:
+        try:
+            merge(model, keep=True)
+        except PeftlabError:  # no linear fold, or a quantised weight: the adapter is computed beside it
+            injected = False
+    try:
+        yield
+    finally:
+        if injected:
+            unmerge(model)
+
+
+def _merge_losses(task: TaskProblem, live: nn.Module, run_dir: Path, base: str, into: Into) -> dict[str, float]:
+    """Return the mean loss on the first evaluation split of the live model and of both merges.
+
+    Args:
+        live: base and adapter as they were trained. into: what ``run_dir / "merged"`` was merged into; the other
+            merge is made beside it and removed again.
+    """
+    other: Into = "original" if into == "dequantised" else "dequantised"
+    device = next(live.parameters()).device
+    with scratch_directory(run_dir / "merged", "other") as scratch:
+        merge_checkpoint(run_dir / "adapter", base, scratch / other, MergeOptions(into=other))
+        data = next(iter(task.held_out.values()))
+        found = {
+            "live": task.mean_loss(live, data),
+            into: task.mean_loss(_merged(run_dir / "merged", task.auto_class, device), data),
+            other: task.mean_loss(_merged(scratch / other, task.auto_class, device), data),
+        }
+    return {name: found[name] for name in ("live", "dequantised", "original")}
+
+
+def _merged(directory: Path, auto_class: str, device: torch.device) -> nn.Module:
+    dtype = load_config(str(directory)).dtype
+    stored = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    model, _ = load_base(str(directory), auto_class, dtype=stored)
+    return nn.Module.to(model, device)

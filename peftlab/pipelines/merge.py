@@ -135,7 +135,7 @@ def _inputs(recipe: Path | None, base: str) -> list[dict[str, Tensor]]:
 
     loaded = None if recipe is None else load_recipe(recipe)
     if isinstance(loaded, FinetuneRecipe):
-        from peftlab.pipelines.recipe_examples import example_inputs
+        from peftlab.pipelines.preview import example_inputs
 
         return [example_inputs(loaded, EXAMPLES)]
     tokenizer = load_tokenizer(base)

@@ -88,7 +88,7 @@ def ours(base: Path, data: Path, train_on: str, out: Path, *, packing: bool) -> 
     from accelerate import Accelerator
 
     from peftlab.methods.injection import inject
-    from peftlab.pipelines.row_sharing import share_rows
+    from peftlab.pipelines.finetune import share_rows
     from peftlab.training.loop import train
 
     checked, task = loaded(base, data, train_on, packing, out)

@@ -19,7 +19,7 @@ from peftlab.errors import PeftlabError
 from peftlab.models.config import BaseConfig
 from peftlab.models.finetuned import find_model
 from peftlab.models.pretrained import load_config, load_tokenizer
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
 
 SAID = " It was red and it was very big and it was very good."
 DRAFT = ["data.samples=2", "data.max_new_tokens=12", "train.max_steps=2", "train.max_length=64", "train.eval_every=2"]

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from peftlab import PeftlabError, predict
 from peftlab.checkpoints.adapter import load_adapter
 from peftlab.cli.app import app
+from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.finetune import FinetuneResults
-from peftlab.pipelines.trained.evaluate import evaluate
 from tests.forked import Ended, python
 
 

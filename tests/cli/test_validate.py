@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import peftlab
 from peftlab.errors import PeftlabError
-from peftlab.pipelines.checks.deep_check import deep_check, deep_lines
+from peftlab.pipelines.preview import deep_check, deep_lines
 from peftlab.recipe import library
 from tests.command_line import invoke
 from tests.training import tiny

@@ -97,7 +97,7 @@ def _fitting(rng: random.Random) -> str:
         "array": rng.choice(("[]", "[0.9, 0.99]", "[wandb]", "[tensorboard, trackio]")),
         "string": rng.choice(option.get("enum", ["x"])),
     }
-    return f"{key}={values[option['type']]}"
+    return f"{key}={values.get(option.get('type', ''), 'null')}"  # sections and choices among them have no type
 
 
 def _aliases(rng: random.Random) -> str:

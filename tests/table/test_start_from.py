@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from peftlab.checkpoints.adapter import save_adapter
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import inject, make_config, trainable_parameters
-from peftlab.pipelines.init_from import start_from
+from peftlab.pipelines.finetune import start_from
 
 
 def made(model: Path, labels: int, name: str, seed: int, **fields: Any) -> torch.nn.Module:

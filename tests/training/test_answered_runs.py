@@ -13,7 +13,7 @@ import peftlab
 from peftlab.decoding.generation import answering
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
 from peftlab.recipe.load import load_recipe
 from peftlab.tasks.config import GenerateConfig
 

@@ -22,7 +22,7 @@ from peftlab.models.config import BaseConfig
 from peftlab.models.pretrained import load_base
 from peftlab.models.quantised import dequantised, quantise, quantised_linears
 from peftlab.pipelines import resume, run, run_recipe
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe, TableRecipe
 from peftlab.recipe.tables import table_cells

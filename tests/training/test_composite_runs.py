@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import run
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
 from tests.byte_tokens import byte_tokenizer
 from tests.composite_models import save_composite
 

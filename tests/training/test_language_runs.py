@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForC
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
-from peftlab.pipelines.finetune import load_task, sample_inputs
-from peftlab.pipelines.recipe_examples import example_inputs
-from peftlab.pipelines.row_sharing import share_rows
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
+from peftlab.pipelines.finetune import load_task, sample_inputs, share_rows
+from peftlab.pipelines.preview import example_inputs
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 from peftlab.tasks.problem import TrainingProblem

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from peftlab.errors import PeftlabError
 from peftlab.pipelines import resume, run
-from peftlab.pipelines.trained.evaluate import evaluate
+from peftlab.pipelines.evaluate import evaluate
 from peftlab.recipe.load import load_recipe
 
 CHATML = (

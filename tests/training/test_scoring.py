@@ -20,9 +20,8 @@ from peftlab.cli.app import app
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
 from peftlab.hardware import describe_cpu, resolve_device
-from peftlab.pipelines.trained.evaluate import evaluate, score_trained
-from peftlab.pipelines.trained.predict import predict
-from peftlab.pipelines.trained.prediction_files import predict_file
+from peftlab.pipelines.evaluate import evaluate, score_trained
+from peftlab.pipelines.predict import predict, predict_file
 
 CLASSES = ("fine", "good", "poor")
 

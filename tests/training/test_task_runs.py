@@ -23,10 +23,10 @@ from transformers import (
 
 import peftlab
 from peftlab.errors import PeftlabError
+from peftlab.pipelines.evaluate import evaluate
 from peftlab.pipelines.finetune import load_task, sample_inputs
-from peftlab.pipelines.recipe_examples import example_inputs
-from peftlab.pipelines.trained.evaluate import evaluate
-from peftlab.pipelines.trained.prediction_files import predict_file
+from peftlab.pipelines.predict import predict_file
+from peftlab.pipelines.preview import example_inputs
 from peftlab.recipe.load import dump_recipe, load_recipe
 from peftlab.recipe.schema import FinetuneRecipe
 

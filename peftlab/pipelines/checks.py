@@ -1,11 +1,16 @@
-"""Whether the data that a recipe names exist and have their columns; neither torch nor a model is loaded."""
+"""Whether the models and data that a recipe names exist, and the data have their columns.
+
+Neither torch nor a model is loaded, and the hub is not asked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peftlab.errors import PeftlabError
+from peftlab.models.finetuned import find_model
 from peftlab.recipe.schema import AnyTable, DraftRecipe, FinetuneRecipe, Recipe
 from peftlab.recipe.tables import table_cells
 from peftlab.references import locate
@@ -13,6 +18,9 @@ from peftlab.registry import resolve
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.data import Columns, Table, split_files, split_tables
 from peftlab.tasks.table import Task, find_task
+
+if TYPE_CHECKING:
+    pass
 
 
 def check_data(recipe: Recipe) -> None:
@@ -76,3 +84,17 @@ def _tables(task: Task, data: DataConfig) -> dict[str, tuple[Table, dict[str, st
     tables = split_tables(with_columns, data.validation, files)
     of: Callable[[DataConfig, Collection[str]], Columns] = resolve(task.columns)
     return {split: (table, of(data, table.columns).needed(split, table)) for split, table in tables.items()}
+
+
+def check_models(recipe: Recipe) -> None:
+    """Check that each model that running ``recipe`` starts from is there, if it is a path or a file of a package.
+
+    Raises:
+        PeftlabError: no such path, package or file of it; a directory that contains no model.
+    """
+    runs = runs_of(recipe)
+    scorers = [each.train.sample.scorer for each in runs if each.train.sample and each.train.sample.scorer]
+    for reference in dict.fromkeys([*(each.model for each in runs), *scorers]):
+        place = locate(find_model(reference).base)
+        if isinstance(place, Path) and place.is_dir() and not (place / "config.json").exists():
+            raise PeftlabError(f"model {reference!r}: {place} has no config.json")

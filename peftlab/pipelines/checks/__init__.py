@@ -1,1 +1,0 @@
-"""What `peftlab validate` checks beside the recipe itself."""
