@@ -9,6 +9,7 @@ Keys come from the environment and the files that each file system reads by itse
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -48,6 +49,7 @@ _KEYS = re.compile(r"[^/@]*:[^/@]*@")  # NAME:PASSWORD@ at the start of what fol
 _LOCAL = ("file", "local")
 _READ_ONLY = ("http", "https", "data", "github", "gist")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PAUSES = (1.0, 5.0)  # seconds before a failed request is made again
 _RECORD = "downloaded.json"
 _CHECKPOINTS, _RESULTS = "checkpoints/", "results.json"
@@ -189,6 +191,8 @@ class RemoteDirectory:
             except FileNotFoundError as error:
                 raise _Absent(f"{where}: cannot {what} ({reason(error)})") from None
             except Exception as error:  # the transports' own types, too
+                if what == "be read" and isinstance(error, OSError) and error.errno in _FULL:
+                    raise  # the disk of this machine, whose file ``replacing`` names
                 if pause is None or isinstance(error, PermissionError):
                     raise PeftlabError(f"{where}: cannot {what} ({reason(error)})") from None
                 time.sleep(pause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from peftlab.errors import PeftlabError
 from peftlab.files import Mark, write_mark
 from peftlab.pipelines.directory import RUN
 from peftlab.remote import Mirror, local_copy, mirrored
@@ -148,3 +150,17 @@ def test_killed_after_each_operation(replaced, resumed, tmp_path, monkeypatch):
         assert [name for name in fsspec.filesystem("memory").find("/bucket/run") if "step-" in name] == [
             "/bucket/run/checkpoints/step-00000002.pt"
         ]
+
+
+def test_a_full_disk_of_this_machine_is_said_with_its_file(tmp_path, monkeypatch):
+    """Downloading is not tried again: the error names the file here, not the one at the URL."""
+    monkeypatch.setenv("PEFTLAB_CACHE", str(tmp_path))
+    Ending.left = 10**6
+    run(resume=False)
+
+    def full(self: Ending, rpath: str, lpath: str, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Ending, "get_file", full)
+    with pytest.raises(PeftlabError, match=rf"^{tmp_path}.*: cannot be written \(No space left on device\)$"):
+        local_copy(URL)
