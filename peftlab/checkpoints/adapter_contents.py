@@ -41,7 +41,7 @@ from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.experts import stored_transposed
 from peftlab.methods.lora.layers import leaf_kind
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, layer_index
-from peftlab.models.skeleton import empty_model
+from peftlab.models.empty import empty_model
 from peftlab.patterns import matching
 
 Shape = tuple[int, ...]

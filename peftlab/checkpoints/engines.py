@@ -47,7 +47,7 @@ from peftlab.files import staged_directory, write_json
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
 from peftlab.methods.table import METHODS
-from peftlab.models.skeleton import tied_names
+from peftlab.models.empty import tied_names
 from peftlab.untyped import LoadedKeys
 from peftlab.version import version_of
 

@@ -31,8 +31,8 @@ from peftlab.methods.injection import inject, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.layers import LowRank, leaf_kind
 from peftlab.models.architectures import inside, task_head
+from peftlab.models.empty import Place, converted, empty_model, places
 from peftlab.models.pretrained import load_config
-from peftlab.models.skeleton import Place, converted, empty_model, places
 
 _INSTEAD = "an adapter cannot express that; keep the finetuned checkpoint itself"
 _COMPARED = 8 << 20  # bytes of a file that are compared at a time

@@ -21,7 +21,7 @@ from peftlab.methods.lora.layers import LoraAttention, LowRank, never_called
 from peftlab.methods.lora.plan import matching_only, matrices
 from peftlab.methods.targets import ALL_LINEAR, has_suffix, trained_whole
 from peftlab.models.architectures import conv1d, embeddings_of, inside, model_type, task_head
-from peftlab.models.skeleton import places
+from peftlab.models.empty import places
 from peftlab.patterns import matching
 
 _FACTOR = re.compile(r"\.(lora_A|lora_B)\.weight$")

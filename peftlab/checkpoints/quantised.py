@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from peftlab.errors import PeftlabError
 from peftlab.files import Json
-from peftlab.models.base_format import BaseFormat, digest, is_linear, is_transposed
-from peftlab.models.dtypes import DTYPES
+from peftlab.models.quantised import DTYPES, BaseFormat, digest, is_linear, is_transposed
 
 _STEP = 1 << 18  # weights computed at a time, so that intermediates stay small
 

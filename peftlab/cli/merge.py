@@ -63,7 +63,7 @@ def merge(
     """Fold adapters into their base model: a plain checkpoint, streamed."""
     from peftlab.checkpoints.merge.config import MergeOptions
     from peftlab.files import to_json
-    from peftlab.models.dtypes import stored_dtype
+    from peftlab.models.quantised import stored_dtype
     from peftlab.pipelines.merge import Combining, run_merge
     from peftlab.reporting.console import merge_table
 

@@ -39,9 +39,8 @@ from peftlab.drafting.objectives import make_objective
 from peftlab.drafting.pruning import Search, choose_layers, choose_units, kept_units, pruned_draft
 from peftlab.drafting.states import head_weight, layer_stack, truncate, unwrapped
 from peftlab.errors import PeftlabError, reason
-from peftlab.models.dtypes import DTYPES
 from peftlab.models.pretrained import eval_mode, load_config, load_tokenizer
-from peftlab.models.quantised import quantised_linears
+from peftlab.models.quantised import DTYPES, quantised_linears
 from peftlab.untyped import Attributes
 
 ModelConfigT = TypeVar("ModelConfigT", bound=ModelDraft)

@@ -1,4 +1,4 @@
-"""Linear maps whose weights bitsandbytes stores in 4 or 8 bits: their shapes, their values, and making them.
+"""How weights are stored: the dtypes that a user can name, and linear maps that bitsandbytes keeps in 4 or 8 bits.
 
 bitsandbytes packs two 4-bit codes into a byte, so that a weight's own shape says nothing; a map's shape is that of
 the module.
@@ -6,19 +6,57 @@ the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from peftlab.errors import PeftlabError, did_you_mean
+from peftlab.files import Json, member
 from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes, Function, KnownModel, Unwrapped
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STORED = {**DTYPES, "fp8": torch.float8_e4m3fn}
+_LONG_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of activations at a ``train.precision``: TF32 is a way to multiply fp32."""
+    return DTYPES.get(precision, torch.float32)
+
+
+def torch_dtype(name: str, option: str = "dtype") -> torch.dtype:
+    """Return the dtype that ``fp32``, ``bf16`` or ``fp16`` names.
+
+    Args:
+        option: what the user set, for the error message.
+
+    Raises:
+        PeftlabError: any other name; torch's own names are answered with ours.
+    """
+    return _named(name, option, DTYPES)
+
+
+def stored_dtype(name: str, option: str = "dtype") -> torch.dtype:
+    """Return the dtype that weights on disk are asked to have: as ``torch_dtype``, or ``fp8`` (e4m3)."""
+    return _named(name, option, STORED)
+
+
+def _named(name: str, option: str, known: dict[str, torch.dtype]) -> torch.dtype:
+    if name in known:
+        return known[name]
+    hint = f"; write {_LONG_NAMES[name]}" if name in _LONG_NAMES else did_you_mean(name, known)
+    raise PeftlabError(f"{option} {name}: one of {', '.join(known)}{hint}")
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -137,3 +175,93 @@ def quantise(model: PreTrainedModel, how: BitsAndBytesConfig) -> None:
         new.train(linear.training)
         del linear.weight
     quantizer.postprocess_model(model)
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class BaseFormat:
+    """The quantisation that bitsandbytes made of a base model when it was loaded.
+
+    Attributes:
+        dtype: ``nf4``, ``int8``, or what else bitsandbytes can do (``fp4``).
+        double_quant: the blocks' magnitudes are quantised, too.
+        block: weights that share a magnitude; 0 for int8, where a row shares one.
+        compute: dtype that they are dequantised to in the forward pass: fp32, bf16 or fp16.
+        left: the linear modules that were not quantised, as the LM head.
+        first, digest: the first module that was, and a digest of its codes, to recognise them when they are computed
+            again; the digest is empty where they are packed in another order.
+    """
+
+    dtype: str
+    double_quant: bool
+    block: int
+    compute: str
+    left: tuple[str, ...]
+    first: str
+    digest: str
+
+    def to_dict(self) -> dict[str, Json]:
+        """Return the attributes as JSON has them."""
+        return {**asdict(self), "left": list(self.left)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Json], source: str) -> BaseFormat:
+        """Return the format that ``to_dict`` gave; ``source`` is named in the error for anything else."""
+        left = member(values, "left", list, source)
+        compute = member(values, "compute", str, source)
+        if compute not in DTYPES or not all(isinstance(name, str) for name in left):
+            raise PeftlabError(f"{source}: the base's format is damaged: compute {compute!r}, left {left!r}")
+        return cls(
+            dtype=member(values, "dtype", str, source),
+            double_quant=member(values, "double_quant", bool, source),
+            block=member(values, "block", int, source),
+            compute=compute,
+            left=tuple(str(name) for name in left),
+            first=member(values, "first", str, source),
+            digest=member(values, "digest", str, source),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{' with double quantisation' if self.double_quant else ''}"
+
+
+def base_format(model: nn.Module) -> BaseFormat | None:
+    """Return the format of a live model's linear maps; None where bitsandbytes stores none of them.
+
+    It is the first quantised map's: all have the same.
+    """
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    coded = {name: module for name, module in linears.items() if is_quantised(module)}
+    if not coded:
+        return None
+    name, found = next(iter(coded.items()))
+    first: Unwrapped = found
+    left, codes = tuple(name for name in linears if name not in coded), first.weight.data
+    if type(first.weight).__name__ == "Int8Params":
+        # That of the activations, which what is not quantised is loaded in.
+        compute = getattr(getattr(model, "config", None), "dtype", None) or torch.float32
+        return BaseFormat("int8", False, 0, _NAMES[compute], left, name, digest([codes]))
+    state = first.weight.quant_state
+    compute = first.compute_dtype or state.dtype
+    said = "" if getattr(state, "packing_format_for_cpu", False) else digest([codes])
+    return BaseFormat(state.quant_type, state.nested, state.blocksize, _NAMES[compute], left, name, said)
+
+
+def digest(parts: Iterable[Tensor]) -> str:
+    """Return what recognises codes, given part by part in order."""
+    found = blake2b(digest_size=16)
+    for part in parts:
+        found.update(part.detach().cpu().contiguous().view(torch.uint8).view(-1).numpy().data)
+    return found.hexdigest()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether bitsandbytes can quantise a module in place of its own: a linear map, or GPT-2's transposed one."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module's weight is (in, out)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)

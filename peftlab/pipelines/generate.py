@@ -39,8 +39,8 @@ from peftlab.drafting.table import drafts_with_heads
 from peftlab.drafting.text import index_corpus, read_documents
 from peftlab.errors import PeftlabError
 from peftlab.hardware import Cpu, describe_cpu
-from peftlab.models.dtypes import torch_dtype
 from peftlab.models.pretrained import load_tokenizer
+from peftlab.models.quantised import torch_dtype
 from peftlab.registry import resolve
 from peftlab.tasks.conversations import Message, chat_ids
 from peftlab.tasks.language_examples import end_of_turn

@@ -19,11 +19,10 @@ from peftlab.methods.injection import count_parameters, inject, injection_of, ma
 from peftlab.methods.table import METHODS
 from peftlab.methods.targets import has_suffix
 from peftlab.models.architectures import QUERY_VALUE, conv1d, model_type, task_head
-from peftlab.models.bounds import Bounded, check_directory
+from peftlab.models.empty import Bounded, check_directory, empty_model
 from peftlab.models.finetuned import find_model
 from peftlab.models.plain import NoValues, plain_model
 from peftlab.models.pretrained import load_config
-from peftlab.models.skeleton import empty_model
 from peftlab.references import locate
 from peftlab.reporting import facts
 from peftlab.reporting.console import LongName, plain_table

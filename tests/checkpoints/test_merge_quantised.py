@@ -21,9 +21,8 @@ from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
 from peftlab.checkpoints.quantised import compress, decompress, nf4_values
 from peftlab.errors import PeftlabError
-from peftlab.models.base_format import BaseFormat
 from peftlab.models.pretrained import describe
-from peftlab.models.quantised import dequantised
+from peftlab.models.quantised import BaseFormat, dequantised
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,8 +19,8 @@ from peftlab.checkpoints.merge.config import MergeOptions
 from peftlab.checkpoints.merge.run import merge_checkpoint
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
+from peftlab.models.empty import empty_model, tied_names
 from peftlab.models.plain import DECODERS, plain_model
-from peftlab.models.skeleton import empty_model, tied_names
 from peftlab.pipelines.inspect import inspect_model
 
 SMALL = models.SMALL | {"num_key_value_heads": 2}

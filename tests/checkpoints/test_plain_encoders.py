@@ -13,8 +13,8 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.table import METHODS
+from peftlab.models.empty import empty_model, tied_names
 from peftlab.models.plain import ENCODERS, plain_model
-from peftlab.models.skeleton import empty_model, tied_names
 from peftlab.pipelines.inspect import inspect_model
 
 

@@ -40,7 +40,7 @@ def test_what_local_blocks_would_keep() -> None:
     from transformers import AutoConfig
 
     from peftlab.models.costs import count_step
-    from peftlab.models.skeleton import empty_model
+    from peftlab.models.empty import empty_model
 
     place = locate(MINILM)
     if not Path(place).exists():

@@ -26,7 +26,7 @@ from peftlab.methods.injection import count_parameters
 from peftlab.methods.targets import layer_index, parameters_under
 from peftlab.models.architectures import task_head
 from peftlab.models.costs import count_step
-from peftlab.models.skeleton import empty_model
+from peftlab.models.empty import empty_model
 from peftlab.recipe.load import load_recipe
 from peftlab.recipe.schema import DraftTableRecipe, FinetuneRecipe, TableRecipe, injected_method
 from peftlab.recipe.tables import table_cells

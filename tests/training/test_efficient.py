@@ -199,7 +199,7 @@ def test_what_a_run_costs(still, rows, tmp_path):
 
     from peftlab.methods.injection import inject, make_config
     from peftlab.models.costs import count_step
-    from peftlab.models.skeleton import empty_model
+    from peftlab.models.empty import empty_model
 
     values = tiny.recipe(still, rows, tmp_path / "run", "lora", epochs=1)
     method = {"name": "lora", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}

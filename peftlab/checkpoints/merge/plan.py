@@ -28,11 +28,10 @@ from peftlab.methods.leaf import Adapted, addition
 from peftlab.methods.lora.embeddings import OwnCopy
 from peftlab.methods.merging import refuse_unfoldable
 from peftlab.models.architectures import inside
-from peftlab.models.base_format import BaseFormat
-from peftlab.models.bounds import check_sizes
+from peftlab.models.empty import Place, check_sizes, empty_model, places, tied_names
 from peftlab.models.plain import NoValues, PlainModel, plain_model
 from peftlab.models.pretrained import load_config
-from peftlab.models.skeleton import Place, empty_model, places, tied_names
+from peftlab.models.quantised import BaseFormat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

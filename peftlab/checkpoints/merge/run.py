@@ -42,11 +42,10 @@ from peftlab.files import (
 )
 from peftlab.methods.table import METHODS
 from peftlab.models.architectures import inside
-from peftlab.models.bounds import check_directory
+from peftlab.models.empty import check_directory, places
 from peftlab.models.finetuned import find_model, plain_directory, refuse_gated
 from peftlab.models.plain import PlainModel, decoder
 from peftlab.models.pretrained import load_config, load_tokenizer
-from peftlab.models.skeleton import places
 from peftlab.references import locate, snapshot, upload
 from peftlab.untyped import Attributes
 

@@ -16,7 +16,7 @@ from peftlab.checkpoints.quantised import compress, decompress, rows_per_step
 from peftlab.checkpoints.tensors import DTYPES, Copy, Job, OutputFile, Shard, copy_step
 from peftlab.errors import PeftlabError
 from peftlab.methods.leaf import Adapted, Folding, recast
-from peftlab.models.skeleton import converted
+from peftlab.models.empty import converted
 
 ROUNDING_LIMIT = 0.1  # share of ΔW that rounding may lose before the report warns
 _BLOCK = 1 << 20  # elements compared at a time

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from peftlab.checkpoints.adapter import Adapter, load_adapter, load_model, read_adapter
 from peftlab.files import read_object
 from peftlab.hardware import wait_for
-from peftlab.models.base_format import BaseFormat
 from peftlab.models.config import BaseConfig
-from peftlab.models.dtypes import DTYPES
 from peftlab.models.pretrained import load_config
+from peftlab.models.quantised import DTYPES, BaseFormat
 from peftlab.untyped import Attributes
 
 if TYPE_CHECKING:
