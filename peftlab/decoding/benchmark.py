@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Generation, Observe, StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter, Row, Verified
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.lossy import DistanceMeter, LossyResult, LossyRule, differing_share
 from peftlab.decoding.policies import Fixed, PolicyFactory
 from peftlab.decoding.sampling import Sampling

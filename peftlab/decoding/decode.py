@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 
-from peftlab.decoding.cache import KVCache, depths_of, shape_of
+from peftlab.decoding.cache import Engine, KVCache, Output, depths_of, empty_cache, prefill, right_padded, shape_of
 from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engine import Engine, Output, empty_cache, prefill, right_padded
 from peftlab.decoding.lossy import LossyRule, accept_lossy
 from peftlab.decoding.policies import Fixed, Policy
 from peftlab.decoding.sampling import Sampling, fork_generators

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peftlab.decoding.cache import Block, KVCache
-from peftlab.decoding.engine import Engine, Output
+from peftlab.decoding.cache import Block, Engine, KVCache, Output
 from peftlab.decoding.policies import Policy
 from peftlab.decoding.sampling import RowRandomSource, Sampling, argmax
 from peftlab.decoding.theory import block_efficiency_by_position

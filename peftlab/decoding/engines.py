@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from peftlab.decoding.cache import Block, KVCache, paths_of, shape_of
-from peftlab.decoding.engine import Engine, EngineWrapper, Output, max_positions
+from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, max_positions, paths_of, shape_of
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.recurrent import MIXERS, RecurrentEngine
 from peftlab.decoding.transformers_engine import Decoder, TransformersEngine

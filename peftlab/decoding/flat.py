@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from peftlab.decoding.cache import Block, Context, FirstLayers, KVCache, additive_mask
-from peftlab.decoding.engine import Encoder, Output
+from peftlab.decoding.cache import Block, Context, Encoder, FirstLayers, KVCache, Output, additive_mask
 from peftlab.decoding.packed import Added, Addition, Linear, Product, Products, can_pack
 from peftlab.methods.leaf import base_leaf
 from peftlab.methods.lora.layers import Gate, LowRank
@@ -370,7 +369,7 @@ class _Layer:
 
 
 class FlatEngine:
-    """See ``engine.Engine``; made by ``engines.build_engine`` from a model and its structure."""
+    """See ``cache.Engine``; made by ``engines.build_engine`` from a model and its structure."""
 
     encoder: Encoder | None = None
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.errors import PeftlabError

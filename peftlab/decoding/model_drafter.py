@@ -9,9 +9,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftlab.decoding.cache import Block, KVCache, WindowedCache
+from peftlab.decoding.cache import (
+    Block,
+    Engine,
+    EngineWrapper,
+    KVCache,
+    Output,
+    WindowedCache,
+    empty_cache,
+    prefill,
+    right_padded,
+    spans,
+)
 from peftlab.decoding.drafter import Drafter, Proposal, Row, TargetState, Verified, draft_chain
-from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache, prefill, right_padded, spans
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import DRAWN, HEAD, TIMES, Window

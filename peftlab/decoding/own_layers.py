@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.cache import Block, FirstLayers, KVCache
+from peftlab.decoding.cache import Block, EngineWrapper, FirstLayers, KVCache, Output
 from peftlab.decoding.drafter import DraftCandidate, Proposal, Row, TargetState, Verified
-from peftlab.decoding.engine import EngineWrapper, Output
 from peftlab.decoding.flat import FlatEngine, concatenate_states, without_torch_function
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.sampling import argmax

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from peftlab.decoding.cache import Block, KVCache, shape_of
+from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache, right_padded, shape_of
 from peftlab.decoding.drafter import Accept, DraftCandidate, Drafter, Proposal, Row, TargetState, Verified, draft_chain
-from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache, right_padded
 from peftlab.decoding.model_drafter import ModelDrafter, check_vocabulary, read_rows, room
 from peftlab.decoding.recurrent import StateCache
 from peftlab.decoding.sampling import Sampling

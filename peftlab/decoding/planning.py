@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from peftlab.decoding.advice import GAIN_ALPHAS, DraftCost, KindAdvice, advise, recommendation
-from peftlab.decoding.engine import Engine
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.statistics import Interval
 from peftlab.decoding.theory import goodput, pearl_speedup
 from peftlab.decoding.timing import Conditions, Watch, check_repeats, step_seconds, uncertain

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftlab.decoding.cache import Block, Context, KVCache, paths_of
-from peftlab.decoding.engine import Encoder, Output
+from peftlab.decoding.cache import Block, Context, Encoder, KVCache, Output, paths_of
 from peftlab.untyped import KnownModel
 
 _AT_ONCE = 32  # tokens, whose states are in memory together: a long prompt's would take gigabytes

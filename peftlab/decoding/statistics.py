@@ -11,10 +11,9 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from peftlab.decoding.cache import Block
+from peftlab.decoding.cache import Block, Engine, empty_cache
 from peftlab.decoding.decode import Generation
 from peftlab.decoding.drafter import Row, Verified
-from peftlab.decoding.engine import Engine, empty_cache
 from peftlab.decoding.lossy import LossyResult
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.theory import acceptance_rate

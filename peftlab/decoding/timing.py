@@ -17,9 +17,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from peftlab.decoding.cache import Block, KVCache
+from peftlab.decoding.cache import Block, Engine, EngineWrapper, KVCache, Output, empty_cache
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import Engine, EngineWrapper, Output, empty_cache
 from peftlab.decoding.parallel_drafters import PearlDrafter
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, to_json

@@ -15,8 +15,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from peftlab.decoding.cache import Block, Context, KVCache, additive_mask
-from peftlab.decoding.engine import Encoder, Output, max_positions, right_padded
+from peftlab.decoding.cache import Block, Context, Encoder, KVCache, Output, additive_mask, max_positions, right_padded
 from peftlab.errors import PeftlabError
 from peftlab.models.quantised import inputs_as_they_are, int8_maps
 from peftlab.untyped import Unwrapped
@@ -158,7 +157,7 @@ class _Copies(_Slots):
 
 
 class Decoder(nn.Module):
-    """See ``engine.Encoder``; an engine is built around it as around a causal language model.
+    """See ``cache.Encoder``; an engine is built around it as around a causal language model.
 
     Args:
         model: an encoder-decoder language model.

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftlab.decoding.engine import Engine
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.flat import FlatEngine
 from peftlab.decoding.model_drafter import ModelDrafter

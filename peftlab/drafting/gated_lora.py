@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.checkpoints.adapter import WEIGHTS_FILE, fill, load_adapter, read_adapter, save_adapter
 from peftlab.checkpoints.tensors import read_tensors, write_tensors
-from peftlab.decoding.engine import Engine
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.recurrent import MIXERS

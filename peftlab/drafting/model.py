@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.checkpoints.adapter import load_model
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.flat import FlatEngine, structure_of
 from peftlab.decoding.model_drafter import ModelDrafter, ReducedVocabulary, read_draft_tokens, write_draft_tokens

@@ -18,8 +18,8 @@ from peftlab.decoding.benchmark import (
     fits,
     measure_pool,
 )
+from peftlab.decoding.cache import CacheMemory, cache_memory
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import CacheMemory, cache_memory
 from peftlab.decoding.statistics import BenchmarkResult
 from peftlab.decoding.table import HEAD, MODEL_FREE, model_free
 from peftlab.decoding.timing import Stopwatch, timed_calls

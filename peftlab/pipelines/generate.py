@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.lossy import DistanceMeter, LossyResult, LossyRule
 from peftlab.decoding.policies import Fixed, PolicyFactory, PolicyInputs, fixed
 from peftlab.decoding.sampled_trees import GrowthFactory

@@ -17,8 +17,8 @@ from accelerate.utils import set_seed
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import read_draft_tokens
 from peftlab.decoding.sampling import Sampling

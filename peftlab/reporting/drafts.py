@@ -22,7 +22,7 @@ from peftlab.reporting.plots import INK, SERIES, Plot, acceptance_plots, figure
 if TYPE_CHECKING:
     from peftlab.decoding.advice import Choice, KindAdvice
     from peftlab.decoding.benchmark import DraftedText
-    from peftlab.decoding.engine import CacheMemory
+    from peftlab.decoding.cache import CacheMemory
     from peftlab.decoding.planning import AcceptanceGain, BatchPlan, DraftPlan
     from peftlab.decoding.statistics import BenchmarkResult, DrafterResult, Interval
     from peftlab.decoding.theory import Theory

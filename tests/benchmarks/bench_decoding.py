@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from peftlab.decoding.benchmark import PLAIN, Comparison, Decode, Question, Settings, compare
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_free import PromptLookup, TokenRecycling
 from peftlab.decoding.policies import Fixed

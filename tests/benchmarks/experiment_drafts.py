@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from peftlab.decoding.benchmark import PLAIN, Question, Settings, compare
+from peftlab.decoding.cache import Engine
 from peftlab.decoding.decode import Generation, StoppingCriteria, decode
 from peftlab.decoding.drafter import Drafter
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed

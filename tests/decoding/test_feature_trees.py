@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from peftlab.decoding.cache import KVCache, depths_of
+from peftlab.decoding.cache import KVCache, depths_of, prefill
 from peftlab.decoding.decode import StoppingCriteria, decode
 from peftlab.decoding.drafter import Row, TargetState
-from peftlab.decoding.engine import prefill
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.policies import Fixed
 from peftlab.decoding.sampling import Sampling

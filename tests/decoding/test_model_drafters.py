@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from peftlab.decoding.cache import WindowedCache
+from peftlab.decoding.cache import EngineWrapper, WindowedCache
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engine import EngineWrapper
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.lossy import LossyRule
 from peftlab.decoding.model_drafter import ModelDrafter

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peftlab.decoding.cache import Block, depths_of, shape_of
+from peftlab.decoding.cache import Block, Output, depths_of, shape_of
 from peftlab.decoding.drafter import Proposal, Row, TargetState, Verified
-from peftlab.decoding.engine import Output
 from peftlab.decoding.model_free import END, NGramDrafter, PromptLookup, SuffixAutomaton, TokenRecycling
 from peftlab.decoding.policies import AcceptanceHead, Confidence, Fixed, Heuristic
 from peftlab.decoding.sampling import Sampling

@@ -27,9 +27,8 @@ from transformers import (
 )
 
 from peftlab.checkpoints.adapter import save_adapter
-from peftlab.decoding.cache import Block
+from peftlab.decoding.cache import Block, Engine
 from peftlab.decoding.decode import StoppingCriteria, decode
-from peftlab.decoding.engine import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.policies import Fixed
