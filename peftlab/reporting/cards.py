@@ -1,4 +1,4 @@
-"""README.md of an adapter, and what a merged model's says of its training: results, loading code, recipe."""
+"""Model cards: an adapter's README.md, and the section on training of a merged model's: results, code, recipe."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def adapter_card(info: CardInfo) -> str:
 
 
 def training(info: CardInfo) -> Training:
-    """Return what the card of a run's adapter, or of its merged model, says of the training."""
+    """Return the section on training of the card of a run's adapter or of its merged model."""
     from huggingface_hub import ModelCardData
 
     task, dataset, evaluated = str(info.results["task"]), hub_id(info.dataset), _eval_results(info)

@@ -53,10 +53,11 @@ class Report:
 
 
 def report(runs: str | Path | Sequence[str | Path], out: str | Path, form: str = "html") -> Report:
-    """Write the report of a run, or of several beside each other, to ``out``.
+    """Write the report of a run, or the comparison of several, to ``out``.
 
     Args:
         runs: finished runs, or their URLs.
+        out: the file.
         form: ``html`` is a page: the run's own, or the comparison of several; ``json`` a run's recipe, provenance and
             results, or the comparison; ``peft`` the JSON of peft's method_comparison for one run on GSM8K.
 
@@ -131,7 +132,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other.
+    """Several finished runs compared.
 
     Attributes:
         scores: at each run's best evaluation, the deciding metric of the first run first.

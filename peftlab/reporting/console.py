@@ -63,7 +63,7 @@ def fold_name(name: str, width: int) -> list[str]:
 
 
 def results_table(results: facts.Results) -> Table:
-    """Return the numbers of ``results.json``: the score beside its baseline first, the merge last."""
+    """Return the numbers of ``results.json``: the score and its baseline first, the merge last."""
     table = plain_table(title=f"{results['task']}, {results['method']}")
     table.show_header = False
     table.add_column(style="dim", overflow="fold")
@@ -77,8 +77,8 @@ def results_table(results: facts.Results) -> Table:
     if headline is not None and headline.last not in (None, headline.value):
         table.add_row(Text("at the last evaluation"), Text(facts.number(headline.last)))
     for score in facts.other_scores(results):
-        beside = f" ({score.beside()})" if score.beside() else ""
-        table.add_row(Text(score.name), Text(facts.number(score.value) + beside))
+        compared = f" ({score.comparison()})" if score.comparison() else ""
+        table.add_row(Text(score.name), Text(facts.number(score.value) + compared))
     for name, text in facts.answer_scores(results).items():
         table.add_row(Text(f"answers: {name}"), Text(text))
     table.add_section()
@@ -93,7 +93,7 @@ def results_table(results: facts.Results) -> Table:
 
 
 def class_tables(results: facts.Results) -> list[Table]:
-    """Return the scores by class and, for a few classes, which are taken for which."""
+    """Return the scores by class and, for a few classes, the confusion matrix."""
     tables = []
     if header_and_rows := facts.class_score_rows(results, _CLASSES):
         tables.append(_cells("by class", header_and_rows))
@@ -286,7 +286,7 @@ def extraction_table(done: Extraction) -> Table:
 
 
 def extraction_lines(done: Extraction) -> list[str]:
-    """Return what an extraction wrote beside the factors, by line."""
+    """Return what an extraction wrote apart from the factors, by line."""
     lines = [f"stored whole: {name}" for name in done.whole]
     if done.biases:
         lines.append(f"stored: {done.biases} biases")

@@ -311,7 +311,7 @@ def stream_tables(results: StreamResults) -> list[TextTable]:
         for last, window in zip(_last_requests(results), results.windows, strict=True)
     ]
     header = ["requests", "alpha", "frozen", "tau", "frozen", "rejected", "decoding", "update"]
-    return [TextTable("acceptance over the stream, beside the frozen draft's", header, rows)]
+    return [TextTable("acceptance over the stream, with that of the frozen draft", header, rows)]
 
 
 def stream_facts(results: StreamResults) -> list[str]:

@@ -13,8 +13,8 @@ from peftlab.tasks.table import HIGH, LOW
 Results = Mapping[str, object]
 """The contents of ``results.json``; its keys are the fields of ``FinetuneResults`` and ``DraftResults``."""
 
-HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
-_ELSEWHERE = frozenset(
+_HEADLINE = frozenset({"task", "method", "metric", "score", "baseline_score", "baseline_metrics", "metrics"})
+_SHOWN_ELSEWHERE = frozenset(
     {"merge", "classes", "generate", "generate_before", "by_class", "confusion", "points", "hardest", "last_metrics"}
 )
 _CONSTANT_SCORED = frozenset({"pearson", "spearman", "mse", "mae"})
@@ -123,8 +123,8 @@ def _decoding(decoding: Mapping[str, object]) -> dict[str, str]:
     if (accepted := real(after.get("accepted"))) is not None:
         rows["accepted of the drafted tokens tried"] = percent(accepted)
     rows["outputs are plain decoding's"] = number(after.get("lossless"))
-    if isinstance(beside := after.get("beside"), Mapping):
-        rows["speed beside it"] = ", ".join(f"{name} {value:.2f}x" for name, value in _reals(beside).items())
+    if isinstance(others := after.get("beside"), Mapping):
+        rows["speed-up of other drafters"] = ", ".join(f"{name} {value:.2f}x" for name, value in _reals(others).items())
     if isinstance(gain := after.get("gain"), Mapping) and (best := real(gain.get("best_gain"))) is not None:
         rows["best draft length"] = f"{gain.get('best_gamma')}, {best:.2f}x" if gain.get("best_gamma") else "none pays"
     if isinstance(time := after.get("time"), Mapping):
@@ -179,8 +179,11 @@ class Score:
     """A metric of a split.
 
     Attributes:
-        name: in words, with the split. metric: its key. value: at the best evaluation.
-        baseline: of the first split alone. last: at the last evaluation.
+        name: in words, with the split.
+        metric: its key.
+        value: at the best evaluation.
+        baseline: of the first split alone.
+        last: at the last evaluation.
     """
 
     name: str
@@ -189,7 +192,7 @@ class Score:
     baseline: float | None
     last: float | None
 
-    def beside(self) -> str:
+    def comparison(self) -> str:
         """Return baseline and last value as text; empty without one, or where the last is the best."""
         known = {"baseline": self.baseline, "last": self.last if self.last != self.value else None}
         return ", ".join(f"{name} {number(value)}" for name, value in known.items() if value is not None)
@@ -261,11 +264,11 @@ def facts(results: Results) -> dict[str, str]:
 
     Absent or null values have no row. Keys without a sentence of their own come last, under their own name.
     """
-    shown = HEADLINE | _ELSEWHERE
-    rest = {key: value for key, value in results.items() if key not in shown and value is not None}
+    shown_elsewhere = _HEADLINE | _SHOWN_ELSEWHERE
+    rest = {key: value for key, value in results.items() if key not in shown_elsewhere and value is not None}
     rows: dict[str, str] = {}
 
-    def taken(key: str) -> float | None:
+    def take(key: str) -> float | None:
         """Remove and return the number of a key; None if there is none."""
         value = real(rest.get(key))
         if value is not None:
@@ -276,22 +279,22 @@ def facts(results: Results) -> dict[str, str]:
     if trainable is not None and total is not None:
         del rest["trainable_parameters"], rest["total_parameters"]
         rows["trainable parameters"] = f"{trainable:,} of {total:,} ({percent(trainable / max(total, 1))})"
-    if (seconds := taken("train_seconds")) is not None:
+    if (seconds := take("train_seconds")) is not None:
         rows["training time"] = duration(seconds)
     speeds = (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
-    throughput = [f"{speed(value)} {unit}" for key, unit in speeds if (value := taken(key)) is not None]
+    throughput = [f"{speed(value)} {unit}" for key, unit in speeds if (value := take(key)) is not None]
     if throughput:
         rows["throughput"] = ", ".join(throughput)
-    if (share := taken("padding_share")) is not None:
+    if (share := take("padding_share")) is not None:
         rows["padding"] = percent(share)
-    if (memory := taken("peak_rss_mb")) is not None:
+    if (memory := take("peak_rss_mb")) is not None:
         rows["peak memory"] = f"{memory:,.0f} MB"
-    if (whole := taken("total_seconds")) is not None:
+    if (whole := take("total_seconds")) is not None:
         rows["whole run"] = duration(whole)
-    if (step := taken("best_step")) is not None:
-        steps = taken("steps")
+    if (step := take("best_step")) is not None:
+        steps = take("steps")
         rows["best step"] = number(step) + ("" if steps is None else f" of {number(steps)}")
-    if (rate := taken("lr")) is not None:
+    if (rate := take("lr")) is not None:
         rows["learning rate"] = f"{rate:g}"
     if isinstance(cpu := rest.pop("cpu", None), Mapping):
         rows["CPU"] = f"{cpu.get('name')}, {threads(cpu.get('threads'))} ({', '.join(cpu.get('features') or ())})"
@@ -320,6 +323,8 @@ def data_lines(classes: Counts, left_out: Mapping[str, int], repeated: Mapping[s
     """Return what is printed about the data before training: counts, rows left out, warnings.
 
     Args:
+        classes: class name to its number of examples by split.
+        left_out: reason to the number of rows left out.
         repeated: split to the number of its rows whose text a training row has too.
     """
     header, *rows = class_rows(classes, _SHOWN)
@@ -352,14 +357,14 @@ def class_rows(classes: Counts, most: int) -> list[tuple[str, ...]]:
 
 
 def class_warnings(classes: Counts) -> list[str]:
-    """Return what is suspicious: classes with few training rows, and names that differ in case or spaces alone."""
+    """Return warnings: classes with few training rows, and names that differ in case or spaces alone."""
     few = [f"{_plain(name)} ({counts['train']})" for name, counts in classes.items() if counts.get("train", FEW) < FEW]
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(repr(name))
     doubles = [", ".join(names[:_SHOWN]) for names in alike.values() if len(names) > 1]
     return [
-        *([f"fewer than {FEW} training rows: {_some(few)}"] if few else []),
+        *([f"fewer than {FEW} training rows: {_first_of(few)}"] if few else []),
         *(f"class names that differ only in case or spaces: {names}" for names in doubles[:_SHOWN]),
     ]
 
@@ -392,7 +397,7 @@ class Confusion:
     counts: list[list[int]]
 
     def share(self, row: int, column: int) -> float:
-        """Return the part of a label's examples that were taken for a class."""
+        """Return the share of a label's examples that were predicted as a class."""
         return self.counts[row][column] / max(1, sum(self.counts[row]))
 
 
@@ -413,7 +418,7 @@ def baseline_remark(results: Results) -> str | None:
     return f"The {label(metric)} equals the {baseline_name(metric)} (one answer for all)."
 
 
-def _some(items: list[str]) -> str:
+def _first_of(items: list[str]) -> str:
     rest = len(items) - _SHOWN
     return ", ".join(items[:_SHOWN]) + (f" and {rest:,} more" if rest > 0 else "")
 

@@ -125,7 +125,7 @@ class History:
     Attributes:
         train: curves over steps of the training lines' ``loss`` and ``lr``.
         evaluation: curves over steps, by (split, metric), in the order of appearance.
-        lines: lines read, blank ones aside.
+        lines: lines read, without blank ones.
         damaged: lines that are not the JSON object they should be.
         non_finite: values that are NaN or infinite, and so in no curve.
     """

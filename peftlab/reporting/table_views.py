@@ -110,7 +110,7 @@ def print_table(table: Table, console: Console | None = None, controls: Controls
 
 
 def _costs(table: Table, task: str, controls: Controls) -> Grid:
-    """Return a task's rows by their costs, each beside its control."""
+    """Return a task's rows by their costs, each with its control."""
     grid = _grid(f"{table.titles[task]}: costs, FLOPs of {controls.reference}, MB")
     grid.add_column("")
     for heading in _COST_HEADINGS:
@@ -216,7 +216,7 @@ _DRAFTED += ["gain", "gain_low", "gain_high"]
 
 
 def table_csv(table: Table, controls: Controls | None = None) -> str:
-    """Return CSV with one line for each task and row, and what was published of it beside; other published rows last.
+    """Return CSV with one line for each task and row, its published score included; other published rows come last.
 
     ``against_best`` is ``best``, or whether the distance to the best row is ``within`` the seeds' spread or
     ``beyond`` it; empty where that cannot be told. With ``controls``, ``flops_share`` is the FLOPs as a share of the
