@@ -510,7 +510,8 @@ def _refuse_missing(
     in_base = {name for place in found.values() for name in place.names}
     present = _with_ties(in_base | {target.name for target in extra} | plan.given.keys(), groups)
     computed = set(plan.model._keys_to_ignore_on_save or ())  # such as sinusoidal positions, made by the class
-    missing = [name for name in known if name not in present and name not in computed]
+    again = {name for names in groups for name in names[1:]}  # other names of a tied parameter, which is one tensor
+    missing = [name for name in known if name not in present | computed | again]
     if missing:
         raise PeftlabError(
             f"{plan.shards[0].path.parent} and the adapter together lack {len(missing)} tensors of "
