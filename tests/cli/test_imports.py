@@ -140,6 +140,7 @@ def test_a_command_ends_without_looking_at_all_objects_once_more() -> None:
     assert int(done.stdout.split("frozen")[-1]) > 10_000
 
 
+@pytest.mark.long  # four interpreters that are timed; the modules counted above guard the same from day to day
 def test_validating_takes_half_the_processor_time_of_importing_torch_at_most() -> None:
     def seconds(code: str, *arguments: str) -> float:
         before = os.times()
@@ -170,6 +171,7 @@ def test_a_recipe_of_another_distributions_method_imports_its_configuration_alon
     assert _imported(_COMMAND, "validate", "glue/cola-lora", "method=toy", path=tmp_path) == set()
 
 
+@pytest.mark.long  # a process that imports everything
 def test_every_module_is_imported_without_what_only_unix_has() -> None:
     """Other packages are imported before: they choose by the system's name and would not do so here."""
     names = sorted(
