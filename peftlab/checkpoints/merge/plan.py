@@ -353,7 +353,7 @@ def _check_shapes(plan: MergePlan, known: dict[str, torch.Size]) -> None:
         tokens = getattr(plan.model.config.get_text_config(), "vocab_size", None)
         grown = (
             f"; the adapter was trained with {tokens} tokens and does not contain {target.name}: load the base, "
-            f"model.resize_token_embeddings({tokens}) as in training, model.save_pretrained, and merge into that (--base)"
+            f"model.resize_token_embeddings({tokens}) as in training, save that base, and merge into it (--base)"
         )
         raise PeftlabError(
             f"{target.shard.path}: {target.source!r} has shape {target.shape}, {type(plan.model).__name__} needs "
