@@ -48,12 +48,13 @@ def load_pair(
     Raises:
         PeftlabError: something cannot be loaded, there is no such device, or the two do not have the same tokens.
     """
-    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, resolve_device(device), pack)
+    place = resolve_device(device)  # first: that a device is missing is told before anything is read
+    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, place, pack)
     if draft is None:
         return opening.pair()
-    row, place = find_draft(draft)
+    row, stored = find_draft(draft)
     kind: type[DraftKind[DraftConfig]] = resolve(row.kind)
-    return kind.open(place, opening)
+    return kind.open(stored, opening)
 
 
 def draft_costs(target: TargetWeights) -> list[DraftCost]:
