@@ -61,7 +61,7 @@ def measure(target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int 
 
     Args:
         target, draft: causal language models over the same vocabulary, on one device.
-        data: rows as ``continuations.make_dataset`` makes them.
+        data: rows as ``text.make_dataset`` makes them.
     """
     sums = torch.zeros(4, len(data), dtype=torch.float64)
     heads = head_weight(target), head_weight(draft)
@@ -256,7 +256,7 @@ def train_acceptance_head(
     temperature 1, or whether both have the same largest token for greedy decoding.
 
     Args:
-        train, held_out: rows as ``continuations.make_dataset`` makes them.
+        train, held_out: rows as ``text.make_dataset`` makes them.
 
     Returns:
         The head, and on the held-out text: ``brier``, the mean squared error of p̂, and ``brier_constant``, that

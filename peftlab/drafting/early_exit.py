@@ -235,9 +235,9 @@ class EarlyExitLoss:
     Attributes:
         objective: what the exits minimise against the base model's distribution.
         exits: where they are. weights: e of each, and of the last layer behind them.
-        curriculum, every: see ``layerskip.enabled``.
+        curriculum, every: see ``enabled``.
         dropout: leaves layers out, in all but the first steps, in which every parameter must learn; None: none.
-        schedule: of the dropout, see ``layerskip.dropout_growth``.
+        schedule: of the dropout, see ``dropout_growth``.
     """
 
     objective: Objective

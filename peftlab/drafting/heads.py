@@ -423,7 +423,7 @@ def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dat
 
     Args:
         model: the target as served. heads: on it, as they draft.
-        data: held-out rows as ``continuations.make_dataset`` makes them.
+        data: held-out rows as ``text.make_dataset`` makes them.
     """
     inner = heads.heads if isinstance(heads, ReducedHeads) else heads
     width = min(RANKS, len(inner.lm_heads[0].get_parameter("weight")))
@@ -585,7 +585,7 @@ def check_heads(directory: str | Path, target: PreTrainedModel) -> None:
 
 
 def write_hydra(heads: HydraHeads, out: Path, *, tokens: Tensor | None = None, overwrite: bool = False) -> Path:
-    """Write heads without the target's embeddings; arguments as for ``medusa.head_files.write_heads``."""
+    """Write heads without the target's embeddings; arguments as for ``write_heads``."""
     config: dict[str, Json] = {
         "architectures": ["HydraModel"],
         "model_type": "hydra",
@@ -597,7 +597,7 @@ def write_hydra(heads: HydraHeads, out: Path, *, tokens: Tensor | None = None, o
 
 
 def read_hydra(directory: str | Path, embedding: Tensor) -> HeadStack | ReducedHeads:
-    """Return the heads in a directory; see ``medusa.head_files.read_heads``.
+    """Return the heads in a directory; see ``read_heads``.
 
     Args:
         embedding: the target's, [V, D].

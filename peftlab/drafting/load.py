@@ -43,7 +43,7 @@ def load_pair(
         draft_dtype: of the draft, default the target's. A draft may be rounded at will: that costs acceptance,
             never exactness.
         device: where both run: ``auto``, ``cpu``, ``cuda`` or ``mps``.
-        pack: see ``engines.build.build_engine``.
+        pack: see ``decoding.engines.build_engine``.
 
     Raises:
         PeftlabError: something cannot be loaded, there is no such device, or the two do not have the same tokens.

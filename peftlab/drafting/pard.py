@@ -178,12 +178,12 @@ def check_parallel(model: nn.Module, kind: str = "pard", tolerance: float = 1e-3
 class PardLoss:
     """The objective at every token of the continuations and at rows of masks, against the target's own at its place.
 
-    Row (i, t) is behind i masks (``mask_rows.MaskRows``), and i = 0 is the text: with K = 1 it is ``PairLoss``. All
+    Row (i, t) is behind i masks (``MaskRows``), and i = 0 is the text: with K = 1 it is ``PairLoss``. All
     rows count alike, however many were dropped.
 
     Attributes:
         objective: what is minimised. target: a frozen causal language model.
-        length: K. retain, least: see ``mask_rows.drawn_places``. mask: gives the token that rows read; it is known
+        length: K. retain, least: see ``drawn_places``. mask: gives the token that rows read; it is known
             when the training text is.
         rewrite: exchanges some rows for continuations of the draft's own; None for none.
     """

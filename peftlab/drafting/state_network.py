@@ -530,7 +530,7 @@ def measure_ranks(model: EagleModel, data: Dataset, batch_size: int, depth: int)
     own: there a tree can reach it.
 
     Args:
-        data: held-out rows as ``continuations.make_dataset`` makes them. depth: how many tokens ahead.
+        data: held-out rows as ``text.make_dataset`` makes them. depth: how many tokens ahead.
     """
     network, head = model.network, head_weight(model)
     weight = network.lm_head.weight
