@@ -373,8 +373,13 @@ def _open_locked(file: Path, path: str | Path) -> tuple[int, bool] | None:
             free, why = True, f"this system has no file locks ({reason(error)})"
             print(f"{path}: {why}; start no second process that writes it", file=sys.stderr)
         if free and _same_file(file, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{platform.node()} {os.getpid()}\n".encode())
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{platform.node()} {os.getpid()}\n".encode())
+            except OSError:  # the disk is full
+                file.unlink()
+                os.close(descriptor)
+                raise
             return descriptor, held
         os.close(descriptor)
         if not free:

@@ -179,6 +179,20 @@ def test_a_full_disk_is_said_with_the_path(write: Callable[[Path], object]) -> N
     assert [path.name for path in Path().iterdir()] == ["large"]
 
 
+def test_a_lock_without_room_leaves_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with (
+            pytest.raises(PeftlabError, match=r"^out: cannot be written \(File too large\)$"),
+            locked(tmp_path / "a" / "lock", "out"),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.rglob("lock"))
+
+
 def test_other_errors_pass_through_a_file_that_is_written(tmp_path: Path) -> None:
     for error in (ValueError("mine"), OSError("Can't load tokenizer"), FileNotFoundError(2, "No such file", "data")):
         with pytest.raises(type(error)) as caught, replacing(tmp_path / "out"):

@@ -327,6 +327,31 @@ def report(world: World, folder: Path, rng: random.Random) -> Case:
     return Case(["unmerge", "merged", "--base", str(world.base), "-o", "base"], check, (out,))
 
 
+def mark(world: World, folder: Path, rng: random.Random) -> Case:
+    """A ``peftlab.json`` that lists what peftlab did not write: overwriting must not remove the user's own files."""
+    merged = _copied(world.merge, folder / "merged")
+    names = ["mine.txt", "notes/mine.csv", "model-mine.safetensors.txt"]
+    (merged / "notes").mkdir()
+    for name in names:
+        (merged / name).write_text("mine")
+    path = merged / "peftlab.json"
+    values = json.loads(path.read_text())
+    listed = next(key for key, value in values.items() if isinstance(value, list))
+    values[listed] += rng.sample(
+        ["*", "**", "*.txt", "notes/*", "*/*", "mine.txt", "./mine.txt", "../merged/*", *names], 3
+    )
+    path.write_text(json.dumps(values))
+    if rng.random() < 0.5:
+        _mutate_json(path, rng)
+
+    def check(outcome: Outcome) -> str:
+        lost = [name for name in names if not (merged / name).exists()]
+        return f"{lost} were removed" if lost else ""
+
+    command = ["merge", str(world.adapter("lora")), "--base", str(world.base), "-o", "merged", "--no-verify"]
+    return Case([*command, "--overwrite"], check)
+
+
 def paths(world: World, folder: Path, rng: random.Random) -> Case:
     """Something that is no plain file or directory where one is expected."""
     (folder / "file").write_text("x")
@@ -418,4 +443,5 @@ CLASSES_OF_INPUT: dict[str, tuple[Callable[[World, Path, random.Random], Case], 
     "merge report": (report, 0.02),
     "run": (run, 0.02),
     "paths": (paths, 0.06),
+    "mark": (mark, 0.02),
 }

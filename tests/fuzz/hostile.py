@@ -17,13 +17,14 @@ _SPELLINGS = {
     "@exponent@": "1e400",
     "@nan@": "NaN",
     "@infinity@": "-Infinity",
+    "@plus@": "Infinity",
     "@surrogate@": '"\\ud800"',
 }
 _SCALARS: list[Any] = [
     None, True, False, 0, -1, 1, 2, 3, 7, 0.0, -0.0, 0.5, 1e-320, 1e308, 2**31, 2**63, 2**64, 10**6, 10**9, 10**400,
     "", " ", "x", "null", "true", "1", "1e-4", "é", "\u2028", "a\x00b", "x" * 5000, "../../x", "/dev/zero", "~", ".*",
     "(", "(?P<", "([a-z_.0-9]+)+X", "(a|aa)+$", "{{ 1/0 }}", "LORA", "lora", "full", "all-linear", "float32", "int8",
-    [], {}, [None], [[]], {"": None}, {"a": 1}, [0], ["query", "query"], [1, "a", None],
+    [], {}, [None], [[]], {"": None}, {"a": 1}, [0], ["query", "query"], [["LlamaForCausalLM"]], [1, "a", None],
 ]  # fmt: skip
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
