@@ -118,7 +118,7 @@ def test_zero(stage, still, rows, tmp_path, monkeypatch):
     assert_equal_in_one_go_and_in_two(still, rows, tmp_path, monkeypatch, options=options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines(still, rows, tmp_path, monkeypatch):
     files = recipes(still, rows, tmp_path, ("lora",), monkeypatch)
     options = documented("MULTI_GPU", tmp_path, num_processes=2, main_process_ip="127.0.0.1")

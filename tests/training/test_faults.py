@@ -192,6 +192,9 @@ def test_a_compiled_run_scores_alike(rows, tmp_path, capsys):
     plain = tiny.run(tiny.recipe(still, rows, tmp_path / "plain", eps=1e-4))
     assert compiled["metrics"]["validation"]["loss"] == pytest.approx(plain["metrics"]["validation"]["loss"], abs=1e-4)
     assert json.loads((tmp_path / "compiled" / "results.json").read_text())["steps"] == 8
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("compiled", "plain")]
+    losses, expected = ([json.loads(line)["loss"] for line in each if '"grad_norm"' in line] for each in lines)
+    assert len(losses) == 8 and losses == pytest.approx(expected, abs=1e-3)
 
 
 def model():

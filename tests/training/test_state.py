@@ -161,7 +161,7 @@ def test_killed_and_resumed_for_every_method(model, rows, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number, model, rows, tmp_path):
-    options = {"max_steps": 600, "eval_every": 100}
+    options = {"max_steps": 300, "eval_every": 100}
     file = tiny.write_recipe(tiny.recipe(model, rows, tmp_path / "run", **options), tmp_path / "recipe.yaml")
     process = subprocess.Popen(
         [sys.executable, "-m", "peftlab", "run", file],
@@ -177,7 +177,7 @@ def test_asked_to_stop(number, model, rows, tmp_path):
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number, said
-    assert max((tmp_path / "run" / "checkpoints").glob("*.pt")).name < "step-00000600.pt"
+    assert max((tmp_path / "run" / "checkpoints").glob("*.pt")).name < "step-00000300.pt"
     letters = "".join(said.replace("│", "").split())  # the message as it is, however it was wrapped
     assert f"stoppedby{number.name}afterstep" in letters
     assert f"continuewith`peftlabresume{tmp_path}/run`" in letters

@@ -13,6 +13,8 @@ import termios
 import pytest
 import tiny
 
+from tests.forked import python
+
 WIDTH = 80
 
 
@@ -50,7 +52,7 @@ def test_a_bar_on_a_terminal_and_lines_in_a_file(still, rows, tmp_path):
     steps = [piece for piece in pieces if piece.startswith("step ")]
     assert [step.split(":")[0] for step in steps] == ["step 4/8", "step 8/8"]
 
-    done = tiny.command(*program, "--overwrite")
+    done = python(*program, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "\r" not in done.stdout
