@@ -1,7 +1,7 @@
 """Training over several processes: the accelerator, FSDP2's sharded parameters, DeepSpeed's ZeRO 1 and 2.
 
-FSDP2 shards parameters over the processes as DTensors; ``whole``, ``shard_like`` and ``shard_state`` convert to and
-from plain tensors. They change nothing on plain tensors, and every process must call them.
+FSDP2 shards parameters over the processes as DTensors; ``full_tensors``, ``shard_like`` and ``shard_state`` convert to
+and from plain tensors. They change nothing on plain tensors, and every process must call them.
 
 ZeRO 1 and 2 partition optimiser state and gradients; parameters stay whole. DeepSpeed steps the optimiser inside
 ``accelerator.backward`` and keeps no gradient afterwards. Nothing here imports DeepSpeed, which is optional.
@@ -139,7 +139,7 @@ class AsTrained(nn.Module):
             return self.module(*inputs, **named)
 
 
-def whole(values: NestedT) -> NestedT:
+def full_tensors(values: NestedT) -> NestedT:
     """Return nested ``values`` with every sharded tensor gathered, detached, on the CPU."""
 
     def gather(tensor: Tensor) -> Tensor:
@@ -239,8 +239,8 @@ def optimiser_state(optimiser: AcceleratedOptimizer, accelerator: Accelerator) -
     Every process must call it.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return whole(optimiser.state_dict())
-    return gather_object([whole(_partition(optimiser).state_dict())])
+        return full_tensors(optimiser.state_dict())
+    return gather_object([full_tensors(_partition(optimiser).state_dict())])
 
 
 def restore_optimiser(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.injection import trainable_parameters
 from peftlab.training.config import TrainConfig
-from peftlab.training.distributed import whole
+from peftlab.training.distributed import full_tensors
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
@@ -115,7 +115,7 @@ class FirstStepsCheck:
     def __init__(self, model: nn.Module, *, gradients_kept: bool = True, moves: bool = True) -> None:
         self._moves = moves
         self._waiting = trainable_parameters(model)
-        self._start = {name: whole(parameter).clone() for name, parameter in self._waiting.items()}
+        self._start = {name: full_tensors(parameter).clone() for name, parameter in self._waiting.items()}
         self._reached: set[str] = set()
         self._broken: set[str] = set()
         self._steps: Counter[str] = Counter()
@@ -140,14 +140,14 @@ class FirstStepsCheck:
 
     def _record_gradient(self, name: str, gradient: Tensor) -> None:
         self._reached.add(name)
-        if not torch.isfinite(whole(gradient)).all():
+        if not torch.isfinite(full_tensors(gradient)).all():
             self._broken.add(name)
 
     def done(self) -> bool:
         """Return whether all have had both steps; raise ``PeftlabError`` naming the parameters that do not learn."""
         due = {name: parameter for name, parameter in self._waiting.items() if self._steps[name] >= STEPS}
         unreached = [name for name in due if name not in self._reached]
-        moved = {_group(n) for n, p in due.items() if not torch.equal(whole(p), self._start[n])}
+        moved = {_group(n) for n, p in due.items() if not torch.equal(full_tensors(p), self._start[n])}
         stuck = sorted({_group(name) for name in due} - moved) if self._moves else []
         for what, names in (
             ("have no gradient", unreached),

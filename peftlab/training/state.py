@@ -21,7 +21,7 @@ from peftlab.errors import PeftlabError
 from peftlab.files import STAGING_PREFIX, replacing
 from peftlab.methods.injection import trainable_parameters
 from peftlab.models.costs import Cost, kv_bytes_per_token
-from peftlab.training.distributed import optimiser_state, restore_optimiser, shard_like, whole
+from peftlab.training.distributed import full_tensors, optimiser_state, restore_optimiser, shard_like
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -140,7 +140,7 @@ def save_checkpoint(
     """
     state: Checkpoint = {
         "progress": asdict(progress),
-        "adapter": whole(trainable_parameters(model)),
+        "adapter": full_tensors(trainable_parameters(model)),
         "optimiser": optimiser_state(optimiser, accelerator),
         "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "rng": gather_object([_rng_state()]),
