@@ -105,6 +105,8 @@ def _tried(world: worlds.World, folder: Path, seed: int, number: int, process: b
     elif not fault:
         left = {path.name for path in folder.iterdir()} - before
         fault = f"refused, and {sorted(left)} are left behind" if left else ""
+    lost = [str(path.relative_to(folder)) for path in case.kept if not path.exists()]
+    fault = fault or (f"{lost} were removed" if lost else "")
     return name, case, outcome, fault
 
 

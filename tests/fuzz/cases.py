@@ -30,11 +30,13 @@ class Case:
         arguments: of the command line.
         check: given the outcome of a command that accepted, says what is wrong about it; empty for nothing.
         outputs: paths that must not be there after a refusal.
+        kept: files of the user's that must be there after either.
     """
 
     arguments: list[str]
     check: Callable[[Outcome], str]
     outputs: tuple[Path, ...] = ()
+    kept: tuple[Path, ...] = ()
 
 
 def recipe(world: World, folder: Path, rng: random.Random) -> Case:
@@ -344,12 +346,8 @@ def mark(world: World, folder: Path, rng: random.Random) -> Case:
     if rng.random() < 0.5:
         _mutate_json(path, rng)
 
-    def check(outcome: Outcome) -> str:
-        lost = [name for name in names if not (merged / name).exists()]
-        return f"{lost} were removed" if lost else ""
-
     command = ["merge", str(world.adapter("lora")), "--base", str(world.base), "-o", "merged", "--no-verify"]
-    return Case([*command, "--overwrite"], check)
+    return Case([*command, "--overwrite"], lambda outcome: "", kept=tuple(merged / name for name in names))
 
 
 def paths(world: World, folder: Path, rng: random.Random) -> Case:
