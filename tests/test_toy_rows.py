@@ -48,7 +48,7 @@ from torch import nn
 
 from peftlab.methods.leaf import FOLDING, Adapted, recast
 from peftlab.methods.targets import Plan
-from peftlab.methods.targets import parameters_under, trained_whole
+from peftlab.methods.targets import parameters_under, fully_trained
 
 
 class GainNorm(Adapted, nn.LayerNorm):
@@ -73,7 +73,7 @@ class GainNorm(Adapted, nn.LayerNorm):
 
 def plan(model, config):
     norms = [name for name, module in model.named_modules() if type(module) is nn.LayerNorm]
-    whole = trained_whole(model, config.modules_to_save)
+    whole = fully_trained(model, config.modules_to_save)
     return Plan({name: partial(adapt, config=config) for name in norms}, parameters_under(model, whole))
 
 

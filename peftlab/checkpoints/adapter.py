@@ -39,19 +39,19 @@ from peftlab.errors import PeftlabError, about, nearest
 from peftlab.files import Json, member, parse_json, read_object, replacing, write_json
 from peftlab.methods.adapter_set import (
     DEFAULT,
-    aside,
+    active_only,
     delete_adapter,
     injection_of,
     loaded_adapters,
-    only,
     set_adapter,
+    without_adapters,
 )
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import (
-    carry,
     inject,
     make_config,
     reconfigure,
+    set_frozen_values,
     trainable_parameters,
 )
 from peftlab.methods.lora.config import LoraConfig
@@ -117,7 +117,7 @@ def save_adapter(
         PeftlabError: nothing is injected, or nothing of that name, the model is on the meta device, or ``state_dict``
             lacks a parameter.
     """
-    with only(model, name), _with_values(model, state_dict):
+    with active_only(model, name), _with_values(model, state_dict):
         return _save(model, Path(directory), base, state_dict or {})
 
 
@@ -370,7 +370,7 @@ def _for(model: nn.Module, source: str | Path | Adapter, lora_alpha: float | Non
     label = "the adapter" if isinstance(source, Adapter) else str(source)
     if adapter.base:
         _same_base(model, adapter.base, label)
-    with aside(model):
+    with without_adapters(model):
         return in_model(model, adapter), label
 
 
@@ -414,7 +414,7 @@ def _refill(model: nn.Module, adapter: Adapter, *, source: str) -> tuple[str, ..
     reconfigure(model, adapter.config)
     fill(model, tensors, source=source)
     changed, notes = changed_embeddings(model, embeddings)
-    carry(model, changed)
+    set_frozen_values(model, changed)
     return notes
 
 

@@ -16,7 +16,7 @@ from peftlab.checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, load
 from peftlab.checkpoints.peft_format import adapter_tensors, read_peft, to_peft_config
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.files import Json
-from peftlab.methods.adapter_set import only
+from peftlab.methods.adapter_set import active_only
 from peftlab.methods.injection import injection_of, trainable_parameters
 from peftlab.methods.lora.config import LoraConfig
 from peftlab.methods.lora.plan import NEEDS_BASE
@@ -132,7 +132,7 @@ def add_weighted_adapter(
 
 def _adapter_of(model: nn.Module, name: str) -> Adapter:
     """Return a copy of the adapter ``name`` of ``model``, as saving and reading it would give it."""
-    with only(model, name):
+    with active_only(model, name):
         injection = injection_of(model)
         adapter = Adapter(injection.config, {**trainable_parameters(model)})
         if isinstance(injection.config, LoraConfig):

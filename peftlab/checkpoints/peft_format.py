@@ -19,7 +19,7 @@ from peftlab.methods.lora.embeddings import OwnCopy, TokenRows
 from peftlab.methods.lora.experts import LoraExperts
 from peftlab.methods.lora.layers import LoraAttention, LowRank, never_called
 from peftlab.methods.lora.plan import matching_only, matrices
-from peftlab.methods.targets import ALL_LINEAR, has_suffix, trained_whole
+from peftlab.methods.targets import ALL_LINEAR, fully_trained, has_suffix
 from peftlab.models.architectures import conv1d, embeddings_of, inside, model_type, task_head
 from peftlab.models.empty import places
 from peftlab.patterns import matching
@@ -544,7 +544,7 @@ def to_peft_config(model: nn.Module, injection: Injection, reference: str | None
     matrices = [] if config.use_dora else matrices
     modules = {name for name, _ in model.named_modules()}
     # peft lists modules there; a single parameter of a head it finds by its key alone.
-    whole = [name for name in trained_whole(model, config.modules_to_save, head=config.train_head) if name in modules]
+    whole = [name for name in fully_trained(model, config.modules_to_save, head=config.train_head) if name in modules]
     twins = {name.rpartition(".")[0] for name in _whole_twins(model)}
     whole += sorted(twins - set(whole))
     transposed = any(isinstance(model.get_submodule(name), conv1d()) for name in injection.replaced)

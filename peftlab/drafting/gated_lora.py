@@ -34,7 +34,7 @@ from peftlab.files import member, read_object, staged_directory, write_json
 from peftlab.methods.config import MethodConfig
 from peftlab.methods.injection import injection_of
 from peftlab.methods.lora.config import LoraConfig
-from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, conceal, leaf_kind, set_gate
+from peftlab.methods.lora.layers import Gate, LoraConv1D, LoraLinear, hide_factors, leaf_kind, set_gate
 from peftlab.methods.table import plan
 from peftlab.models.finetuned import CONFIG_FILE, GATED_FILE
 from peftlab.models.pretrained import eval_mode, load_config
@@ -302,7 +302,7 @@ class GatedLoraKind(DraftKind[GatedLoraDraft]):
         masks, gate = read_masks_of_gate(place, len(head_weight(target))), Gate()
         load_adapter(target, place)
         set_gate(target, gate)
-        size = conceal(target)
+        size = hide_factors(target)
         return opening.pair(size, own=partial(own_layers, gate, masks), masks=masks, warnings=warnings)
 
     @classmethod

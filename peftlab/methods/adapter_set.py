@@ -132,8 +132,8 @@ def set_adapter(model: nn.Module, name: str) -> None:
     if is_injected(model) and injection_of(model).name == name:
         return
     with rearranged(model) as others:
-        put_aside(model, others)
-        bring_back(model, others.pop(name))
+        store_active(model, others)
+        activate_stored(model, others.pop(name))
 
 
 def delete_adapter(model: nn.Module, name: str) -> None:
@@ -150,31 +150,31 @@ def delete_adapter(model: nn.Module, name: str) -> None:
         if name in others:
             del others[name]
             return
-        take_out(model)
+        remove_active(model)
         if others:
-            bring_back(model, others.popitem()[1])
+            activate_stored(model, others.popitem()[1])
 
 
 @contextmanager
-def only(model: ModelT, name: str | None = None) -> Iterator[ModelT]:
+def active_only(model: ModelT, name: str | None = None) -> Iterator[ModelT]:
     """Within the block the adapter ``name`` (default: the active one) is active, and the model has no other tensors."""
     before = injection_of(model).name
     name = before if name is None else name
     _check_loaded(model, name)
     with rearranged(model) as others:
         if name != before:
-            put_aside(model, others)
-            bring_back(model, others[name])
+            store_active(model, others)
+            activate_stored(model, others[name])
         try:
             yield model
         finally:
             if name != before:
-                put_aside(model, {})
-                bring_back(model, others.pop(before))
+                store_active(model, {})
+                activate_stored(model, others.pop(before))
 
 
 @contextmanager
-def beside(model: nn.Module, name: str) -> Iterator[None]:
+def room_for_adapter(model: nn.Module, name: str) -> Iterator[None]:
     """Within the block an adapter called ``name`` can be injected: the others are put aside, and back after an error.
 
     Raises:
@@ -189,26 +189,26 @@ def beside(model: nn.Module, name: str) -> Iterator[None]:
         )
     with rearranged(model) as others:
         before = injection_of(model).name if is_injected(model) else None
-        put_aside(model, others)
+        store_active(model, others)
         try:
             yield
         except BaseException:
             if before is not None:
-                bring_back(model, others.pop(before))
+                activate_stored(model, others.pop(before))
             raise
 
 
 @contextmanager
-def aside(model: nn.Module) -> Iterator[dict[str, Stored]]:
+def without_adapters(model: nn.Module) -> Iterator[dict[str, Stored]]:
     """Within the block ``model`` is the base model; yields its adapters by name, the active one included."""
     with rearranged(model) as others:
         active = injection_of(model).name if is_injected(model) else None
-        put_aside(model, others)
+        store_active(model, others)
         try:
             yield others
         finally:
             if active is not None:
-                bring_back(model, others.pop(active))
+                activate_stored(model, others.pop(active))
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def rearranged(model: nn.Module) -> Iterator[dict[str, Stored]]:
         _show(model, others)
 
 
-def put_aside(model: nn.Module, others: dict[str, Stored]) -> None:
+def store_active(model: nn.Module, others: dict[str, Stored]) -> None:
     """Store the active adapter, if there is one, in ``others``: ``model`` is the base model afterwards."""
     if not is_injected(model):
         return
@@ -245,11 +245,11 @@ def put_aside(model: nn.Module, others: dict[str, Stored]) -> None:
     for leaf in leaves.values():
         for parameter in added_parameters(leaf).values():
             parameter.requires_grad_(False)
-    take_out(model)
+    remove_active(model)
     others[injection.name] = Stored(injection, leaves, values, trains)
 
 
-def bring_back(model: nn.Module, stored: Stored) -> None:
+def activate_stored(model: nn.Module, stored: Stored) -> None:
     """Make a stored adapter the active one of ``model``, which has none."""
     exchange(model, {name: like_adapted(leaf, model.get_submodule(name)) for name, leaf in stored.leaves.items()})
     with torch.no_grad():
@@ -261,7 +261,7 @@ def bring_back(model: nn.Module, stored: Stored) -> None:
     attach(model, stored.injection)
 
 
-def take_out(model: ModelT) -> ModelT:
+def remove_active(model: ModelT) -> ModelT:
     """Take the active adapter out: ``model`` is the base model afterwards, bit for bit."""
     injection = injection_of(model)
     swap(model, injection.originals)
@@ -439,7 +439,7 @@ def adapter_names(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
         what = "names no row" if unknown is None else f"no adapter {unknown!r}{did_you_mean(unknown, known)}"
         raise PeftlabError(f"adapter_names: {what}; the model has {here}")
     rows = BatchRows(names)
-    with aside(model) as adapters:
+    with without_adapters(model) as adapters:
         mixed = _mixed(model, {name: adapters[name] for name in rows.adapters if name != BASE}, rows)
         plain = {name: model.get_submodule(name) for name in mixed}
         hook = model.register_forward_pre_hook(rows.called, with_kwargs=True)
@@ -508,7 +508,7 @@ def _together(leaf: nn.Module, name: str, variants: list[Variant], rows: BatchRo
     if len(variants) == 1:
         return variants[0][0]
     kind = next((type(variant) for variant, _ in variants if isinstance(variant, Adapted)), Adapted)
-    made = kind.at_once(leaf, name, variants, rows)
+    made = kind.batched_variant(leaf, name, variants, rows)
     if made is not None:
         return made
     new = recast(adapted_class(MixedLeaf, type(leaf)), leaf)

@@ -6,7 +6,7 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import BitFitConfig
-from peftlab.methods.targets import Plan, find, match, parameters_under, sites_of, trained_whole
+from peftlab.methods.targets import Plan, find, fully_trained, match, parameters_under, sites_of
 from peftlab.models.architectures import QUERIES, inside, model_type
 
 
@@ -16,7 +16,7 @@ def plan(model: nn.Module, config: BitFitConfig) -> Plan:
     Raises:
         PeftlabError: the model has no biases outside its head, or not those that were asked for.
     """
-    whole = trained_whole(model, config.modules_to_save)
+    whole = fully_trained(model, config.modules_to_save)
     owners: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         if is_bias(name) and not inside(name, whole):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from peftlab.methods.config import FullConfig
-from peftlab.methods.targets import Plan, trained_whole
+from peftlab.methods.targets import Plan, fully_trained
 
 
 def plan(model: nn.Module, config: FullConfig) -> Plan:
@@ -14,5 +14,5 @@ def plan(model: nn.Module, config: FullConfig) -> Plan:
     Raises:
         PeftlabError: ``modules_to_save`` names a module that does not exist.
     """
-    trained_whole(model, config.modules_to_save)
+    fully_trained(model, config.modules_to_save)
     return Plan(train=[name for name, _ in model.named_parameters()])

@@ -6,7 +6,7 @@ from torch import nn
 
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import HeadConfig
-from peftlab.methods.targets import Plan, parameters_under, trained_whole
+from peftlab.methods.targets import Plan, fully_trained, parameters_under
 from peftlab.models.architectures import model_type
 
 
@@ -16,7 +16,7 @@ def plan(model: nn.Module, config: HeadConfig) -> Plan:
     Raises:
         PeftlabError: the model has no task head and no module is named.
     """
-    whole = trained_whole(model, config.modules_to_save)
+    whole = fully_trained(model, config.modules_to_save)
     if not whole:
         raise PeftlabError(f"method head: {model_type(model)} has no task head; name modules_to_save")
     return Plan(train=parameters_under(model, whole))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import HoulsbyConfig
 from peftlab.methods.leaf import AnyLeaf, adapted_class, recast, trainable_dtype
-from peftlab.methods.targets import Plan, find, parameters_under, sites_of, trained_whole
+from peftlab.methods.targets import Plan, find, fully_trained, parameters_under, sites_of
 from peftlab.models.architectures import conv1d
 from peftlab.untyped import Attributes
 
@@ -115,7 +115,7 @@ def plan(model: nn.Module, config: HoulsbyConfig) -> Plan:
             replace[starts[layer]] = partial(_record, shared_input=shared_input)
             make = partial(make, shared_input=shared_input)
         replace[name] = make
-    train = set(parameters_under(model, trained_whole(model, config.modules_to_save, head=config.train_head)))
+    train = set(parameters_under(model, fully_trained(model, config.modules_to_save, head=config.train_head)))
     if config.train_layer_norms:
         train |= {f"{name}.{key}" for name, norm in layer_norms(model) for key, _ in norm.named_parameters()}
     return Plan(replace, [name for name, _ in model.named_parameters() if name in train])

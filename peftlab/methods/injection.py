@@ -17,13 +17,13 @@ from peftlab.methods.adapter_set import (
     DEFAULT,
     Injection,
     attach,
-    beside,
     injection_of,
     on_cpu,
     rearranged,
     refuse_patched,
+    remove_active,
+    room_for_adapter,
     swap,
-    take_out,
 )
 from peftlab.methods.adapter_set import is_injected as is_injected  # asked for beside ``inject``
 from peftlab.methods.config import MethodConfig
@@ -57,7 +57,7 @@ def inject(model: ModelT, config: MethodConfig | PeftConfig, *, name: str = DEFA
         PeftlabError: the model has an adapter of that name, a pattern matches nothing, nothing would train, or
             what would train in place is stored in 4 or 8 bits.
     """
-    with beside(model, name):
+    with room_for_adapter(model, name):
         _inject(model, own_config(config), name)
     return model
 
@@ -97,7 +97,7 @@ def reconfigure(model: nn.Module, config: MethodConfig) -> None:
 def _reconfigure(model: nn.Module, config: MethodConfig) -> None:
     injection = injection_of(model)
     before = {name: model.get_submodule(name) for name in injection.replaced}
-    with as_base(model):
+    with base_leaves(model):
         plan = table.plan(model, config)
         after = {name: make(model.get_submodule(name)) for name, make in plan.replace.items()}
         _same_parameters(before, after, set(injection.originals) - set(injection.carried), set(plan.train))
@@ -110,7 +110,7 @@ def _reconfigure(model: nn.Module, config: MethodConfig) -> None:
 
 
 @contextmanager
-def as_base(model: nn.Module) -> Iterator[None]:
+def base_leaves(model: nn.Module) -> Iterator[None]:
     """Within the block the leaves of ``model`` are those of its base, with the values that they have now."""
     before = {name: model.get_submodule(name) for name in injection_of(model).replaced} if is_injected(model) else {}
     exchange(model, {name: base_leaf(leaf) for name, leaf in before.items()})
@@ -120,7 +120,7 @@ def as_base(model: nn.Module) -> Iterator[None]:
         exchange(model, before)
 
 
-def carry(model: nn.Module, values: dict[str, Tensor]) -> None:
+def set_frozen_values(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Give frozen parameters the values that the adapter contains, in place of those of an earlier call.
 
     As long as the adapter is in the model: ``remove`` and ``disabled`` restore the base's.
@@ -251,7 +251,7 @@ def remove(model: ModelT) -> ModelT:
     injection_of(model)
     with rearranged(model) as others:
         others.clear()
-        return take_out(model)
+        return remove_active(model)
 
 
 def _same_parameters(

@@ -142,7 +142,9 @@ class Adapted(_Leaf):
         """Compute again what the addition derives from the base's weight, once that weight has been loaded."""
 
     @classmethod
-    def at_once(cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows) -> nn.Module | None:
+    def batched_variant(
+        cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows
+    ) -> nn.Module | None:
         """Return ``leaf`` so that it computes all ``variants`` at once, each for its rows; None if it cannot."""
         return None
 

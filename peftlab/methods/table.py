@@ -117,9 +117,9 @@ def plan(model: nn.Module, config: MethodConfig) -> Plan:
     found: Plan = resolve(METHODS.find(config.name).plan)(model, config)
     if config.first_layer is None:
         return found
-    from peftlab.methods.targets import from_layer, trained_whole
+    from peftlab.methods.targets import from_layer, fully_trained
 
-    return from_layer(model, found, config.first_layer, trained_whole(model, config.modules_to_save))
+    return from_layer(model, found, config.first_layer, fully_trained(model, config.modules_to_save))
 
 
 def lr_ratio(config: MethodConfig) -> dict[str, float]:

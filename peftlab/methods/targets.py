@@ -205,7 +205,7 @@ def _expression(pattern: str) -> str:
     return rf"{layer}(\d+){tail}".replace(r"\*", r"\d+")
 
 
-def trained_whole(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
+def fully_trained(model: nn.Module, modules_to_save: list[str] | None, *, head: bool = True) -> list[str]:
     """Return the names of what is trained whole: the task head (if ``head``) and ``modules_to_save``."""
     names = task_head(model) if head else []
     if modules_to_save:

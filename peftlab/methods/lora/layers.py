@@ -242,7 +242,9 @@ class LowRank(AnyLeaf):
         return ""
 
     @classmethod
-    def at_once(cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows) -> nn.Module | None:
+    def batched_variant(
+        cls, leaf: nn.Module, name: str, variants: Sequence[Variant], rows: BatchRows
+    ) -> nn.Module | None:
         additions = []
         for variant, numbers in variants:
             if any(variant._parameters[key] is not parameter for key, parameter in leaf._parameters.items()):
@@ -463,7 +465,7 @@ def set_gate(model: nn.Module, gate: Gate) -> None:
         leaf.lora_gate = gate
 
 
-def conceal(model: nn.Module) -> int:
+def hide_factors(model: nn.Module) -> int:
     """Take the factors of LoRA leaves out of the parameters of a model that only computes from here on.
 
     Its parameters and its state dict are then the base's.
@@ -524,7 +526,7 @@ _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the leaves that LoRA can act on, by name."""
-    passed_over = [*never_called(model), *_called_at_times(model)]
+    passed_over = [*never_called(model), *_skipped_without_gradient(model)]
     return {
         name: module
         for name, module in model.named_modules()
@@ -537,7 +539,7 @@ def never_called(model: nn.Module) -> list[str]:
     return [f"{name}.out_proj".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
 
 
-def _called_at_times(model: nn.Module) -> list[str]:
+def _skipped_without_gradient(model: nn.Module) -> list[str]:
     """Return attention that torch passes over where there is no gradient: it uses the weights of the whole layer."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
     return [f"{name}.self_attn".lstrip(".") for name in layers]
@@ -547,7 +549,7 @@ def reason_against(model: nn.Module, name: str) -> str:
     """Return why LoRA does not act on the module ``name``."""
     if inside(name, never_called(model)):
         return "attention uses its weights and never calls it; name the MultiheadAttention"
-    if inside(name, _called_at_times(model)):
+    if inside(name, _skipped_without_gradient(model)):
         return "without gradients torch's TransformerEncoderLayer uses its weights and does not call it"
     acts_on = f"LoRA acts on {', '.join(kind.__name__ for kind in leaves())} outside the task head"
     return why_not(model.get_submodule(name)) or acts_on

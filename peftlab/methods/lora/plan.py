@@ -20,12 +20,12 @@ from peftlab.methods.targets import (
     ALL_LINEAR,
     Plan,
     default_targets,
+    fully_trained,
     fused_parts,
     has_suffix,
     in_layers,
     match,
     parameters_under,
-    trained_whole,
 )
 from peftlab.models.architectures import conv1d, inside
 from peftlab.models.quantised import is_quantised, weight_shape
@@ -49,7 +49,7 @@ def lr_ratio(config: LoraConfig) -> dict[str, float]:
 
 def plan(model: nn.Module, config: LoraConfig) -> Plan:
     """Decide which leaves get a low-rank addition and which parameters train beside it."""
-    whole = trained_whole(model, config.modules_to_save, head=config.train_head)
+    whole = fully_trained(model, config.modules_to_save, head=config.train_head)
     leaves = adaptable(model)
     body = [name for name in leaves if not inside(name, whole)]
     if config.target_modules == ALL_LINEAR and not config.target_parameters:
@@ -124,7 +124,7 @@ def matching_only(model: nn.Module, config: LoraConfig) -> tuple[LoraConfig, dic
 
     config = without("modules_to_save", [name for name, _ in model.named_modules() if name])
     config = without("target_parameters", _parameters(model))
-    whole = trained_whole(model, config.modules_to_save, head=config.train_head)
+    whole = fully_trained(model, config.modules_to_save, head=config.train_head)
     body = [name for name in adaptable(model) if not inside(name, whole)]
     if config.target_modules != ALL_LINEAR:  # what names another kind of module stays, and is refused with its reason
         without_effect = [*whole, *never_called(model)]
