@@ -81,8 +81,7 @@ def token_targets(model: nn.Module, config: LoraConfig) -> dict[str, Callable[[n
         PeftlabError: a name that matches nothing, or not one embedding or linear map; a token out of range.
     """
     wanted = config.trainable_token_indices
-    if not wanted:
-        return {}
+    assert wanted
     leaves = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear) and leaf_kind(m)}
     inputs, _ = embeddings_of(model)
     embedding = next((name for name, leaf in leaves.items() if leaf is inputs), None)

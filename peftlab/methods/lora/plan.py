@@ -76,7 +76,7 @@ def plan(model: nn.Module, config: LoraConfig) -> Plan:
             adapt_experts, ranks=ranks, scales=scales, init=partial(_fill_a, config=config, rank=config.r)
         )
     replace |= {name: partial(with_own_copy, shared=shared) for name, shared in copied.items()}
-    tokens = token_targets(model, config)
+    tokens = token_targets(model, config) if config.trainable_token_indices else {}
     twice = next((name for name in tokens if name in replace or inside(name, whole)), None)
     if twice:
         raise PeftlabError(
