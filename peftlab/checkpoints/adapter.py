@@ -84,7 +84,7 @@ class Adapter:
         config: the method's configuration.
         tensors: the trained tensors, named as the injected model's parameters.
         base: what identifies the base model (``describe``); empty for a foreign adapter.
-        base_reference: the base model's reference, if the adapter names one.
+        base_reference: the base model's reference, if the adapter names one. revision: its git revision on the hub.
         task_type: peft's name of the task, if the adapter has one.
         notes: what its user should know.
     """
@@ -95,6 +95,7 @@ class Adapter:
     base_reference: str | None = None
     task_type: str | None = None
     notes: tuple[str, ...] = ()
+    revision: str | None = None
 
 
 def save_adapter(
@@ -102,6 +103,7 @@ def save_adapter(
     directory: str | PathLike[str],
     *,
     base: str | None = None,
+    revision: str | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     name: str | None = None,
 ) -> Path:
@@ -110,6 +112,7 @@ def save_adapter(
     Args:
         name: which of the model's adapters; default: the active one.
         base: reference of the base model to record; default: where the model was loaded from.
+        revision: git revision of a base on the hub, to record.
         state_dict: values to write, by the model's parameter names, in place of the model's own (gathered from
             many processes); it may contain more.
 
@@ -118,15 +121,11 @@ def save_adapter(
             lacks a parameter.
     """
     with active_only(model, name), _with_values(model, state_dict):
-        return _save(model, Path(directory), base, state_dict or {})
-
-
-def _save(model: nn.Module, directory: Path, base: str | None, values: Mapping[str, Tensor]) -> Path:
-    config, tensors, header = _contents(model, base, values)
-    with replacing(directory / WEIGHTS_FILE) as temporary:
-        write_tensors(temporary, tensors, {"peftlab": header})
-    write_json(directory / CONFIG_FILE, config)
-    return directory
+        config, tensors, header = _contents(model, base, revision, state_dict or {})
+        with replacing(Path(directory) / WEIGHTS_FILE) as temporary:
+            write_tensors(temporary, tensors, {"peftlab": header})
+        write_json(Path(directory) / CONFIG_FILE, config)
+    return Path(directory)
 
 
 def adapter_of(model: nn.Module, *, base: str | None = None) -> Adapter:
@@ -135,12 +134,12 @@ def adapter_of(model: nn.Module, *, base: str | None = None) -> Adapter:
     Args:
         base: reference of the base model; default: where the model was loaded from.
     """
-    config, tensors, header = _contents(model, base, {})
+    config, tensors, header = _contents(model, base, None, {})
     return _parsed(config, tensors, {"peftlab": header}, Path(CONFIG_FILE), Path(WEIGHTS_FILE))
 
 
 def _contents(
-    model: nn.Module, base: str | None, values: Mapping[str, Tensor]
+    model: nn.Module, base: str | None, revision: str | None, values: Mapping[str, Tensor]
 ) -> tuple[dict[str, Json], dict[str, Tensor], str]:
     """Return the active adapter's ``adapter_config.json``, its tensors by key, and the header of their file."""
     injection = injection_of(model)
@@ -160,6 +159,8 @@ def _contents(
         tensors = {key: _whole(tensor) for key, tensor in adapter_tensors(model, injection, resized).items()}
     else:
         config = {"library": "peftlab", **header}
+    if revision is not None:
+        config["revision"] = revision
     return json.loads(json.dumps(config, default=str)), tensors, json.dumps(header, default=str)
 
 
@@ -256,8 +257,9 @@ def _parsed(
         config = _our_config(raw, file)
     if said := config.mismatch({name: tensor.shape for name, tensor in tensors.items()}):
         raise PeftlabError(f"{file} does not fit {weights.name}: {said}")
-    reference, task = (text_or_none(raw, key, file) for key in ("base_model_name_or_path", "task_type"))
-    return Adapter(config, tensors, base, reference, task, notes)
+    keys = ("base_model_name_or_path", "task_type", "revision")
+    reference, task, revision = (text_or_none(raw, key, file) for key in keys)
+    return Adapter(config, tensors, base, reference, task, notes, revision)
 
 
 def read_config(path: Path) -> dict[str, Json]:

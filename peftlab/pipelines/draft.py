@@ -272,7 +272,8 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         inject(draft.injected, injected_method(recipe.method, recipe.train))
     if draft.folds and draft.base_model is None:  # what would stop the merge stops the run before it has trained
         with about("merge"):
-            check_merge(draft.injected, draft.base, run_dir / "merged", MergeOptions(into=into(recipe.merge)))
+            options = MergeOptions(into=into(recipe.merge), revision=_base_revision(recipe, draft))
+            check_merge(draft.injected, draft.base, run_dir / "merged", options)
     trainable, total = count_parameters(draft.model)
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     problem = training_problem(recipe, draft, sets)
@@ -539,14 +540,20 @@ def _begin(
     directory.completed()
 
 
+def _base_revision(recipe: DraftRecipe, draft: DraftKind[DraftConfig]) -> str | None:
+    """Return the git revision of the draft's base where that is the target; the recipe names none for another."""
+    return recipe.revision if draft.base == recipe.target else None
+
+
 def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -> torch.Tensor | None:
     """Write adapter, merged model and what else such drafts consist of; return the reduced vocabulary, if any."""
     run_dir = draft.directory
     if is_injected(draft.injected):
         with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-            save_adapter(draft.injected, staging, base=draft.base)
+            save_adapter(draft.injected, staging, base=draft.base, revision=_base_revision(recipe, draft))
     if draft.folds:
-        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), overwrite=True)
+        revision = _base_revision(recipe, draft)
+        options = MergeOptions(recipe=dump_recipe(recipe), into=into(recipe.merge), revision=revision, overwrite=True)
         merge_checkpoint(run_dir / "adapter", draft.base, run_dir / "merged", options)
     tokens = draft.save(sets.train)
     draft.calibrate(next(iter(sets.held_out.values())), recipe.train.eval_batch_size)

@@ -207,7 +207,12 @@ def _run(recipe: FinetuneRecipe, directory: Claim, resume: bool, device: str) ->
     model = inject(task.model, _method_for(recipe, task))
     merging: MergeOptions | None = None
     if METHODS[recipe.method.name].folds and recipe.merge is not False:
-        merging = MergeOptions(into=into(recipe.merge), trust_remote_code=recipe.trust_remote_code, overwrite=True)
+        merging = MergeOptions(
+            into=into(recipe.merge),
+            trust_remote_code=recipe.trust_remote_code,
+            revision=recipe.revision,
+            overwrite=True,
+        )
         with about("merge"):  # what would stop the merge stops the run before it has trained
             check_merge(model, recipe.model, run_dir / "merged", merging)
     if recipe.init_from:  # of a resumed run too, whose scores may compare with the state it started from
@@ -386,7 +391,7 @@ def _write_out(
         pipeline=task.pipeline,
     )
     with staged_directory(run_dir / "adapter", "adapter", overwrite=True) as staging:
-        save_adapter(model, staging, base=recipe.model)
+        save_adapter(model, staging, base=recipe.model, revision=recipe.revision)
         task.tokenizer.save_pretrained(staging)
         write_text(staging / "README.md", adapter_card(card))
     if merging is not None:
@@ -396,11 +401,12 @@ def _write_out(
         inputs = sample_inputs(task, EXAMPLES)
         what = (run_dir / "adapter", recipe.model, run_dir / "merged", inputs)
         # On the CPU: beside the trained model, a device may lack the memory for two more.
-        results = replace(results, merge=verify_merge(*what))
+        results = replace(results, merge=verify_merge(*what, trust_remote_code=recipe.trust_remote_code))
         if times(recipe.merge):
-            results = replace(results, latency=merge_latency(*what, device=next(model.parameters()).device))
+            trusted, device = recipe.trust_remote_code, next(model.parameters()).device
+            results = replace(results, latency=merge_latency(*what, trust_remote_code=trusted, device=device))
         if recipe.base.quantised:
-            losses = _merge_losses(task, model, run_dir, recipe.model, merging.into or "dequantised")
+            losses = _merge_losses(task, model, run_dir, recipe.model, merging)
             results = replace(results, merge_losses=losses)
     conclude(run_dir, results.as_json())
     return results
@@ -573,17 +579,20 @@ def _adapter_folded(model: PreTrainedModel) -> Iterator[None]:
             unmerge(model)
 
 
-def _merge_losses(task: TaskProblem, live: nn.Module, run_dir: Path, base: str, into: Into) -> dict[str, float]:
+def _merge_losses(
+    task: TaskProblem, live: nn.Module, run_dir: Path, base: str, merging: MergeOptions
+) -> dict[str, float]:
     """Return the mean loss on the first evaluation split of the live model and of both merges.
 
     Args:
-        live: base and adapter as they were trained. into: what ``run_dir / "merged"`` was merged into; the other
-            merge is made beside it and removed again.
+        live: base and adapter as they were trained. merging: how ``run_dir / "merged"`` was merged; the other merge
+            is made beside it and removed again.
     """
+    into: Into = merging.into or "dequantised"
     other: Into = "original" if into == "dequantised" else "dequantised"
     device = next(live.parameters()).device
     with scratch_directory(run_dir / "merged", "other") as scratch:
-        merge_checkpoint(run_dir / "adapter", base, scratch / other, MergeOptions(into=other))
+        merge_checkpoint(run_dir / "adapter", base, scratch / other, replace(merging, into=other))
         data = next(iter(task.held_out.values()))
         found = {
             "live": task.mean_loss(live, data),

@@ -74,3 +74,39 @@ def test_an_upload_without_a_network_leaves_the_result(tmp_path: Path) -> None:
     message = said(peftlab(*arguments, cache=tmp_path / "cache", HF_TOKEN="hf_x"))
     assert "is complete, but was not uploaded to 'me/x'" in message and DEAD in message
     assert (out / "model.safetensors").exists()
+
+
+def test_a_revision_of_the_base_is_merged_into_that_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's main has other weights by now: the adapter's own revision counts, for merging, checking, undoing."""
+    from peftlab.checkpoints.adapter import load_model, read_adapter, save_adapter
+    from peftlab.checkpoints.merge.run import merge_checkpoint, unmerge_checkpoint
+    from peftlab.checkpoints.merge.verify import verify_merge
+
+    repository = tmp_path / "hub" / "models--me--llama"
+    old, new = build("llama"), build("llama")
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(2)
+    for name, model in (("0001", old), ("0002", new)):
+        save_base(model, repository / "snapshots" / name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0002")
+    (repository / "refs" / "v1").write_text("0001")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = build("llama")
+    adapt(model, tmp_path / "unused")
+    adapter = save_adapter(model, tmp_path / "adapter", base="me/llama", revision="v1")
+    assert read_adapter(adapter).revision == "v1"
+    report = merge_checkpoint(adapter, None, tmp_path / "merged")
+    assert report.revision == "v1"
+    inputs = {"input_ids": torch.arange(3, 33).view(2, 15)}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for place in (tmp_path / "merged", adapter):
+            found, _ = load_model(str(place), "AutoModelForCausalLM")
+            torch.testing.assert_close(found.eval()(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    check = verify_merge(adapter, "me/llama", tmp_path / "merged", [inputs])
+    assert check.max_logit_difference < 1e-4
+    unmerge_checkpoint(tmp_path / "merged", tmp_path / "again")
+    again = (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert again == (repository / "snapshots" / "0001" / "model.safetensors").read_bytes()

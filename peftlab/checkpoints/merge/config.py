@@ -55,6 +55,7 @@ class MergeOptions:
             computed with in training, or ``original``, the weights before they were quantised. None: dequantised
             where the adapter says how its base was loaded, else the weights as they are stored.
         trust_remote_code: run the model code in the base directory.
+        revision: git revision of a base on the hub; None: the one that the adapter names with that base.
         lora_alpha: α of a loralib file, which does not contain it.
         push_to_hub: id of a repository to upload the result to; a new one is private.
         recipe: text to embed in the model card. training: what the card says of the adapter's training.
@@ -66,6 +67,7 @@ class MergeOptions:
     allow_nonfinite: bool = False
     into: Into | None = None
     trust_remote_code: bool = False
+    revision: str | None = None
     lora_alpha: float | None = None
     push_to_hub: str | None = None
     recipe: str | None = None

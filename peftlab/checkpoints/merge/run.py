@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ def merge_checkpoint(
     reference = str(base or read.base_reference or "")
     if not reference:
         raise PeftlabError(f"{name} names no base model; pass one (--base)")
+    if options.revision is None and reference == read.base_reference:
+        options = replace(options, revision=read.revision)
     report = _merge(read, place, name, reference, Path(out), options)
     if options.push_to_hub:
         upload(Path(out), options.push_to_hub)
@@ -138,6 +141,7 @@ def _merge(
                     out=str(out),
                     adapter=name,
                     base=reference,
+                    revision=options.revision,
                     architecture=type(plan.model).__name__,
                     method=adapter.config.name,
                     dtype=plan.dtype if plan.plain is None else "float8_e4m3fn",
@@ -221,7 +225,7 @@ def plain_base(reference: str, adapter: Adapter, out: Path, options: MergeOption
             merge_checkpoint(inner[-1], None, plain, MergeOptions(trust_remote_code=options.trust_remote_code))
             yield plain, [why]
             return
-        _save_plain(reference, adapter, directory, options.trust_remote_code)
+        _save_plain(reference, adapter, directory, options)
         yield directory, [why]
 
 
@@ -233,14 +237,15 @@ def stored_base(reference: str, options: MergeOptions) -> tuple[Path | None, str
     """
     if find_model(reference).adapters:
         return None, f"{reference} is an adapter: it was folded into its own base model first"
-    place = _located(reference)
+    place = _located(reference, revision=options.revision)
     if place.suffix == ".gguf":
         quantised = f"{place.name} is quantised (GGUF)"
     else:
         if not place.is_dir():
             raise PeftlabError(f"base model {reference!r}: {place} is a file; name the directory or a .gguf file")
         plain = _is_plain(place)
-        method = "" if plain else quantisation(load_config(reference, trust_remote_code=options.trust_remote_code))
+        told: Attributes = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+        method = "" if plain else quantisation(load_config(reference, **told))
         if not method:
             return place, ""
         if options.into == "original":
@@ -263,21 +268,21 @@ def _is_plain(place: Path) -> bool:
     return bool(known)
 
 
-def base_directory(reference: str, what: str = "base model") -> Path:
+def base_directory(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
     """Return the local directory of a model: a path, a package's, or the hub's snapshot.
 
     Args:
-        what: the model's name in messages.
+        what: the model's name in messages. revision: of a hub model.
     """
-    place = _located(reference, what)
+    place = _located(reference, what, revision=revision)
     if not place.is_dir():
         raise PeftlabError(f"{what} {reference!r}: {place} is a file; name the directory")
     return place
 
 
-def _located(reference: str, what: str = "base model") -> Path:
+def _located(reference: str, what: str = "base model", *, revision: str | None = None) -> Path:
     place = locate(plain_directory(reference), what)
-    return snapshot(place, what) if isinstance(place, str) else place
+    return snapshot(place, what, revision=revision) if isinstance(place, str) else place
 
 
 def refuse_overlap(out: Path, base: Path) -> None:
@@ -295,11 +300,11 @@ def quantisation(config: object) -> str:
     return str(getattr(method, "value", method) or "unknown method")
 
 
-def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_code: bool) -> None:
+def _save_plain(reference: str, adapter: Adapter, directory: Path, options: MergeOptions) -> None:
     """Write a quantised model's weights as fp32, and the tensors beside them that its class does not read."""
     architecture = str(adapter.base.get("architecture") or "AutoModelForCausalLM")
-    options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
-    model, _ = load_model(reference, architecture, **options)
+    told: Attributes = {"trust_remote_code": True} if options.trust_remote_code else {}
+    model, _ = load_model(reference, architecture, revision=options.revision, **told)
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised:
         try:
@@ -309,7 +314,7 @@ def _save_plain(reference: str, adapter: Adapter, directory: Path, trust_remote_
     # The original format of a quantised checkpoint would be the quantised one.
     model.save_pretrained(directory, save_original_format=not quantised)
     if not reference.endswith(".gguf"):
-        _add_unread(model, _located(reference), directory)
+        _add_unread(model, _located(reference, revision=options.revision), directory)
     with suppress(PeftlabError):  # the base may have no tokenizer
         load_tokenizer(reference).save_pretrained(directory)
 
@@ -479,7 +484,9 @@ def unmerge_checkpoint(
     values = read_object(report)
     changed = {member(row, "name", str, report) for row in _objects(member(values, "tensors", list, report), report)}
     changed |= set(member(values, "dropped", dict, report))
-    directory = base_directory(str(base) if base else member(values, "base", str, report))
+    named = member(values, "base", str, report)
+    revision = values.get("revision") if base in (None, named) else None
+    directory = base_directory(str(base or named), revision=revision if isinstance(revision, str) else None)
     for place in (merged, directory):
         refuse_overlap(out, place)
     _same_base(merged, directory, changed)

@@ -56,7 +56,7 @@ class MergeReport:
     """What ``merge_checkpoint`` wrote; ``merge.json`` has the same keys.
 
     Attributes:
-        out: the directory. adapter, base: what was merged.
+        out: the directory. adapter, base: what was merged. revision: the git revision of a base on the hub.
         architecture: the class of the merged model. method: the adapter's.
         dtype: the dtype of most of the weights.
         tensors: what was folded, replaced or added.
@@ -93,6 +93,7 @@ class MergeReport:
     kept: float | None = None
     ignored: list[str] = field(default_factory=list)
     accounts: BaseAccounts = field(default_factory=BaseAccounts)
+    revision: str | None = None
 
 
 @dataclass

@@ -61,6 +61,7 @@ def verify_merge(
     batches: Sequence[dict[str, Tensor]],
     *,
     lora_alpha: float | None = None,
+    trust_remote_code: bool = False,
     device: torch.device = _CPU,
 ) -> MergeCheck:
     """Compare the logits of base + adapter with those of the merged model, in one pass over the inputs.
@@ -70,8 +71,9 @@ def verify_merge(
     Args:
         adapter, lora_alpha: as for ``load_adapter``. base: reference of the base model. merged: the merged directory.
         batches: model inputs (``input_ids``, ``attention_mask``, ...), without labels. device: where both models run.
+        trust_remote_code: run the model code in base and merged directory.
     """
-    models = _Models(_read(adapter, lora_alpha), base, str(merged))
+    models = _Models(_read(adapter, lora_alpha), base, str(merged), trust_remote_code)
     unmerged, whole = (nn.Module.to(model, device) for model in (models.unmerged(), models.merged()))
     worst, agreed, predictions, examples = 0.0, 0, 0, 0
     with torch.inference_mode():
@@ -90,10 +92,11 @@ def merge_latency(
     merged: str | Path,
     batches: Sequence[dict[str, Tensor]],
     *,
+    trust_remote_code: bool = False,
     device: torch.device = _CPU,
 ) -> Latency:
     """Time base, base + adapter and merged model on a device; arguments as for ``verify_merge``."""
-    loads = _Models(_read(adapter, None), base, str(merged))
+    loads = _Models(_read(adapter, None), base, str(merged), trust_remote_code)
     loaded = {"base": loads.base(), "merged": loads.merged(), "unmerged": loads.unmerged()}
     times = _times({name: nn.Module.to(model, device) for name, model in loaded.items()}, batches, device)
     return Latency(merged=times["merged"] / times["base"], unmerged=times["unmerged"] / times["base"])
@@ -120,27 +123,30 @@ class _Models:
     """Loads what is compared, each when it is asked for.
 
     Args:
-        reference: of the base model. directory: of the merged model, whose configuration names class and labels.
+        reference: of the base model. directory: of the merged model, whose configuration names class and labels, and
+            whose report the base's revision. trust_remote_code: run their model code.
     """
 
-    def __init__(self, adapter: Adapter, reference: str, directory: str) -> None:
+    def __init__(self, adapter: Adapter, reference: str, directory: str, trust_remote_code: bool) -> None:
         self.adapter, self.reference, self.directory = adapter, reference, directory
-        self.config = load_config(directory)
-        report = Path(directory, "merge.json")
-        named = read_object(report).get("architecture") if report.is_file() else None
-        self.architecture = str(named or (self.config.architectures or ["AutoModel"])[0])
+        self.options: Attributes = {"trust_remote_code": True} if trust_remote_code else {}
+        self.config = load_config(directory, **self.options)
+        file = Path(directory, "merge.json")
+        report = read_object(file) if file.is_file() else {}
+        self.architecture = str(report.get("architecture") or (self.config.architectures or ["AutoModel"])[0])
+        self.revision = str(report["revision"]) if report.get("revision") else None
         self.config = _for_class(self.architecture, self.config)
         self.dtype = _dtype(self.config)
 
     def base(self) -> nn.Module:
-        stored = _storage(self.adapter, self.dtype)
-        return load_model(self.reference, self.architecture, config=_of_base(self.config, self.reference), **stored)[0]
+        options = self.options | _storage(self.adapter, self.dtype) | {"config": _of_base(self.config, self.reference)}
+        return load_model(self.reference, self.architecture, revision=self.revision, **options)[0]
 
     def unmerged(self) -> nn.Module:
         return load_adapter(self.base(), self.adapter)
 
     def merged(self) -> nn.Module:
-        return load_model(self.directory, self.architecture, dtype=self.dtype)[0]
+        return load_model(self.directory, self.architecture, dtype=self.dtype, **self.options)[0]
 
 
 def _for_class(architecture: str, config: PretrainedConfig) -> PretrainedConfig:
