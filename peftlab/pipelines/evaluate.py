@@ -113,8 +113,8 @@ def score_trained(
     timed = None
     if merged is not None and trained.adapter is not None:
         inputs = sample_inputs(task, EXAMPLES)
-        trusted, device = recipe.trust_remote_code, accelerator.device
-        found = merge_latency(trained.adapter, recipe.model, merged, inputs, trust_remote_code=trusted, device=device)
+        trusted, where = recipe.trust_remote_code, accelerator.device
+        found = merge_latency(trained.adapter, recipe.model, merged, inputs, trust_remote_code=trusted, device=where)
         scores["latency"] = asdict(found)
         timed = Timed(accelerator.device.type, describe_cpu(), timed_weights(trained.adapter, merged))
     return Evaluated(scores, {split: len(rows) for split, rows in task.held_out.items()}, timed)
