@@ -48,7 +48,7 @@ class Acceptance(NamedTuple):
         }
 
 
-def by_depth(measured: Iterable[Acceptance]) -> dict[str, float]:
+def rates_by_depth(measured: Iterable[Acceptance]) -> dict[str, float]:
     """Return the mean acceptance over several tokens ahead, and the rates of each, numbered from 1."""
     rates = [each.rates() for each in measured]
     each = {f"{key}_{k}": of[key] for k, of in enumerate(rates, start=1) for key in ("acceptance", "agreement")}
@@ -72,7 +72,7 @@ def measure(target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int 
 
 
 @torch.no_grad()
-def each_token(
+def states_and_rates(
     target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int = 16
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t]."""
@@ -309,6 +309,6 @@ def load_acceptance_head(path: str | Path) -> AcceptancePredictor:
 
 def _states_and_acceptance(target: nn.Module, draft: nn.Module, data: Dataset, greedy: bool) -> tuple[Tensor, Tensor]:
     """Return the draft's hidden states [T, H] and the acceptance probability of each [T]."""
-    parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in each_token(target, draft, data)]
+    parts = [(hidden, agree if greedy else alpha) for hidden, alpha, agree in states_and_rates(target, draft, data)]
     states, probabilities = (torch.cat(column) for column in zip(*parts, strict=True))
     return states.float(), probabilities.float()

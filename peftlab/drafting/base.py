@@ -76,7 +76,7 @@ class Recipe(Protocol[SectionT_co]):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedDraft:
     """What a run has written.
 
     Attributes:
@@ -90,7 +90,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedDraft:
     """What decodes.
 
     Attributes:
@@ -103,7 +103,7 @@ class Served:
     features: tuple[int, ...] = ()
 
 
-class Exporting(Protocol):
+class DraftExporter(Protocol):
     """How a draft that is no plain model is written for a consumer and served by it."""
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
@@ -176,7 +176,7 @@ class Pair:
         return any(part is not None for part in (self.heads, self.network, self.draft))
 
 
-class Opening:
+class TargetLoader:
     """The target that a stored draft is opened for; its weights are read when first asked for.
 
     Args:
@@ -334,19 +334,19 @@ class DraftKind(ABC, Generic[ConfigT]):
         """Measure on held-out text what trees are made or planned from, and store it with the draft; not by default."""
 
     @abstractmethod
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return what decodes with the draft that was saved, or with the untrained one; None: that drafts nothing."""
 
     # What reads a stored draft
 
     @classmethod
     @abstractmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Return target and stored draft as decoding takes them; ``place`` is what ``DraftRow.find`` returned."""
 
     @classmethod
     @abstractmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return the plain model directory that a consumer loads, or what writes another one; or refuse."""
 
     @classmethod

@@ -147,7 +147,7 @@ class DraftData(Section):
 
 
 @dataclass(frozen=True)
-class OtherKeys:
+class RecipeKeys:
     """The keys of a draft recipe that a draft's section is checked against; named as there."""
 
     method: MethodConfig | None
@@ -170,7 +170,7 @@ class DraftConfig(Section):
     several_targets: ClassVar[bool] = False
     """Whether one draft can be trained for several targets: it reads no states of theirs."""
 
-    def needs_pair(self, recipe: OtherKeys, who: str, model: str) -> Iterator[tuple[str, str]]:
+    def needs_pair(self, recipe: RecipeKeys, who: str, model: str) -> Iterator[tuple[str, str]]:
         """Yield the keys that only a draft that is a model beside its target trains with.
 
         Args:
@@ -187,7 +187,7 @@ class DraftConfig(Section):
         """Return the sizes that ``draft plan`` compares; none by default."""
         return []
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         """Yield each key of the recipe that does not go with this draft, and why."""
         if recipe.method is None:
             yield "method", f"null, and draft kind {self.kind} has no parameters of its own to train; name a method"
@@ -316,7 +316,7 @@ class ModelDraft(DraftConfig):
         """Whether what the draft consists of is found on the target's text."""
         return self.prune is not None or (self.truncate is not None and self.truncate.layers is None)
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
         if self.new is not None and recipe.method is not None and recipe.method.name != "full":
             reason = "leaves random weights as they are, and a new draft has no others; write method: full"
@@ -378,7 +378,7 @@ class PardDraft(ModelDraft):
             super()._one_start()  # type: ignore[operator]  # a method, which pydantic's annotation does not say
         return self
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
         objective = recipe.objective
         if objective.name == "topk_kl" or objective.selective is not None:
@@ -433,7 +433,7 @@ class HeadsConfig(DraftConfig):
         "other rows, and the ceiling p(V_d) is reported. null: all.",
     )
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from self.needs_pair(recipe, "heads train", "there is none with heads")
         if recipe.policy.row.needs:
             yield "policy", f"{recipe.policy.text}: chooses the length of a chain, and heads draft trees"
@@ -521,7 +521,7 @@ class EarlyExitDraft(DraftConfig):
         description="constant: the same in all steps; exponential: times 2^(t/(T-1)) - 1 in step t of T.",
     )
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
         if self.exits != sorted(set(self.exits)):
             yield "draft.exits", f"{self.exits} is not a rising list of different numbers"
@@ -566,7 +566,7 @@ class GatedLoraDraft(DraftConfig):
         default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
     )
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from super().problems(recipe)
         if self.blocks != sorted(set(self.blocks)):
             yield "draft.blocks", f"{self.blocks} is not a rising list of different numbers"
@@ -628,7 +628,7 @@ class StateConfig(DraftConfig):
         default=None, alias="from", description="A run or directory of such a draft to continue from; null: a new one."
     )
 
-    def problems(self, recipe: OtherKeys) -> Iterator[tuple[str, str]]:
+    def problems(self, recipe: RecipeKeys) -> Iterator[tuple[str, str]]:
         yield from self.needs_pair(recipe, f"{self.kind} trains", f"{self.kind} is not a model of its own")
         if recipe.policy.row.needs == TIMES:
             reason = f"needs the time of a draft step; {self.kind} is not a model of its own"

@@ -18,7 +18,7 @@ from peftlab.checkpoints.tensors import read_tensors, write_tensors
 from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import fold_heads, rotate, structure_of, unfold_heads
 from peftlab.decoding.packed import pack_linears
-from peftlab.drafting.base import Exporting, Loss
+from peftlab.drafting.base import DraftExporter, Loss
 from peftlab.drafting.checks import check_tokenizer, read_ranks
 from peftlab.drafting.config import Eagle3Draft
 from peftlab.drafting.objectives import make_objective
@@ -342,7 +342,7 @@ def read_eagle(directory: str | Path, embedding: Tensor) -> Eagle3:
 
 @dataclass(frozen=True)
 class EagleExport:
-    """See ``base.Exporting``.
+    """See ``base.DraftExporter``.
 
     Attributes:
         place: directory of the draft. consumer: ``vllm`` or ``sglang``.
@@ -498,7 +498,7 @@ class Eagle3Kind(StateKind[Eagle3Draft]):
             raise PeftlabError(f"{place}: reads the state entering layer {last}; the target has {layers}")
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what writes the draft for vLLM or SGLang."""
         if consumer not in ("vllm", "sglang"):
             raise PeftlabError(f"--for {consumer}: {place} is an eagle3 draft, which vllm and sglang load")

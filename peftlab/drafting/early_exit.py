@@ -19,7 +19,7 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.own_layers import DelDrafter, EarlyExit, ExitSelector, SkippedSublayers, SkipSearch, SwiftDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.drafting.acceptance import Acceptance, add_rates, batches
-from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import EarlyExitDraft
 from peftlab.drafting.losses import chunked_loss
 from peftlab.drafting.objectives import Objective, make_objective
@@ -95,7 +95,7 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
         nonlocal running, reached
         if module is head:
             reached = inputs[0]
-        elif running is None and inputs and _same(state, inputs[0]):
+        elif running is None and inputs and _equal_values(state, inputs[0]):
             running = module
             names.append(name)
 
@@ -117,7 +117,7 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
     finally:
         for hook in hooks:
             hook.remove()
-    if not _same(state, reached):
+    if not _equal_values(state, reached):
         raise PeftlabError(
             f"draft.exits: between the last layer and the LM head {type(model).__name__} computes something outside "
             "its modules; early exits of such models cannot be trained"
@@ -125,7 +125,7 @@ def _final_modules(model: PreTrainedModel, ids: Tensor) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _same(one: object, other: object) -> bool:
+def _equal_values(one: object, other: object) -> bool:
     """Whether both are tensors of the same numbers; models reshape on the way."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
@@ -358,40 +358,40 @@ class EarlyExitKind(DraftKind[EarlyExitDraft]):
         if self.dropout is not None:
             self.dropout.remove()
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the model as trained, drafting with its first layers."""
         model = self.adapted if saved is None or saved.merged is None else saved.merged
         engine = exit_engine(model, self.exits[0].layers, build_engine(model))
-        return Served(model, partial(ModelDrafter, engine, shares_cache=True))
+        return ServedDraft(model, partial(ModelDrafter, engine, shares_cache=True))
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Return some of the target's layers as a draft, by name; it has no weights of its own.
 
         Raises:
             PeftlabError: the target has too few layers.
         """
-        model = opening.target
+        model = loader.target
         count, size = len(layer_stack(model)), model.num_parameters()
         if place == "swift":
             if count < 3:
                 raise PeftlabError(
                     f"draft swift: keeps the first and the last layer, and the target has {count} in all"
                 )
-            return opening.pair(size, own=partial(_swift, SkipSearch(count)))
+            return loader.pair(size, own=partial(_open_swift, SkipSearch(count)))
         if place == "del":
             if count < 2:
                 raise PeftlabError("draft del: chooses an exit before the last layer, and the target has one in all")
             choice = ExitSelector(possible_exits(count), count, _head_cost(model))
-            return opening.pair(size, own=partial(_del, choice), features=tuple(choice.exits))
+            return loader.pair(size, own=partial(_open_del, choice), features=tuple(choice.exits))
         layers = int(place.removeprefix("exit:"))
         if layers >= count:
             raise PeftlabError(f"draft exit:{layers}: the target has {count} layers; leave out at least the last one")
         smaller = truncate(model, range(layers), share=True).num_parameters()
-        return opening.pair(smaller, own=partial(_exit, model, layers, opening.pack))
+        return loader.pair(smaller, own=partial(_open_exit, model, layers, loader.pack))
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Refuse: an exit is part of its target."""
         raise PeftlabError(f"--for {consumer}: {place} is part of the target; no released engine takes it as a draft")
 
@@ -431,7 +431,7 @@ def flat(draft: str, target: Engine) -> FlatEngine:
     )
 
 
-def _exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> OwnLayers:
+def _open_exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> OwnLayers:
     engine = exit_engine(model, layers, target, pack=pack)
 
     def trees(engine: Engine, grow: GrowthFactory) -> DrawnTrees:
@@ -440,12 +440,12 @@ def _exit(model: PreTrainedModel, layers: int, pack: bool, target: Engine) -> Ow
     return OwnLayers(engine, partial(ModelDrafter, shares_cache=True), trees)
 
 
-def _swift(search: SkipSearch, target: Engine) -> OwnLayers:
+def _open_swift(search: SkipSearch, target: Engine) -> OwnLayers:
     skipping = SkippedSublayers(flat("swift", target))
     return OwnLayers(skipping, partial(SwiftDrafter, layers=skipping, search=search), "swift")
 
 
-def _del(choice: ExitSelector, target: Engine) -> OwnLayers:
+def _open_del(choice: ExitSelector, target: Engine) -> OwnLayers:
     exit_ = EarlyExit(flat("del", target), choice.exits[0])
     return OwnLayers(exit_, partial(DelDrafter, exit=exit_, choice=choice), "del")
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftlab.drafting.config import DraftData
 from peftlab.drafting.states import frozen_hidden, head_weight
-from peftlab.drafting.text import Writing, weights_digest
+from peftlab.drafting.text import WritingSettings, weights_digest
 from peftlab.errors import PeftlabError, did_you_mean, reason
 from peftlab.files import LOCK, Json, locked, member, parse_json, read_text, write_errors, write_json
 from peftlab.tasks.conversations import Message
@@ -39,14 +39,14 @@ FIRST_ATTEMPTS = 3  # at the first one, where a wrong address is likelier than a
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second attempt, and at most; it doubles in between
 _LONGEST_ASKED = 3600.0  # seconds that a server may ask to wait
 _TIMEOUT = 600.0  # seconds without a byte
-_PASSING = frozenset({408, 425, 429})  # statuses that pass, beside all from 500
+_RETRYABLE_STATUSES = frozenset({408, 425, 429})  # statuses that pass, beside all from 500
 
 
-class Refused(PeftlabError):
+class RequestRefused(PeftlabError):
     """The server does not take such a request, now or later."""
 
 
-class _Passing(Exception):
+class _RetryableError(Exception):
     """A failure that may have passed at the next attempt, after ``seconds`` if the server says so."""
 
     def __init__(self, text: str, seconds: float | None = None) -> None:
@@ -54,7 +54,7 @@ class _Passing(Exception):
         self.seconds = seconds
 
 
-class Pace:
+class RateLimiter:
     """When the next request may be sent, for all threads together."""
 
     def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
@@ -87,7 +87,7 @@ class Server:
     def __init__(self, data: DraftData) -> None:
         self.url = str(data.endpoint)
         self._key = _key(data.endpoint_key)
-        self._pace = Pace(data.requests_per_minute, data.tokens_per_minute)
+        self._limiter = RateLimiter(data.requests_per_minute, data.tokens_per_minute)
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "peftlab"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -111,26 +111,26 @@ class Server:
             tokens: that it may cost at most, for ``data.tokens_per_minute``.
 
         Raises:
-            Refused: the server does not take the request.
+            RequestRefused: the server does not take the request.
             PeftlabError: it does not take the key, or no attempt was answered.
         """
 
         def seconds(state: RetryCallState) -> float:
             """Return how long to wait before the next attempt: as the server says, else twice as long as before."""
             error = state.outcome.exception() if state.outcome is not None else None
-            if isinstance(error, _Passing) and error.seconds is not None:
-                self._pace.pause(error.seconds)  # other threads' requests would be turned away, too
+            if isinstance(error, _RetryableError) and error.seconds is not None:
+                self._limiter.pause(error.seconds)  # other threads' requests would be turned away, too
                 return error.seconds
             return min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
 
         def once() -> T:
-            self._pace.wait(tokens)
+            self._limiter.wait(tokens)
             return self._once(path, read, body)
 
-        retry = retry_if_exception_type(_Passing)
+        retry = retry_if_exception_type(_RetryableError)
         try:
             return Retrying(stop=stop_after_attempt(attempts), wait=seconds, retry=retry, reraise=True)(once)
-        except _Passing as error:
+        except _RetryableError as error:
             failed = f"no answer after {attempts} attempts ({error})"
             raise PeftlabError(f"data.endpoint: {self.url}{path}: {failed}") from None
 
@@ -142,25 +142,25 @@ class Server:
                 raise self._status(path, response)
             text = response.content.decode("utf-8")
         except (httpx2.HTTPError, UnicodeError) as error:  # refused, hung up, cut short, timed out, not text
-            raise _Passing(self._shown(reason(error))) from None
+            raise _RetryableError(self._shown(reason(error))) from None
         try:
             value = parse_json(text)
             if isinstance(value, dict):
                 return read(value)
         except (ValueError, PeftlabError):
             pass
-        raise _Passing(f"not an answer: {self._shown(text)!r}")
+        raise _RetryableError(f"not an answer: {self._shown(text)!r}")
 
     def _status(self, path: str, response: httpx2.Response) -> Exception:
         """Return what an answer with another status than 200 means."""
         said = self._shown(response.content.decode("utf-8", "replace"))
         text = f"HTTP {response.status_code}{': ' + said if said else ''}"
-        if response.status_code in _PASSING or response.status_code >= 500:
-            return _Passing(text, _retry_after(response.headers.get("Retry-After")))
+        if response.status_code in _RETRYABLE_STATUSES or response.status_code >= 500:
+            return _RetryableError(text, _retry_after(response.headers.get("Retry-After")))
         if response.status_code in (401, 403):
             what = "the key that data.endpoint_key names" if self._key else "requests without a key (data.endpoint_key)"
             return PeftlabError(f"data.endpoint: {self.url} does not take {what} ({text})")
-        return Refused(f"data.endpoint: {self.url}{path}: {text}")
+        return RequestRefused(f"data.endpoint: {self.url}{path}: {text}")
 
     def _shown(self, text: str) -> str:
         """Return the beginning of a message, without the key."""
@@ -229,7 +229,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(text)
 
 
-def readings(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], text: str) -> list[list[int]]:
+def tokenisations(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], text: str) -> list[list[int]]:
     """Return the token ids that decode to ``text`` after ``prompt``; none if the text does not decode back.
 
     There are two where the tokenizer drops a leading space (Llama 2's: ``there`` and ``▁there`` decode alike on their
@@ -257,7 +257,7 @@ def _after(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], text: str)
 
 
 @torch.no_grad()
-def likeliest(target: PreTrainedModel, prompt: Sequence[int], candidates: Sequence[list[int]]) -> list[int]:
+def most_probable(target: PreTrainedModel, prompt: Sequence[int], candidates: Sequence[list[int]]) -> list[int]:
     """Return the candidate whose first token the target gives the highest probability after ``prompt``."""
     if len(candidates) == 1:
         return candidates[0]
@@ -295,7 +295,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Form:
+class RequestForm:
     """A form of request.
 
     Attributes:
@@ -326,14 +326,14 @@ def _as_messages(tokenizer: PreTrainedTokenizerBase, prompt: ServedPrompt) -> di
 
 
 FORMS = (
-    Form("completions of token ids", "/completions", _as_ids),
-    Form("completions of text", "/completions", _as_text),
-    Form("chat completions", "/chat/completions", _as_messages),
+    RequestForm("completions of token ids", "/completions", _as_ids),
+    RequestForm("completions of text", "/completions", _as_text),
+    RequestForm("chat completions", "/chat/completions", _as_messages),
 )
 """In the order in which they are tried."""
 
 
-def sampling(writing: Writing, row: int) -> dict[str, Json]:
+def sampling(writing: WritingSettings, row: int) -> dict[str, Json]:
     """Return a request's settings; the answer of each row has a seed of its own."""
     settings: dict[str, Json] = {"max_tokens": writing.max_new_tokens, "temperature": writing.temperature}
     if writing.temperature > 0:  # top_p in any case: a server's default may be another
@@ -362,7 +362,7 @@ def read_reply(value: dict[str, Json]) -> Reply:
     )
 
 
-def read_otherwise(reply: Reply, prompt: Sequence[int]) -> bool:
+def read_another_prompt(reply: Reply, prompt: Sequence[int]) -> bool:
     """Whether the server says that it read another number of tokens than the prompt has."""
     return reply.prompt_tokens is not None and reply.prompt_tokens != len(prompt)
 
@@ -480,7 +480,7 @@ class Target:
 
 
 def served_continuations(
-    data: DraftData, target: Target, prompts: Sequence[ServedPrompt], writing: Writing, cache: Path
+    data: DraftData, target: Target, prompts: Sequence[ServedPrompt], writing: WritingSettings, cache: Path
 ) -> tuple[list[Request | None], ServedText]:
     """Return the continuations by ``data.endpoint``, sample s of prompt i at i·samples + s; None for a dropped one.
 
@@ -512,7 +512,7 @@ def served_continuations(
     return found, served
 
 
-def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: Writing) -> str:
+def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing: WritingSettings) -> str:
     """Return a digest of what determines the text; of the weights too, since a server keeps its id for new ones."""
     what = [
         model,
@@ -525,13 +525,13 @@ def _digest(model: str, target: Target, prompts: Sequence[ServedPrompt], writing
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _settings(writing: Writing) -> dict[str, float | None]:
+def _settings(writing: WritingSettings) -> dict[str, float | None]:
     """Return the settings that determine the text."""
     return {key: value for key, value in asdict(writing).items() if key != "batch_size"}
 
 
 def _complete(
-    data: DraftData, model: str, target: Target, jobs: Sequence[ServedPrompt], writing: Writing, directory: Path
+    data: DraftData, model: str, target: Target, jobs: Sequence[ServedPrompt], writing: WritingSettings, directory: Path
 ) -> dict[int, Answer]:
     """Ask for the answers that are not stored, store each as it arrives, and return all."""
     path = directory / _FILE
@@ -542,7 +542,7 @@ def _complete(
     print(f"text by {model} at {data.endpoint}: {len(answers)} of {len(jobs)} answers are stored", flush=True)
     server = Server(data)
 
-    def ask(row: int, form: Form, attempts: int = ATTEMPTS) -> Reply | None:
+    def ask(row: int, form: RequestForm, attempts: int = ATTEMPTS) -> Reply | None:
         prompt = form.prompt(target.tokenizer, jobs[row])
         if prompt is None:
             return None
@@ -552,7 +552,7 @@ def _complete(
 
     first, *others = missing
     known = next((answer.form for answer in answers.values()), None)
-    taken, reply = _first(lambda form: ask(first, form, FIRST_ATTEMPTS), jobs[first], known)
+    taken, reply = _first_accepted_form(lambda form: ask(first, form, FIRST_ATTEMPTS), jobs[first], known)
     if not (directory / "data.json").exists():
         write_json(directory / "data.json", {"model": model, **_settings(writing), "answers": len(jobs)})
     cut_unfinished(path)
@@ -566,13 +566,15 @@ def _complete(
                 print(f"{len(answers)} of {len(jobs)} answers", flush=True)
 
         store(first, reply)
-        for row, reply in _together(lambda row: ask(row, taken), others, data.concurrency):
+        for row, reply in _ask_concurrently(lambda row: ask(row, taken), others, data.concurrency):
             store(row, reply)
         os.fsync(file.fileno())
     return answers
 
 
-def _first(ask: Callable[[Form], Reply | None], prompt: ServedPrompt, known: str | None) -> tuple[Form, Reply | None]:
+def _first_accepted_form(
+    ask: Callable[[RequestForm], Reply | None], prompt: ServedPrompt, known: str | None
+) -> tuple[RequestForm, Reply | None]:
     """Return the first form of request that the server takes and reads as the prompt, and its answer.
 
     Args:
@@ -582,10 +584,10 @@ def _first(ask: Callable[[Form], Reply | None], prompt: ServedPrompt, known: str
     for form in sorted(FORMS, key=lambda form: form.name != known):
         try:
             reply = ask(form)
-        except Refused as error:
+        except RequestRefused as error:
             refusals.append(f"{form.name}: {error}")
             continue
-        if form.name == known or (reply is not None and not read_otherwise(reply, prompt.ids)):
+        if form.name == known or (reply is not None and not read_another_prompt(reply, prompt.ids)):
             return form, reply
         read = f"it read {reply.prompt_tokens} tokens, and the prompt has {len(prompt.ids)}" if reply else _NO_FORM
         refusals.append(f"{form.name}: {read}")
@@ -595,7 +597,7 @@ def _first(ask: Callable[[Form], Reply | None], prompt: ServedPrompt, known: str
     )
 
 
-def _together(ask: Callable[[int], T], rows: Sequence[int], concurrency: int) -> Iterator[tuple[int, T]]:
+def _ask_concurrently(ask: Callable[[int], T], rows: Sequence[int], concurrency: int) -> Iterator[tuple[int, T]]:
     """Yield each row with its answer, in the order of arrival, of at most ``concurrency`` requests at a time.
 
     The threads end with the process: an interrupt does not wait for the server.
@@ -629,12 +631,12 @@ def _together(ask: Callable[[int], T], rows: Sequence[int], concurrency: int) ->
         stopped.set()
 
 
-def _answer(target: Target, prompt: Sequence[int], most: int, form: Form, reply: Reply | None) -> Answer:
+def _answer(target: Target, prompt: Sequence[int], most: int, form: RequestForm, reply: Reply | None) -> Answer:
     """Return what is stored of a reply; None: the prompt has no such form."""
     if reply is None:
         return Answer(form.name, "", "", None, _NO_FORM)
     ids, dropped = None, None
-    if read_otherwise(reply, prompt):
+    if read_another_prompt(reply, prompt):
         dropped = _OTHER_PROMPT
     elif reply.finish not in ("stop", "length"):
         dropped = f"it ends with {reply.finish!r}"
@@ -652,10 +654,10 @@ def _ids(target: Target, prompt: Sequence[int], most: int, reply: Reply) -> list
         return None
     ids: list[int] = []
     if text:
-        found = readings(target.tokenizer, prompt, text)
+        found = tokenisations(target.tokenizer, prompt, text)
         if not found:
             return None
-        ids = likeliest(target.model, prompt, found)
+        ids = most_probable(target.model, prompt, found)
     if not cut and target.eos:
         said = (reply.end, target.tokenizer.eos_token_id, min(target.eos))
         ids = [*ids, next(id_ for id_ in said if id_ in target.eos)]

@@ -86,13 +86,13 @@ def export_draft(
     if common is None:
         check_plain(plain, target, consumer)
     else:
-        command = _serve(target, out, gamma, heterogeneous=True)
+        command = _vllm_command(target, out, gamma, heterogeneous=True)
     with staged_directory(out, "model", overwrite=overwrite, inputs=inputs) as staging:
         difference = copy_plain(plain, staging)
-    return ExportedDraft(out, consumer, command, difference, () if common is None else _of_other_tokens(common))
+    return ExportedDraft(out, consumer, command, difference, () if common is None else _heterogeneous_note(common))
 
 
-def _of_other_tokens(common: int) -> tuple[str, ...]:
+def _heterogeneous_note(common: int) -> tuple[str, ...]:
     """Return what to know of a draft with other tokens than its target's."""
     notes = [
         f"the vocabularies differ: vLLM (0.33) matches tokens by their text and drafts the {common:,} common ones, "
@@ -103,7 +103,7 @@ def _of_other_tokens(common: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _assisted(target: str, out: Path, gamma: int) -> str:
+def _transformers_example(target: str, out: Path, gamma: int) -> str:
     """Return Python lines that decode with the draft; they run in any directory. transformers chooses gamma itself."""
     place = locate(target)
     arguments = [repr(target)]
@@ -138,7 +138,7 @@ def served_reference(target: str, consumer: str) -> str:
     return target if isinstance(place, str) else os.path.abspath(place)
 
 
-def _serve(target: str, out: Path, gamma: int, *, heterogeneous: bool = False) -> str:
+def _vllm_command(target: str, out: Path, gamma: int, *, heterogeneous: bool = False) -> str:
     """Return vLLM's command that serves target and draft; it works in any directory.
 
     Args:
@@ -150,7 +150,7 @@ def _serve(target: str, out: Path, gamma: int, *, heterogeneous: bool = False) -
     return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-def _standalone(target: str, out: Path, gamma: int) -> str:
+def _sglang_command(target: str, out: Path, gamma: int) -> str:
     """Return SGLang's command that serves target and draft; it works in any directory."""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(served_reference(target, 'sglang'))} "
@@ -160,9 +160,9 @@ def _standalone(target: str, out: Path, gamma: int) -> str:
 
 
 CONSUMERS: dict[str, Callable[[str, Path, int], str]] = {
-    "transformers": _assisted,
-    "vllm": _serve,
-    "sglang": _standalone,
+    "transformers": _transformers_example,
+    "vllm": _vllm_command,
+    "sglang": _sglang_command,
 }
 """Name -> function of target, draft directory and gamma to how a draft model is served."""
 

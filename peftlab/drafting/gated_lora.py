@@ -20,8 +20,8 @@ from peftlab.decoding.cache import Engine
 from peftlab.decoding.engines import build_engine
 from peftlab.decoding.parallel_drafters import MaskedPassEngine, Masks, OnePassDrafter, ParallelDrafter
 from peftlab.decoding.recurrent import MIXERS
-from peftlab.drafting.acceptance import Acceptance, add_rates, batches, by_depth
-from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches, rates_by_depth
+from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.checks import TargetIdentity, check_target, check_tokenizer, identify
 from peftlab.drafting.config import GatedLoraDraft
 from peftlab.drafting.losses import chunked_loss
@@ -171,7 +171,7 @@ def read_masks_of_gate(directory: str | Path, vocabulary: int | None = None) -> 
 
 @dataclass(frozen=True)
 class UnoExport:
-    """A gated LoRA in the layout of Uno (arXiv 2609.04010), which SGLang reads; see ``base.Exporting``.
+    """A gated LoRA in the layout of Uno (arXiv 2609.04010), which SGLang reads; see ``base.DraftExporter``.
 
     Attributes:
         place: the adapter's directory.
@@ -273,7 +273,7 @@ class GatedLoraKind(DraftKind[GatedLoraDraft]):
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance over the masks of a block, and each one's own."""
-        return by_depth(measure_masks(model, self.gate, data, self.masks, batch_size))
+        return rates_by_depth(measure_masks(model, self.gate, data, self.masks, batch_size))
 
     def save(self, train: Dataset) -> None:
         """Write the LoRA once more, with what its masks read and the identity of its target beside it."""
@@ -283,30 +283,30 @@ class GatedLoraKind(DraftKind[GatedLoraDraft]):
             write_masks_of_gate(staging, self.masks)
             self.identity.write(staging)
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with its LoRA, which drafts in two passes; an untrained one drafts nothing."""
         if saved is None:
             return None
         own = own_layers(self.gate, self.masks, build_engine(self.adapted))
-        return Served(self.adapted, partial(own.drafter, own.engine))
+        return ServedDraft(self.adapted, partial(own.drafter, own.engine))
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Load the LoRA into the target, which stays as it is but for masks.
 
         A target with other tokens is refused, for one with other weights there is a warning.
         """
-        check_tokenizer(Path(place), opening.tokenizer)  # before any weights are read
-        target = opening.target
-        warnings = check_target(Path(place), target, opening.tokenizer)
+        check_tokenizer(Path(place), loader.tokenizer)  # before any weights are read
+        target = loader.target
+        warnings = check_target(Path(place), target, loader.tokenizer)
         masks, gate = read_masks_of_gate(place, len(head_weight(target))), Gate()
         load_adapter(target, place)
         set_gate(target, gate)
         size = hide_factors(target)
-        return opening.pair(size, own=partial(own_layers, gate, masks), masks=masks, warnings=warnings)
+        return loader.pair(size, own=partial(own_layers, gate, masks), masks=masks, warnings=warnings)
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what writes the LoRA for SGLang, which alone serves such drafts."""
         if consumer != "sglang":
             raise PeftlabError(

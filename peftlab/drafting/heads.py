@@ -28,15 +28,15 @@ from peftlab.drafting.acceptance import (
     Acceptance,
     add_rates,
     batches,
-    by_depth,
     greedy_tokens,
+    rates_by_depth,
     rates_on_disk,
     read_rates,
     reduce_heads,
     response_tokens,
     right_choices,
 )
-from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.base import DraftExporter, DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import HeadsConfig, HydraDraft, MedusaDraft
 from peftlab.drafting.losses import chunked_loss
 from peftlab.drafting.objectives import Objective, make_objective
@@ -441,14 +441,16 @@ def measure_ranks(model: HeadedModel, heads: HeadStack | ReducedHeads, data: Dat
             alive = alive[:, :n] & places[:, i + 1 :]
             if i:
                 alive = alive & (ids[:, i + 1 :] == own[:, i : i + n])
-            hits = _hits(heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive])
+            hits = _right_choices(
+                heads, i, hidden[:, :n][alive], known_tokens(ids, i + 1)[alive], own[:, i + 1 :][alive]
+            )
             right[i] += hits.sum(0).cpu().double()
             tried[i] += len(hits)
             alive = alive.masked_scatter(alive, hits.any(-1))
     return RankRates.counted(right.tolist(), tried.tolist())
 
 
-def _hits(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
+def _right_choices(heads: HeadStack | ReducedHeads, i: int, hidden: Tensor, before: Tensor, right: Tensor) -> Tensor:
     """Return which of a head's best choices are right: [T, H], [T, i + 1], [T] -> booleans [T, ranks]."""
     inner, ids = (heads.heads, heads.kept) if isinstance(heads, ReducedHeads) else (heads, None)
     features, weight = inner.product(i, hidden.to(next(heads.parameters()).dtype), before)
@@ -647,7 +649,7 @@ class HeadsKind(DraftKind[HeadsT]):
         """Write heads into a directory, with the rows of ``tokens`` [V_d] alone if they are given."""
 
     @classmethod
-    def put_on(cls, target: PreTrainedModel, config: HeadsT) -> HeadedModel:
+    def attach_heads(cls, target: PreTrainedModel, config: HeadsT) -> HeadedModel:
         """Return ``target``, frozen, with heads on it, new ones or those of ``config.from_``.
 
         The blocks train in fp32 where the target is in half precision. W2 stays where the LM head is, or is it.
@@ -683,11 +685,11 @@ class HeadsKind(DraftKind[HeadsT]):
         """Put new heads, or those to continue from, on the target.
 
         Raises:
-            PeftlabError: the method would train the LM head, whose distribution the heads learn; or see ``put_on``.
+            PeftlabError: the method would train the LM head, whose distribution the heads learn; or see ``attach_heads``.
         """
         if self.recipe.method is not None:
             check_trunk(target, self.recipe.method)
-        self.model, self.adapted, self.target = self.put_on(target, self.config), target, target
+        self.model, self.adapted, self.target = self.attach_heads(target, self.config), target, target
         self.base = self.recipe.target
 
     def loss(self) -> Loss:
@@ -698,7 +700,7 @@ class HeadsKind(DraftKind[HeadsT]):
         """Return the mean acceptance of the heads, each head's own, and how much of the target is preserved."""
         assert isinstance(model, HeadedModel)
         measured, trunk = measure_heads(model, data, batch_size)
-        return {**by_depth(measured), "preserved": trunk.rates()["acceptance"]}
+        return {**rates_by_depth(measured), "preserved": trunk.rates()["acceptance"]}
 
     def save(self, train: Dataset) -> Tensor | None:
         """Write the heads to ``heads/``, with the rows of the reduced vocabulary where the recipe asks for one."""
@@ -711,36 +713,36 @@ class HeadsKind(DraftKind[HeadsT]):
         heads = self.read(self.stored, self.target).to(self.target.device)
         write_ranks(self.stored, measure_ranks(self.model, heads, held_out, batch_size))
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target, as trained, with the heads read from disk; untrained heads draft nothing."""
         if saved is None:
             return None
         served = saved.merged if saved.merged is not None else self.adapted
         heads = self.read(saved.directory / self.row().folder, served).to(self.target.device, served.dtype)
         pack_linears(heads)
-        return Served(served, partial(HeadsDrafter, heads))
+        return ServedDraft(served, partial(HeadsDrafter, heads))
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Read the heads and check them against the target, whose embeddings some read as they are."""
-        heads = cls.open_heads(place, opening)
-        return opening.pair(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
+        heads = cls.open_heads(place, loader)
+        return loader.pair(sum(parameter.numel() for parameter in heads.parameters()), heads=heads)
 
     @classmethod
-    def open_heads(cls, place: str, opening: Opening) -> HeadStack | ReducedHeads:
+    def open_heads(cls, place: str, loader: TargetLoader) -> HeadStack | ReducedHeads:
         """Return stored heads in the dtype and on the device of a draft."""
-        check_heads(place, opening.target)
-        heads = cls.read(place, opening.target)
+        check_heads(place, loader.target)
+        heads = cls.read(place, loader.target)
         inner = heads.heads if isinstance(heads, ReducedHeads) else heads
         for part in inner.children():
-            part.to(opening.draft_dtype)
-        heads.to(opening.device)
-        if opening.pack:
+            part.to(loader.draft_dtype)
+        heads.to(loader.device)
+        if loader.pack:
             pack_linears(heads)
         return heads
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Refuse: no released engine loads them."""
         raise PeftlabError(
             f"--for {consumer}: {place} contains {cls.title} heads, which no released engine loads; peftlab generate "

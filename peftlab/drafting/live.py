@@ -82,7 +82,7 @@ class LiveRequest:
 
 
 @dataclass
-class KeptTopK:
+class RejectionTopK:
     """Keeps the target's k most probable tokens where it rejects a drafted one; an ``observe`` for ``decode``."""
 
     k: int

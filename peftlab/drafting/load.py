@@ -14,7 +14,7 @@ from peftlab.decoding.parallel_drafters import ParallelDrafter, PearlDrafter
 from peftlab.decoding.sampled_trees import DrawnTrees, GrowthFactory
 from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter
 from peftlab.decoding.table import MODEL_FREE, Window, model_free
-from peftlab.drafting.base import DraftKind, Opening, Pair
+from peftlab.drafting.base import DraftKind, Pair, TargetLoader
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.table import DRAFTS, find_draft
 from peftlab.errors import PeftlabError, did_you_mean
@@ -49,12 +49,12 @@ def load_pair(
         PeftlabError: something cannot be loaded, there is no such device, or the two do not have the same tokens.
     """
     place = resolve_device(device)  # first: that a device is missing is told before anything is read
-    opening = Opening(target, load_tokenizer(target), dtype, draft_dtype or dtype, place, pack)
+    loader = TargetLoader(target, load_tokenizer(target), dtype, draft_dtype or dtype, place, pack)
     if draft is None:
-        return opening.pair()
+        return loader.pair()
     row, stored = find_draft(draft)
     kind: type[DraftKind[DraftConfig]] = resolve(row.kind)
-    return kind.open(stored, opening)
+    return kind.open(stored, loader)
 
 
 def draft_costs(target: TargetWeights) -> list[DraftCost]:
@@ -95,7 +95,7 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowthFa
     if name != "draft":
         names = ("draft", SUFFIX_AND_DRAFT, PEARL, ONE_PASS, *MODEL_FREE)
         raise PeftlabError(f"drafter {name!r}: none of {', '.join(names)}{did_you_mean(name, names)}")
-    return with_window(_of_pair(pair, width, grow), pair.window)
+    return with_window(_draft_of_pair(pair, width, grow), pair.window)
 
 
 def needs_draft(name: str, draft: str | None) -> None:
@@ -105,7 +105,7 @@ def needs_draft(name: str, draft: str | None) -> None:
         raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
 
 
-def _of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:
+def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) -> Drafter:
     if pair.heads is not None:
         return HeadsDrafter(pair.heads, width)
     if pair.network is not None:

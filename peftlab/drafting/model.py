@@ -23,7 +23,7 @@ from peftlab.decoding.model_drafter import ModelDrafter, ReducedVocabulary, read
 from peftlab.decoding.own_layers import AdaptedExit, EarlyExit, KangarooDrafter
 from peftlab.decoding.sampling import Sampling
 from peftlab.drafting.acceptance import measure, response_tokens
-from peftlab.drafting.base import DraftKind, Exporting, Loss, Opening, OwnLayers, Pair, Saved, Served
+from peftlab.drafting.base import DraftExporter, DraftKind, Loss, OwnLayers, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.checks import (
     check_dtypes,
     check_head,
@@ -331,26 +331,26 @@ class ModelKind(DraftKind[ModelConfigT]):
             write_draft_tokens(self.directory / "merged", tokens)
         return tokens
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with the draft as it is on disk, or in memory where it is not merged."""
         model = self.adapted if saved is None or saved.merged is None else saved.merged
         tokens = saved.tokens if saved is not None else None
-        return Served(self.target, partial(ModelDrafter, draft_engine(model, tokens=tokens)))
+        return ServedDraft(self.target, partial(ModelDrafter, draft_engine(model, tokens=tokens)))
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Load the draft and check it against the target; its tokenizer is compared before weights are read."""
-        model, engine, vocabulary = open_model(place, opening)
-        alone = model.config.is_encoder_decoder or structure_of(opening.target) is None
-        first = 0 if alone else shared_layers(opening.target, model)
+        model, engine, vocabulary = open_model(place, loader)
+        alone = model.config.is_encoder_decoder or structure_of(loader.target) is None
+        first = 0 if alone else shared_layers(loader.target, model)
         size = model.num_parameters()
         if not first or not isinstance(engine, FlatEngine):
-            return opening.pair(size, whole=engine, vocabulary=vocabulary)
+            return loader.pair(size, whole=engine, vocabulary=vocabulary)
         own = partial(_adapted, engine, first)
-        return opening.pair(size, whole=engine, own=own, vocabulary=vocabulary, features=(first,))
+        return loader.pair(size, whole=engine, own=own, vocabulary=vocabulary, features=(first,))
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return the plain model directory."""
         if not (Path(place) / "config.json").exists():
             raise PeftlabError(
@@ -370,17 +370,17 @@ class ModelKind(DraftKind[ModelConfigT]):
         return config.model_copy(update={"from_": str(merged), "truncate": None, "prune": None, "new": None})
 
 
-def open_model(reference: str, opening: Opening) -> tuple[PreTrainedModel, Engine, int]:
+def open_model(reference: str, loader: TargetLoader) -> tuple[PreTrainedModel, Engine, int]:
     """Return a stored draft model, its engine, and how many logits it shares with the target."""
     load_config(reference)  # a wrong name is found before any weights are read
     tokenizer: PreTrainedTokenizerBase | None = None
     with suppress(PeftlabError):  # a draft may be saved without one; then only the sizes can be compared
         tokenizer = load_tokenizer(reference)
-    check_tokens(opening.tokenizer, tokenizer)
-    target = opening.target
-    model = opening.load(reference, opening.draft_dtype)
+    check_tokens(loader.tokenizer, tokenizer)
+    target = loader.target
+    model = loader.load(reference, loader.draft_dtype)
     vocabulary = common_vocabulary(target, model, tokenizer)
-    return model, draft_engine(model, vocabulary, read_draft_tokens(reference), pack=opening.pack), vocabulary
+    return model, draft_engine(model, vocabulary, read_draft_tokens(reference), pack=loader.pack), vocabulary
 
 
 def draft_engine(

@@ -15,7 +15,7 @@ from peftlab.decoding.cache import Block, KVCache
 from peftlab.decoding.flat import structure_of
 from peftlab.decoding.packed import pack_linears
 from peftlab.decoding.trees import RankRates
-from peftlab.drafting.base import Exporting
+from peftlab.drafting.base import DraftExporter
 from peftlab.drafting.checks import read_ranks
 from peftlab.drafting.config import MtpDraft
 from peftlab.drafting.state_network import (
@@ -254,7 +254,7 @@ class MtpKind(StateKind[MtpDraft]):
             raise PeftlabError(f"{place}: for a target of {network.features[0]} layers; this one has {layers}")
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Refuse: engines serve this method for families that come with such layers."""
         raise PeftlabError(
             f"--for {consumer}: {place} is an mtp draft; engines serve such layers only for targets that come with "

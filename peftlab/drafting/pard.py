@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftlab.decoding.cache import additive_mask
 from peftlab.decoding.parallel_drafters import Masks, ParallelDrafter
-from peftlab.drafting.acceptance import Acceptance, add_rates, batches, by_depth
-from peftlab.drafting.base import Exporting, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.acceptance import Acceptance, add_rates, batches, rates_by_depth
+from peftlab.drafting.base import DraftExporter, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.config import PardDraft, Truncation, eighth
 from peftlab.drafting.export import check_plain, copy_plain
 from peftlab.drafting.losses import Inputs, chunked_loss
@@ -271,7 +271,7 @@ def read_masks(directory: str | Path) -> Masks:
 
 @dataclass(frozen=True)
 class PardExport:
-    """See ``base.Exporting``; vLLM alone drafts so.
+    """See ``base.DraftExporter``; vLLM alone drafts so.
 
     Attributes:
         place: the model's directory.
@@ -340,30 +340,30 @@ class PardKind(ModelKind[PardDraft]):
 
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance over the K tokens of a pass, and each one's own."""
-        return by_depth(measure_depths(self.target, model, data, self.masks.length, self.masks.token, batch_size))
+        return rates_by_depth(measure_depths(self.target, model, data, self.masks.length, self.masks.token, batch_size))
 
     def save(self, train: Dataset) -> Tensor | None:
         """Name the mask in the merged draft's configuration, and which tokens it is restricted to, if it is."""
         write_masks(self.directory / "merged", self.masks)
         return super().save(train)
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with the merged draft; an untrained one, whose mask is not chosen yet, drafts nothing."""
         if saved is None:
             return None
         assert saved.merged is not None
         engine = draft_engine(saved.merged, tokens=saved.tokens)
-        return Served(self.target, partial(ParallelDrafter, engine, self.masks))
+        return ServedDraft(self.target, partial(ParallelDrafter, engine, self.masks))
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Load the draft as a draft model is loaded, and its mask."""
         masks = read_masks(place)
-        model, engine, vocabulary = open_model(place, opening)
-        return opening.pair(model.num_parameters(), whole=engine, masks=masks, vocabulary=vocabulary)
+        model, engine, vocabulary = open_model(place, loader)
+        return loader.pair(model.num_parameters(), whole=engine, masks=masks, vocabulary=vocabulary)
 
     @classmethod
-    def export(cls, place: str, consumer: str) -> Path | Exporting:
+    def export(cls, place: str, consumer: str) -> Path | DraftExporter:
         """Return what writes the draft for vLLM; others would draft with it token by token."""
         if consumer != "vllm":
             raise PeftlabError(

@@ -25,7 +25,7 @@ from peftlab.drafting.config import Pruning, Truncation
 from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.objectives import Objective
 from peftlab.drafting.states import layer_stack, truncate
-from peftlab.drafting.text import Collate, weights_digest, written_once
+from peftlab.drafting.text import Collate, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, replacing
 from peftlab.section import Section
@@ -33,7 +33,7 @@ from peftlab.tasks.batches import epoch_batches
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found: ``tensors`` that make the draft, and a ``report`` for results.json."""
 
     tensors: dict[str, Tensor]
@@ -69,7 +69,7 @@ class Search:
         """Return the mean of the objective over a batch's tokens."""
         return PairLoss(self.objective, self.target)(model, batch) / batch["weights"].sum()
 
-    def find(self, cache: Path, settings: Section, choose: Callable[[], Found]) -> Found:
+    def find(self, cache: Path, settings: Section, choose: Callable[[], SearchResult]) -> SearchResult:
         """Return what ``choose`` returns, from ``cache`` if the same search has ended before.
 
         A resumed run reads what it began with, whatever machine it continues on.
@@ -95,9 +95,9 @@ class Search:
                     write_tensors(temporary, found.tensors, {"report": json.dumps(found.report)})
 
         with PartialState().main_process_first():
-            written_once([path], write)
+            write_missing([path], write)
         tensors, metadata = read_tensors(path)
-        return Found(tensors, json.loads(metadata["report"]))
+        return SearchResult(tensors, json.loads(metadata["report"]))
 
 
 _OPEN = 0.9  # probability of each gate at the start: some must be closed to show what they do, few at a time
@@ -107,7 +107,7 @@ _LR = 0.1
 _PRICE_RATE = 0.2  # per step and share of the layers that is open too many, in mean losses so far
 
 
-def choose_layers(search: Search, config: Truncation) -> Found:
+def choose_layers(search: Search, config: Truncation) -> SearchResult:
     """Return the numbers of the ``keep`` layers whose gates are the most open, rising, as ``layers`` [keep].
 
     Each row of a batch draws gates of its own, so that a step compares as many sets of layers as it has rows. The price
@@ -141,7 +141,7 @@ def choose_layers(search: Search, config: Truncation) -> Found:
         "price": round(price, 4),
         "steps": config.batches,
     }
-    return Found({"layers": kept}, report)
+    return SearchResult({"layers": kept}, report)
 
 
 def draw_gates(logits: Tensor, rows: int, generator: torch.Generator) -> Tensor:
@@ -181,7 +181,7 @@ def gated(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PrunablePart:
     """One kind of unit in each layer.
 
     Attributes:
@@ -211,20 +211,20 @@ _HEADS = tuple(family for family in _GATED if family != "olmo2")  # which normal
 """The model types whose number of heads is free: the size of a head is a key of its own."""
 
 
-def parts(config: PretrainedConfig) -> dict[str, Part]:
+def parts(config: PretrainedConfig) -> dict[str, PrunablePart]:
     """Return what can be pruned in a model of this configuration, by its key in ``draft.prune``; empty: nothing."""
     found = {}
     if config.model_type in _FFN:
         writers, reader, key = _FFN[config.model_type]
         units = getattr(config, key) or 4 * config.hidden_size  # GPT-2's default
-        found["ffn"] = Part(units, dict.fromkeys(writers, 1), reader, 1, {key: 1})
+        found["ffn"] = PrunablePart(units, dict.fromkeys(writers, 1), reader, 1, {key: 1})
     if config.model_type in _HEADS:
         groups = config.num_key_value_heads or config.num_attention_heads
         queries = config.num_attention_heads // groups
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         projections = {"self_attn.q_proj": queries * dim, "self_attn.k_proj": dim, "self_attn.v_proj": dim}
         sizes = {"num_attention_heads": queries, "num_key_value_heads": 1}
-        found["kv_groups"] = Part(groups, projections, "self_attn.o_proj", queries * dim, sizes)
+        found["kv_groups"] = PrunablePart(groups, projections, "self_attn.o_proj", queries * dim, sizes)
     return found
 
 
@@ -340,7 +340,7 @@ Masks = dict[str, Tensor]
 """By part: [layers, units], true for a unit that stays."""
 
 
-def choose_units(search: Search, config: Pruning) -> Found:
+def choose_units(search: Search, config: Pruning) -> SearchResult:
     """Return the units that stay, [layers, kept] of each part, and the trained weights unless they are rewound.
 
     With several rounds each prunes the same share of what is left (iterative pruning); ``rewind`` starts each from the
@@ -365,7 +365,7 @@ def choose_units(search: Search, config: Pruning) -> Found:
         nn.Module.to(small, search.source.dtype)
         tensors |= {f"weights.{name}": tensor for name, tensor in small.state_dict().items()}
     report: dict[str, Json] = {"kept": dict(final), "of": {name: counts[name] for name in final}, "rounds": rounds}
-    return Found(tensors, report)
+    return SearchResult(tensors, report)
 
 
 def pruned_draft(source: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreTrainedModel:

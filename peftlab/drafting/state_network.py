@@ -29,18 +29,18 @@ from peftlab.drafting.acceptance import (
     Acceptance,
     add_rates,
     batches,
-    by_depth,
     greedy_tokens,
+    rates_by_depth,
     response_tokens,
     right_choices,
 )
-from peftlab.drafting.base import DraftKind, Loss, Opening, Pair, Saved, Served
+from peftlab.drafting.base import DraftKind, Loss, Pair, SavedDraft, ServedDraft, TargetLoader
 from peftlab.drafting.checks import check_target, check_tokenizer, identify, write_ranks
 from peftlab.drafting.config import StateConfig
 from peftlab.drafting.losses import chunked_loss
 from peftlab.drafting.objectives import Objective, make_objective
 from peftlab.drafting.states import forward_hidden, head_weight, input_embedding, unwrapped
-from peftlab.drafting.text import continued, weights_digest, written_once
+from peftlab.drafting.text import continued, weights_digest, write_missing
 from peftlab.errors import PeftlabError
 from peftlab.files import Json, member, replacing, staged_directory
 from peftlab.methods.injection import is_injected
@@ -82,7 +82,7 @@ class EagleShape:
     window: int | None = None
 
 
-def usual_features(layers: int) -> tuple[int, ...]:
+def default_features(layers: int) -> tuple[int, ...]:
     """Return which of the target's layers give their entering states: 2, L/2 and L - 3, spread out below 7 layers."""
     three = (2, layers // 2, layers - 3) if layers >= 7 else (layers // 4, layers // 2, layers - 1)
     return tuple(sorted(set(three)))
@@ -109,7 +109,7 @@ def shape_for(target: PretrainedConfig, features: tuple[int, ...] | None = None)
         eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
         theta=float(theta),
         limit=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 2048,
-        features=features or usual_features(config.num_hidden_layers),
+        features=features or default_features(config.num_hidden_layers),
     )
 
 
@@ -485,7 +485,7 @@ def store_states(model: EagleModel, texts: Sequence[Sequence[int]], cache: Path,
             with replacing(path) as temporary:
                 write_tensors(temporary, _computed(model, missing[path]), {})
 
-    written_once([*parts], write)
+    write_missing([*parts], write)
     states: dict[tuple[int, ...], Tensor] = {}
     for path, part in parts.items():
         stored = map_tensors(path)
@@ -771,7 +771,7 @@ class StateKind(DraftKind[StateT]):
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
         """Return the mean acceptance over the steps, and each step's own."""
         assert isinstance(model, EagleModel)
-        return by_depth(measure_features(model, data, self.config.steps, batch_size))
+        return rates_by_depth(measure_features(model, data, self.config.steps, batch_size))
 
     def save(self, train: Dataset) -> Tensor | None:
         """Write the network, rounded and with an adapter folded into it, with the identity of its target."""
@@ -789,28 +789,28 @@ class StateKind(DraftKind[StateT]):
         """Measure on held-out text how often each choice of the network is right, and store it with it."""
         write_ranks(self.stored, measure_ranks(self.model, held_out, batch_size, FeatureDrafter.depth))
 
-    def drafter(self, saved: Saved | None) -> Served | None:
+    def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
         """Return the target with the network read from disk; an untrained one drafts nothing."""
         if saved is None:
             return None
         network = self.read(saved.directory / self.row().folder, self.target).to(self.target.device)
         network.parts_to(self.computing)
-        return Served(self.target, partial(FeatureDrafter, self.step(network)), network.features)
+        return ServedDraft(self.target, partial(FeatureDrafter, self.step(network)), network.features)
 
     @classmethod
-    def open(cls, place: str, opening: Opening) -> Pair:
+    def open(cls, place: str, loader: TargetLoader) -> Pair:
         """Read the network and check it against the target: other tokens are refused, other weights are warnings."""
-        check_tokenizer(Path(place), opening.tokenizer)  # before any weights are read
-        target = opening.target
-        warnings = check_target(Path(place), target, opening.tokenizer)
+        check_tokenizer(Path(place), loader.tokenizer)  # before any weights are read
+        target = loader.target
+        warnings = check_target(Path(place), target, loader.tokenizer)
         network = cls.read(place, target).to(target.device)
-        network.parts_to(opening.draft_dtype)
+        network.parts_to(loader.draft_dtype)
         cls.check_layers(place, network, target.config.get_text_config(decoder=True).num_hidden_layers)
         if network.shape.window is not None:
             warnings += (f"{place}: trained to see the last {network.shape.window} tokens; here the layer sees all",)
         size = sum(parameter.numel() for parameter in network.parameters())
-        step = cls.step(network, opening.pack)
-        return opening.pair(size, network=step, features=network.features, warnings=warnings)
+        step = cls.step(network, loader.pack)
+        return loader.pair(size, network=step, features=network.features, warnings=warnings)
 
     @classmethod
     @abstractmethod

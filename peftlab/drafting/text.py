@@ -123,7 +123,7 @@ _SAMPLED = 1024  # elements per tensor that distinguish one set of weights from 
 
 
 @dataclass(frozen=True)
-class Writing:
+class WritingSettings:
     """How the target writes.
 
     Attributes:
@@ -143,11 +143,15 @@ class Writing:
 
 
 def write_continuations(
-    target: PreTrainedModel, prompts: Sequence[Sequence[int]], writing: Writing, cache: Path, eos: frozenset[int]
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    writing: WritingSettings,
+    cache: Path,
+    eos: frozenset[int],
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
-    PolicyInputs that exist are read; the others are written, each as soon as its batch is done.
+    Parts that exist are read; the others are written, each as soon as its batch is done.
 
     Args:
         target: a causal language model in eval mode.
@@ -173,11 +177,11 @@ def write_continuations(
             lines = [json.dumps({"prompt_ids": list(p), "response_ids": r}) for p, r in rows]
             write_text(parts[start], "\n".join(lines) + "\n")
 
-    written_once([directory / "data.json", *parts.values()], write)
+    write_missing([directory / "data.json", *parts.values()], write)
     return directory, [request for start, part in parts.items() for request in _read_part(part, len(batches[start]))]
 
 
-def written_once(files: Sequence[Path], write: Callable[[], None]) -> None:
+def write_missing(files: Sequence[Path], write: Callable[[], None]) -> None:
     """Call ``write``, which writes those of ``files`` that are missing, unless none is.
 
     Cells of a table that start together need the same files: one of them writes, the others wait for it.
@@ -188,7 +192,7 @@ def written_once(files: Sequence[Path], write: Callable[[], None]) -> None:
 
 
 def _batch(
-    engine: Engine, prompts: Sequence[Sequence[int]], writing: Writing, start: int, eos: frozenset[int]
+    engine: Engine, prompts: Sequence[Sequence[int]], writing: WritingSettings, start: int, eos: frozenset[int]
 ) -> Iterator[tuple[Sequence[int], list[int]]]:
     sampling = Sampling(writing.temperature, top_p=writing.top_p, seed=writing.seed + start)
     outputs = decode(engine, prompts, StoppingCriteria(writing.max_new_tokens, eos), sampling=sampling)
@@ -231,7 +235,9 @@ def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:
         )
 
 
-def fingerprint(target: nn.Module, prompts: Sequence[Sequence[int]], writing: Writing, eos: frozenset[int]) -> str:
+def fingerprint(
+    target: nn.Module, prompts: Sequence[Sequence[int]], writing: WritingSettings, eos: frozenset[int]
+) -> str:
     """Return a digest of all that determines the text: weights, prompts and how it is written."""
     digest = hashlib.sha256(weights_digest(target).encode())
     settings = {k: v for k, v in asdict(writing).items() if v is not None}
@@ -266,7 +272,7 @@ _TOP_K_PART = 32  # requests per file
 def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
     """Return the target's top-k distribution at every token of each response, [response, k] per request.
 
-    PolicyInputs that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    Parts that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
     written, each once and whole.
 
     Raises:
@@ -291,7 +297,7 @@ def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, ca
             with replacing(path) as temporary:
                 write_tensors(temporary, tensors, {})
 
-    written_once([*parts], write)
+    write_missing([*parts], write)
     found: list[TopK] = []
     for path, part in parts.items():
         stored, _ = read_tensors(path)

@@ -47,7 +47,7 @@ from peftlab.tasks.prompts import Prompt, encode, read_prompts, spread
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasurementSettings:
     """What was measured, and on what.
 
     Attributes:
@@ -67,7 +67,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class DraftBenchmark(Measured):
+class DraftBenchmark(MeasurementSettings):
     """A benchmark of a target and its draft.
 
     Attributes:
@@ -112,7 +112,7 @@ class DraftBenchmark(Measured):
 
 
 @dataclass(frozen=True)
-class MeasuredDraftPlan(Measured):
+class MeasuredDraftPlan(MeasurementSettings):
     """A plan for a target and a draft model, or without one for the kinds of drafts: ``result``.
 
     Attributes:
@@ -156,11 +156,11 @@ def benchmark(
     """
     options = options or DecodingOptions()
     length = options.length()
-    beside = _beside(drafters or [*MODEL_FREE], draft)
+    beside = _requested_drafters(drafters or [*MODEL_FREE], draft)
     settings = _settings(options, batch_size, repeats)
     if pool:
         check_pool(batch_size)
-    asked = _asked(prompts, max_prompts)
+    asked = _select_prompts(prompts, max_prompts)
     pair = options.load(target, draft)
     watches = watched(pair)
     made = _drafters(pair, beside, options)
@@ -189,7 +189,7 @@ def benchmark(
     )
 
 
-def _asked(file: str | Path, most: int | None) -> list[Prompt]:
+def _select_prompts(file: str | Path, most: int | None) -> list[Prompt]:
     prompts = read_prompts(file)
     return prompts if most is None else spread(prompts, most)
 
@@ -201,7 +201,7 @@ def _example(
     return drafted_text(pair.target, settings, name, make(), asked, pair.tokenizer)
 
 
-def _beside(names: Sequence[str], draft: str | None) -> list[str]:
+def _requested_drafters(names: Sequence[str], draft: str | None) -> list[str]:
     """Return the drafters that were asked for beside the draft, each once."""
     for name in names:
         needs_draft(name, draft)

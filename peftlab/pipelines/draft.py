@@ -29,7 +29,7 @@ from peftlab.decoding.statistics import Interval, MeasuredGain, TimeShares
 from peftlab.decoding.table import HEAD, Window, policy, window
 from peftlab.decoding.timing import Conditions
 from peftlab.drafting.acceptance import ceiling, save_acceptance_head, train_acceptance_head
-from peftlab.drafting.base import DraftKind, Saved, ScheduledLoss, Served
+from peftlab.drafting.base import DraftKind, SavedDraft, ScheduledLoss, ServedDraft
 from peftlab.drafting.checks import check_head, check_method
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.endpoint import ServedPrompt, ServedText, Target, served_continuations, served_model
@@ -39,7 +39,7 @@ from peftlab.drafting.table import DRAFTS
 from peftlab.drafting.text import (
     Collate,
     Repetition,
-    Writing,
+    WritingSettings,
     check_room,
     make_dataset,
     repetition,
@@ -278,13 +278,13 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
     accelerator.print(f"{trainable_line(trainable, total)}\nlearning rate: {recipe.train.peak_lr:g}")
     problem = training_problem(recipe, draft, sets)
     before = problem.score(draft.model)
-    accelerator.print(f"before: {_line(before)}")
+    accelerator.print(f"before: {_scores_line(before)}")
 
     # Train.
     if settings.gradient_checkpointing:
         draft.adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if accelerator.is_main_process:
-        _begin(recipe, directory, draft, sets, accelerator, digest)
+        _start_run_directory(recipe, directory, draft, sets, accelerator, digest)
     accelerator.wait_for_everyone()
     if settings.trackers:
         accelerator.init_trackers("peftlab")
@@ -310,7 +310,7 @@ def _run(recipe: DraftRecipe, directory: Claim, resume: bool, device: str) -> Dr
         conclude(run_dir, results.as_json())
         print(results.repetition.line())
         print(f"acceptance {results.baseline_score:.4f} before, {results.score:.4f} after")
-        print(_verdict(before_speed, after_speed))
+        print(_decoding_lines(before_speed, after_speed))
     accelerator.wait_for_everyone()
     return results
 
@@ -442,15 +442,15 @@ def make_sets(
             train += text.requests[:-newest]
             held["requests"] = text.requests[-newest:]
         if text.prompts:
-            written, served = _written(recipe, text, targets[0], eos, cache)
-            train += _kept(written[: -data.held_out * data.samples], served)
-            held["prompts"] = _kept(written[-data.held_out * data.samples :], served)
+            written, served = _continuations(recipe, text, targets[0], eos, cache)
+            train += _without_dropped(written[: -data.held_out * data.samples], served)
+            held["prompts"] = _without_dropped(written[-data.held_out * data.samples :], served)
         teachers, writers = [0] * len(train), {"requests": 0, "prompts": 0}
         for number, reference in enumerate(data.targets or [], start=1):
-            written = _written(recipe, text, targets[number], eos, cache)[0]
-            mine = _kept(written[: -data.held_out * data.samples], None)
+            written = _continuations(recipe, text, targets[number], eos, cache)[0]
+            mine = _without_dropped(written[: -data.held_out * data.samples], None)
             train, teachers = train + mine, teachers + [number] * len(mine)
-            held[f"prompts, {reference}"] = _kept(written[-data.held_out * data.samples :], None)
+            held[f"prompts, {reference}"] = _without_dropped(written[-data.held_out * data.samples :], None)
             writers[f"prompts, {reference}"] = number
         stored = stored_topk(targets[0], train, data.top_k, cache) if data.top_k is not None else None
     digest = sha256(json.dumps([[r.prompt, r.response] for r in train]).encode()).hexdigest()
@@ -464,12 +464,14 @@ def make_sets(
     return Sets(examples, splits, prompts, digest, served)
 
 
-def _written(
+def _continuations(
     recipe: DraftRecipe, text: Text, model: PreTrainedModel, eos: frozenset[int], cache: Path
 ) -> tuple[Sequence[Request | None], ServedText | None]:
     """Return the target's continuations, written here or by the endpoint; of its answers, None for a dropped one."""
     data = recipe.data
-    writing = Writing(data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size)
+    writing = WritingSettings(
+        data.max_new_tokens, data.temperature, data.top_p, data.samples, data.seed, data.batch_size
+    )
     if data.endpoint is None or data.prompts is None:
         return write_continuations(model, text.prompts, writing, cache, eos)[1], None
     target = Target(model, text.tokenizer, eos)
@@ -478,7 +480,7 @@ def _written(
     return served_continuations(data, target, prompts, writing, cache)
 
 
-def _kept(written: Sequence[Request | None], served: ServedText | None) -> list[Request]:
+def _without_dropped(written: Sequence[Request | None], served: ServedText | None) -> list[Request]:
     """Return the continuations that were not dropped."""
     kept = [request for request in written if request is not None]
     if not kept and served is not None:
@@ -514,7 +516,7 @@ def training_problem(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: S
     )
 
 
-def _begin(
+def _start_run_directory(
     recipe: DraftRecipe,
     directory: Claim,
     draft: DraftKind[DraftConfig],
@@ -560,12 +562,12 @@ def save_draft(recipe: DraftRecipe, draft: DraftKind[DraftConfig], sets: Sets) -
     return tokens
 
 
-def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None) -> Saved:
+def _read_back(draft: DraftKind[DraftConfig], tokens: torch.Tensor | None) -> SavedDraft:
     merged: PreTrainedModel | None = None
     if draft.folds:
         merged = load_model(str(draft.directory / "merged"), "AutoModelForCausalLM", dtype=draft.adapted.dtype)[0]
         torch.nn.Module.to(merged, draft.device)
-    return Saved(draft.directory, merged, tokens)
+    return SavedDraft(draft.directory, merged, tokens)
 
 
 def _results(
@@ -630,7 +632,7 @@ def _measure(
     draft: DraftKind[DraftConfig],
     spec: TrainingProblem,
     sets: Sets,
-    saved: Saved,
+    saved: SavedDraft,
     results: DraftResults,
 ) -> None:
     """Add to ``results`` what is measured on the finished draft, merged where it is."""
@@ -662,7 +664,7 @@ def _samples(sets: Sets) -> list[dict[str, torch.Tensor]]:
 
 def decoding_speed(
     recipe: DraftRecipe,
-    served: Served,
+    served: ServedDraft,
     prompts: Sequence[list[int]],
     eos: frozenset[int],
     head: Callable[[Tensor], float] | None = None,
@@ -718,18 +720,18 @@ def decoding_speed(
     )
 
 
-def _drafter(served: Served, seen: Window | None) -> Drafter:
+def _drafter(served: ServedDraft, seen: Window | None) -> Drafter:
     return with_window(served.drafter(), seen)
 
 
-def _line(scores: Scores) -> str:
+def _scores_line(scores: Scores) -> str:
     return "; ".join(
         f"{split} " + ", ".join(f"{name} {value:.4f}" for name, value in rates.items())
         for split, rates in scores.items()
     )
 
 
-def _verdict(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
+def _decoding_lines(before: DecodingSpeed | None, after: DecodingSpeed) -> str:
     """Return the measured speed, where the time went, and the draft's best length, a line each."""
     earlier = f", {before.block_efficiency:.2f} before training" if before else ""
     rates = f"{after.tokens_per_second:.1f} against {after.plain_tokens_per_second:.1f} tokens/s"

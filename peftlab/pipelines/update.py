@@ -23,12 +23,12 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import read_draft_tokens
 from peftlab.decoding.sampling import Sampling
 from peftlab.decoding.table import HEAD, policy, window
-from peftlab.drafting.base import DraftKind, Saved, Served
+from peftlab.drafting.base import DraftKind, SavedDraft, ServedDraft
 from peftlab.drafting.checks import check_method, end_ids
 from peftlab.drafting.config import DraftConfig
 from peftlab.drafting.live import (
-    KeptTopK,
     LiveRequest,
+    RejectionTopK,
     StreamResults,
     Window,
     rejection_dataset,
@@ -256,7 +256,7 @@ class _Live:
     every: int
     size: int
     windows: list[Window] = field(default_factory=list)
-    frozen: Served = field(init=False)
+    frozen: ServedDraft = field(init=False)
     _engines: dict[tuple[int, ...], Engine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -355,18 +355,18 @@ class _Live:
                 )
         return draft
 
-    def _serve(self, directory: Path) -> Served:
+    def _serve(self, directory: Path) -> ServedDraft:
         """Load the draft that a directory contains, for decoding, which may cut its head down."""
         draft = self._load(directory)
         merged = draft.adapted if draft.separate else None
-        served = draft.drafter(Saved(directory, merged, read_draft_tokens(directory / "merged")))
+        served = draft.drafter(SavedDraft(directory, merged, read_draft_tokens(directory / "merged")))
         assert served is not None  # it has been saved
         return served
 
-    def _decode(self, live: Served, numbers: range) -> tuple[list[LiveRequest], tuple[float, float]]:
+    def _decode(self, live: ServedDraft, numbers: range) -> tuple[list[LiveRequest], tuple[float, float]]:
         """Decode some requests with both drafts; return them and the seconds of each."""
         top_k = self.recipe.data.top_k
-        kept = [KeptTopK(top_k) if top_k is not None else None for _ in numbers]
+        kept = [RejectionTopK(top_k) if top_k is not None else None for _ in numbers]
         clock = time.perf_counter()
         outputs = self._outputs(live, numbers, kept)
         between = time.perf_counter()
@@ -379,7 +379,9 @@ class _Live:
             requests.append(LiveRequest(request, mine.steps, other.steps, equal, stored))
         return requests, seconds
 
-    def _outputs(self, served: Served, numbers: range, observers: Sequence[KeptTopK | None]) -> list[Generation]:
+    def _outputs(
+        self, served: ServedDraft, numbers: range, observers: Sequence[RejectionTopK | None]
+    ) -> list[Generation]:
         """Decode requests one after the other; a sampled one depends on its number alone."""
         data, recipe = self.recipe.data, self.recipe
         if served.features not in self._engines:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from peftlab.checkpoints.merge.config import MergeConfig
 from peftlab.decoding.table import HEAD, POLICIES, policy, rule_help, window
-from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, OtherKeys
+from peftlab.drafting.config import DraftConfig, DraftData, DraftObjective, RecipeKeys
 from peftlab.drafting.table import DRAFTS
 from peftlab.errors import PeftlabError
 from peftlab.methods.config import MethodConfig
@@ -313,7 +313,7 @@ class DraftRecipe(Section):
         except PeftlabError as error:
             found.append(("draft_window", str(error).removeprefix("draft_window ")))
             seen = None
-        keys = OtherKeys(self.method, objective, data, self.merge, self.acceptance_head, length, seen)
+        keys = RecipeKeys(self.method, objective, data, self.merge, self.acceptance_head, length, seen)
         found += self.draft.problems(keys)
         if found:
             problems = [(tuple(where.split(".")), f"{where}: {reason}") for where, reason in found]

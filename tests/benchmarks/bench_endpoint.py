@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peftlab.drafting.config import DraftData
 from peftlab.drafting.endpoint import ServedPrompt, Target, served_continuations
-from peftlab.drafting.text import Writing
+from peftlab.drafting.text import WritingSettings
 from tests.benchmarks.bench_merge import ROOT
 from tests.text_server import put_into_cache, transformers_serve
 
@@ -71,7 +71,7 @@ def ours(url: str, target: Target, prompts: Sequence[str], concurrency: int, cac
     data = DraftData(prompts=list(prompts), endpoint=url, endpoint_model=MODEL, concurrency=concurrency)
     served = [ServedPrompt(target.tokenizer(text).input_ids, None) for text in prompts]
     with redirect_stdout(StringIO()):
-        _, found = served_continuations(data, target, served, Writing(TOKENS), cache)
+        _, found = served_continuations(data, target, served, WritingSettings(TOKENS), cache)
     assert found.answers == len(prompts) and not found.dropped
 
 

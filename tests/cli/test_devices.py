@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from peftlab import PeftlabError
 from peftlab.cli.app import app
-from peftlab.drafting.base import Opening
+from peftlab.drafting.base import TargetLoader
 from peftlab.drafting.heads import MedusaKind, write_medusa
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base, load_tokenizer
@@ -66,7 +66,7 @@ def test_target_and_heads_are_put_where_they_are_asked_to_be(stories: Path, tmp_
     """The meta device stands for any that is not the CPU."""
     write_medusa(medusa(load_base(str(stories), "AutoModelForCausalLM")[0], heads=1).heads, tmp_path / "heads")
     meta, wide = torch.device("meta"), torch.float32
-    opening = Opening(str(stories), load_tokenizer(str(stories)), wide, torch.bfloat16, meta, pack=True)
+    opening = TargetLoader(str(stories), load_tokenizer(str(stories)), wide, torch.bfloat16, meta, pack=True)
     heads = MedusaKind.open_heads(str(tmp_path / "heads"), opening)
     assert {tensor.device for tensor in (*opening.target.parameters(), *opening.target.buffers())} == {meta}
     assert {(p.device, p.dtype) for p in heads.parameters()} == {(meta, torch.bfloat16)}

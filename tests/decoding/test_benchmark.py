@@ -37,7 +37,7 @@ from peftlab.decoding.timing import Conditions, Watch, relative_spread, step_sec
 from peftlab.decoding.verify import Verifier, verify_chain, verify_tree
 from peftlab.drafting.config import MedusaDraft
 from peftlab.drafting.heads import MedusaHeads, MedusaKind, write_medusa
-from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.state_network import default_features
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from peftlab.files import to_json
@@ -398,7 +398,7 @@ def test_spec_bench(shared):
 def heads_dir(stories, tmp_path_factory):
     model, _ = load_base(str(stories), "AutoModelForCausalLM")
     return write_medusa(
-        MedusaKind.put_on(model, MedusaDraft(heads=3)).heads, tmp_path_factory.mktemp("heads") / "heads"
+        MedusaKind.attach_heads(model, MedusaDraft(heads=3)).heads, tmp_path_factory.mktemp("heads") / "heads"
     )
 
 
@@ -496,7 +496,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def target(stories_model):
-    return build_engine(stories_model, pack=False, features=usual_features(5))
+    return build_engine(stories_model, pack=False, features=default_features(5))
 
 
 @pytest.fixture(scope="module")

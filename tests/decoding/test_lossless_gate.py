@@ -30,7 +30,7 @@ from peftlab.decoding.timing import MeasuredStepTimes
 from peftlab.drafting.eagle import EagleStep
 from peftlab.drafting.early_exit import exit_engine
 from peftlab.drafting.heads import HydraHeads, MedusaHeads
-from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.state_network import default_features
 from peftlab.drafting.states import truncate
 from peftlab.hardware import resolve_device
 from peftlab.models.pretrained import load_base
@@ -40,7 +40,7 @@ from tests.gated_models import gated_model
 pytestmark = pytest.mark.device
 DEVICE = resolve_device("auto")
 NEW = 32
-FEATURES = usual_features(5)  # of both models here
+FEATURES = default_features(5)  # of both models here
 DRAFTERS = {
     "itself": lambda m, way: ModelDrafter(build_engine(m, **way)),
     "first layers": lambda m, way: ModelDrafter(build_engine(truncate(m, range(4)), **way)),

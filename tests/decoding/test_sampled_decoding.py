@@ -22,7 +22,7 @@ from peftlab.decoding.state_drafters import FeatureDrafter, HeadsDrafter, tree_t
 from peftlab.decoding.statistics import acceptance_statistics
 from peftlab.decoding.timing import MeasuredStepTimes
 from peftlab.decoding.verify import TOKENS, TRAVERSAL
-from peftlab.drafting.state_network import usual_features
+from peftlab.drafting.state_network import default_features
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
 from tests.eagle_models import trained_eagle
@@ -34,7 +34,7 @@ SAMPLING = Sampling(temperature=1.3, top_k=5, seed=7)
 
 @pytest.fixture(scope="module")
 def target(stories_model):
-    return build_engine(stories_model, pack=False, features=usual_features(5))
+    return build_engine(stories_model, pack=False, features=default_features(5))
 
 
 @pytest.fixture(scope="module")

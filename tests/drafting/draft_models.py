@@ -49,7 +49,7 @@ def requests(count: int = 6, *, prompt: int = 3, response: int = 8, seed: int = 
 
 def medusa(model: Any = None, *, trunk: dict[str, Any] | None = None, **fields: Any) -> HeadedModel:
     """Return a model with new Medusa heads; ``trunk``: the fields of a LoRA that is injected into the model itself."""
-    headed = MedusaKind.put_on(model if model is not None else tiny(0), MedusaDraft(**fields))
+    headed = MedusaKind.attach_heads(model if model is not None else tiny(0), MedusaDraft(**fields))
     if trunk is not None:
         inject(headed.trunk, make_config("lora", **trunk))
     return headed

@@ -15,10 +15,10 @@ from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import AcceptanceHead
 from peftlab.drafting.acceptance import (
     AcceptancePredictor,
-    each_token,
     load_acceptance_head,
     measure,
     save_acceptance_head,
+    states_and_rates,
     train_acceptance_head,
 )
 from peftlab.drafting.states import truncate
@@ -43,7 +43,7 @@ def test_it_learns_the_chance_of_each_token_and_leaves_the_models_alone(tmp_path
 
 def test_tokens_one_by_one_are_those_measured_together() -> None:
     target, draft, rows = tiny(0), tiny(1), make_dataset(requests())
-    parts = list(each_token(target, draft, rows, batch_size=4))
+    parts = list(states_and_rates(target, draft, rows, batch_size=4))
     alpha, agree = (torch.cat([part[i].double() for part in parts]).mean() for i in (1, 2))
     rates = measure(target, draft, rows).rates()
     assert float(alpha) == pytest.approx(rates["acceptance"], abs=1e-6)

@@ -21,12 +21,12 @@ from peftlab.drafting.objectives import Objective
 from peftlab.drafting.state_network import (
     EagleModel,
     FeatureLoss,
+    default_features,
     measure_features,
     measure_ranks,
     predictions,
     store_states,
     unroll,
-    usual_features,
 )
 from peftlab.drafting.states import forward_hidden, head_weight, input_embedding
 from peftlab.drafting.text import Collate, make_dataset
@@ -118,9 +118,9 @@ def test_engines_report_the_states_entering_layers(target, flat, features) -> No
 
 
 def test_usual_features() -> None:
-    assert usual_features(30) == (2, 15, 27)
-    assert usual_features(7) == (2, 3, 4)
-    assert [usual_features(n) for n in (1, 2, 3, 5)] == [(0,), (0, 1), (0, 1, 2), (1, 2, 4)]
+    assert default_features(30) == (2, 15, 27)
+    assert default_features(7) == (2, 3, 4)
+    assert [default_features(n) for n in (1, 2, 3, 5)] == [(0,), (0, 1), (0, 1, 2), (1, 2, 4)]
 
 
 @pytest.mark.parametrize("name", ["kl", "lk_hybrid", "ce"])

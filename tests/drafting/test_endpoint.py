@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peftlab.drafting import endpoint
 from peftlab.drafting.config import DraftData
 from peftlab.drafting.endpoint import (
-    Pace,
+    RateLimiter,
     ServedPrompt,
     Target,
-    likeliest,
-    readings,
+    most_probable,
     served_continuations,
     served_model,
+    tokenisations,
 )
-from peftlab.drafting.text import Writing, write_continuations
+from peftlab.drafting.text import WritingSettings, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.draft import with_served_model
 from peftlab.recipe.load import load_recipe, read_source
@@ -97,7 +97,7 @@ class TestTransformersServe:
     """A real server, which takes texts alone, adds the BOS token and decodes an answer without its prompt."""
 
     def test_greedy_text_is_what_the_target_writes_here(self, server: str, target: Target, tmp_path: Path) -> None:
-        asked, writing = prompts(target), Writing(12)
+        asked, writing = prompts(target), WritingSettings(12)
         _, ours = write_continuations(target.model, [p.ids for p in asked], writing, tmp_path / "here", target.eos)
         theirs, served = served_continuations(data(server, "local/stories"), target, asked, writing, tmp_path / "there")
         assert theirs == ours
@@ -109,23 +109,27 @@ class TestTransformersServe:
         chatty = Target(target.model, tokenizer, target.eos)
         said = read_conversations(TEXTS, tokenizer)
         asked = [ServedPrompt(chat_ids(tokenizer, messages or [], ""), messages) for messages in said]
-        _, ours = write_continuations(target.model, [p.ids for p in asked], Writing(12), tmp_path / "here", target.eos)
+        _, ours = write_continuations(
+            target.model, [p.ids for p in asked], WritingSettings(12), tmp_path / "here", target.eos
+        )
 
         def gateway(request: Asked, _: int) -> Said:
             return forwarded(server, request) if request.path == "/v1/chat/completions" else Said({}, 404)
 
         rendered, served = served_continuations(
-            data(server, "local/chatty"), chatty, asked, Writing(12), tmp_path / "text"
+            data(server, "local/chatty"), chatty, asked, WritingSettings(12), tmp_path / "text"
         )
         assert rendered == ours and served.forms == {"completions of text": len(TEXTS)}
         with told_server(gateway) as (url, _):
-            theirs, served = served_continuations(data(url, "local/chatty"), chatty, asked, Writing(12), tmp_path)
+            theirs, served = served_continuations(
+                data(url, "local/chatty"), chatty, asked, WritingSettings(12), tmp_path
+            )
             assert theirs == ours and served.forms == {"chat completions": len(TEXTS)}
             with pytest.raises(PeftlabError, match="chat completions: the prompt cannot be sent to this server"):
-                served_continuations(data(url, "local/chatty"), target, prompts(target), Writing(2), tmp_path)
+                served_continuations(data(url, "local/chatty"), target, prompts(target), WritingSettings(2), tmp_path)
 
     def test_samples_differ(self, server: str, target: Target, tmp_path: Path) -> None:
-        writing = Writing(8, temperature=1.0, samples=3)
+        writing = WritingSettings(8, temperature=1.0, samples=3)
         _, served = served_continuations(data(server, "local/chatty"), target, prompts(target), writing, tmp_path)
         assert served.answers == 3 * len(TEXTS) and served.repeated < len(TEXTS)
 
@@ -170,9 +174,9 @@ class TestNetwork:
             return completion(" there was", len(request.body["prompt"]))
 
         with told_server(behave) as (url, asked):
-            found, served = served_continuations(data(url), target, prompts(target), Writing(2), tmp_path)
+            found, served = served_continuations(data(url), target, prompts(target), WritingSettings(2), tmp_path)
         assert [request.response for request in found if request] == [[383, 286]] * len(TEXTS)
-        assert served_continuations(data(url), target, prompts(target), Writing(2), tmp_path) == (found, served)
+        assert served_continuations(data(url), target, prompts(target), WritingSettings(2), tmp_path) == (found, served)
         assert served.dropped == {} and served.forms == {"completions of token ids": len(TEXTS)}
         assert sorted(line["row"] for line in lines(tmp_path)) == list(range(len(TEXTS)))
         assert len(asked) == 2 * len(TEXTS) and {request.body["model"] for request in asked} == {"told"}
@@ -180,13 +184,13 @@ class TestNetwork:
     def test_a_torn_file_is_completed(self, target: Target, tmp_path: Path) -> None:
         """Two answers and a half are on the disk: three are asked for, with the form of those before."""
         with told_server(lambda request, _: completion(" there", len(request.body["prompt"]))) as (url, asked):
-            whole, _ = served_continuations(data(url), target, prompts(target), Writing(2), tmp_path)
+            whole, _ = served_continuations(data(url), target, prompts(target), WritingSettings(2), tmp_path)
             (file,) = tmp_path.glob("*/answers.jsonl")
             stored = file.read_bytes().splitlines(keepends=True)
             file.write_bytes(b"".join(stored[:2]) + stored[2][:9])
             rows = {json.loads(line)["row"] for line in stored[:2]}
             asked.clear()
-            assert served_continuations(data(url), target, prompts(target), Writing(2), tmp_path)[0] == whole
+            assert served_continuations(data(url), target, prompts(target), WritingSettings(2), tmp_path)[0] == whole
         assert file.read_bytes().splitlines(keepends=True)[:2] == stored[:2]
         again = [request.body["prompt"] for request in asked]
         assert sorted(again) == sorted(p.ids for row, p in enumerate(prompts(target)) if row not in rows)
@@ -198,13 +202,13 @@ class TestNetwork:
             return refused if before == 0 else completion(" there", len(request.body["prompt"]))
 
         with told_server(behave) as (url, asked):
-            served_continuations(data(url), target, prompts(target, TEXTS[:1]), Writing(1), tmp_path)
+            served_continuations(data(url), target, prompts(target, TEXTS[:1]), WritingSettings(1), tmp_path)
         assert len(asked) == 2 and (header != "0.4" or asked[1].at - asked[0].at >= 0.4)
 
     def test_nothing_is_sent_beyond_the_limits(self) -> None:
         for requests_per_minute, tokens_per_minute, tokens in ((6000, None, 1), (None, 60_000, 10)):
             began = time.monotonic()
-            pace = Pace(requests_per_minute, tokens_per_minute)
+            pace = RateLimiter(requests_per_minute, tokens_per_minute)
             for _ in range(6):
                 pace.wait(tokens)
             assert time.monotonic() - began >= 5 * 0.01
@@ -213,7 +217,9 @@ class TestNetwork:
         monkeypatch.setenv("TOLD_KEY", f"{KEY}\n")
         with told_server(lambda request, _: Said({"error": f"no such key: {KEY}"}, 401)) as (url, asked):
             with pytest.raises(PeftlabError, match=r"does not take the key.*no such key: \*\*\*") as caught:
-                served_continuations(data(url, endpoint_key="TOLD_KEY"), target, prompts(target), Writing(2), tmp_path)
+                served_continuations(
+                    data(url, endpoint_key="TOLD_KEY"), target, prompts(target), WritingSettings(2), tmp_path
+                )
             assert KEY not in str(caught.value) and not list(tmp_path.iterdir()), "nothing is left behind"
             assert [request.headers["Authorization"] for request in asked] == [f"Bearer {KEY}"]
             with pytest.raises(PeftlabError, match=r"no variable of that name \(did you mean 'TOLD_KEY'"):
@@ -224,7 +230,9 @@ class TestNetwork:
         with told_server(lambda request, _: completion(" there", None)) as (elsewhere, stolen):
             moved = Said({}, 302, {"Location": f"{elsewhere}/completions"})
             with told_server(lambda request, _: moved) as (url, _), pytest.raises(PeftlabError, match="HTTP 302"):
-                served_continuations(data(url, endpoint_key="TOLD_KEY"), target, prompts(target), Writing(2), tmp_path)
+                served_continuations(
+                    data(url, endpoint_key="TOLD_KEY"), target, prompts(target), WritingSettings(2), tmp_path
+                )
             assert not stolen
 
     def test_no_server_and_no_model(self) -> None:
@@ -263,7 +271,7 @@ class TestAnswers:
             return answers[order[tuple(ids)]](len(ids))
 
         with told_server(behave) as (url, _):
-            found, served = served_continuations(data(url), target, prompts(target), Writing(4), tmp_path)
+            found, served = served_continuations(data(url), target, prompts(target), WritingSettings(4), tmp_path)
         assert [request.response if request else None for request in found] == [[383, 286], None, None, None, [2]]
         assert served.dropped == {
             "the text does not decode back": 1,
@@ -277,40 +285,42 @@ class TestAnswers:
         asked = prompts(target, TEXTS[:1])
         with told_server(lambda request, _: completion(" there", len(asked[0].ids))) as (url, _):
             for model, here, tokens in (("a", target, 4), ("b", target, 4), ("a", target, 5), ("a", changed, 4)):
-                served_continuations(data(url, model), here, asked, Writing(tokens), tmp_path)
+                served_continuations(data(url, model), here, asked, WritingSettings(tokens), tmp_path)
         assert len(list(tmp_path.glob("*/answers.jsonl"))) == 4
 
     def test_a_damaged_line_is_named(self, target: Target, tmp_path: Path) -> None:
         asked = prompts(target, TEXTS[:1])
         with told_server(lambda request, _: completion(" there", len(asked[0].ids))) as (url, _):
-            served_continuations(data(url), target, asked, Writing(4), tmp_path)
+            served_continuations(data(url), target, asked, WritingSettings(4), tmp_path)
             (file,) = tmp_path.glob("*/answers.jsonl")
             file.write_text(file.read_text() * 2)
             with pytest.raises(PeftlabError, match=r"answers\.jsonl:2: damaged \(row 0 is one too many\)"):
-                served_continuations(data(url), target, asked, Writing(4), tmp_path)
+                served_continuations(data(url), target, asked, WritingSettings(4), tmp_path)
 
     def test_a_cut_answer_may_end_in_the_middle_of_a_character(self, target: Target, tmp_path: Path) -> None:
         def behave(request: Asked, _: int) -> Said:
             return completion(" there\ufffd", len(request.body["prompt"]))
 
         with told_server(behave) as (url, _):
-            found, _ = served_continuations(data(url), target, prompts(target, TEXTS[:1]), Writing(4), tmp_path)
+            found, _ = served_continuations(data(url), target, prompts(target, TEXTS[:1]), WritingSettings(4), tmp_path)
         assert found == [Request(prompts(target)[0].ids, [383])]
 
     def test_the_space_before_an_answer(self, target: Target) -> None:
         """Llama's tokenizer drops it where the answer is decoded alone, and keeps it behind a prompt."""
         tokenizer, prompt = target.tokenizer, prompts(target)[0].ids
-        here, spaced = readings(tokenizer, prompt, ", there was")
+        here, spaced = tokenisations(tokenizer, prompt, ", there was")
         assert tokenizer.convert_ids_to_tokens(here) == [",", "▁there", "▁was"]
         assert tokenizer.convert_ids_to_tokens(spaced) == ["▁", ",", "▁there", "▁was"]
         assert (
-            likeliest(target.model, prompt, [here, spaced]) == likeliest(target.model, prompt, [spaced, here]) == here
+            most_probable(target.model, prompt, [here, spaced])
+            == most_probable(target.model, prompt, [spaced, here])
+            == here
         )
         bytes_ = byte_tokenizer(None, [], bos="<s>", eos="</s>")
-        assert len(readings(tokenizer, prompt, " there was")) == 1
+        assert len(tokenisations(tokenizer, prompt, " there was")) == 1
         start = bytes_("Once").input_ids
         for text in (" there", "there", "\n\nthere", "  x"):
-            assert readings(bytes_, start, text) == [bytes_(text).input_ids], "bytes have one reading"
+            assert tokenisations(bytes_, start, text) == [bytes_(text).input_ids], "bytes have one reading"
 
 
 PROGRAM = """

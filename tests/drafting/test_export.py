@@ -19,7 +19,7 @@ from draft_models import medusa, tiny
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from peftlab.drafting.export import CONSUMERS, _assisted, export_draft
+from peftlab.drafting.export import CONSUMERS, _transformers_example, export_draft
 from peftlab.drafting.heads import read_medusa, write_medusa
 from peftlab.drafting.states import truncate
 from peftlab.errors import PeftlabError
@@ -108,7 +108,7 @@ def test_the_lines_for_transformers_run_anywhere(
 
 
 def test_a_model_in_a_package_is_named_as_transformers_loads_it(smollm2: str, draft: Path) -> None:
-    lines = _assisted(smollm2, Path("out"), 4)
+    lines = _transformers_example(smollm2, Path("out"), 4)
     found = re.search(r"target = AutoModelForCausalLM.from_pretrained\('(.+)', gguf_file='(.+)'\)", lines)
     assert found is not None and "package:" not in lines
     assert AutoConfig.from_pretrained(found[1], gguf_file=found[2]).model_type == "llama"

@@ -43,7 +43,7 @@ def loud(model: Any) -> Any:
 
 
 def hydra(model: Any = None, *, stirred: bool = False, **fields: Any) -> Any:
-    made = HydraKind.put_on(model if model is not None else tiny(0), HydraDraft(**{"heads": 3, **fields}))
+    made = HydraKind.attach_heads(model if model is not None else tiny(0), HydraDraft(**{"heads": 3, **fields}))
     if stirred:
         torch.manual_seed(1)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from peftlab.decoding.engines import build_engine
 from peftlab.decoding.model_drafter import ModelDrafter
 from peftlab.decoding.policies import Fixed
 from peftlab.drafting.heads import HeadsLoss
-from peftlab.drafting.live import KeptTopK, LiveRequest, rejected_tokens, rejection_dataset
+from peftlab.drafting.live import LiveRequest, RejectionTopK, rejected_tokens, rejection_dataset
 from peftlab.drafting.losses import PairLoss
 from peftlab.drafting.objectives import Objective, topk_targets
 from peftlab.drafting.pard import PardLoss
@@ -62,7 +62,7 @@ def test_rejected_tokens_are_those_where_the_draft_alone_would_have_gone_another
     with torch.no_grad():
         draft.load_state_dict(target.state_dict())
         draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.15)
-    prompt, kept = [5, 6, 7], KeptTopK(4)
+    prompt, kept = [5, 6, 7], RejectionTopK(4)
     engine, drafter = build_engine(target), ModelDrafter(build_engine(draft))
     (output,) = decode(engine, [prompt], StoppingCriteria(24), drafter, policy=lambda: Fixed(3), observe=kept)
     text = torch.tensor([prompt + output.tokens])

@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from peftlab.decoding.state_drafters import HeadsDrafter, tree_tokens
-from peftlab.drafting.base import DraftKind, Served
+from peftlab.drafting.base import DraftKind, ServedDraft
 from peftlab.drafting.states import frozen_hidden, last_hidden
 from peftlab.drafting.text import Collate
 from peftlab.errors import PeftlabError
@@ -94,7 +94,7 @@ class AheadKind(DraftKind):
         save_file({"weight": self.model.head.map.weight.detach()}, self.stored / "ahead.safetensors")
 
     def drafter(self, saved):
-        return None if saved is None else Served(self.target, partial(HeadsDrafter, self.model.head.eval()))
+        return None if saved is None else ServedDraft(self.target, partial(HeadsDrafter, self.model.head.eval()))
 
     @classmethod
     def open(cls, place, opening):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from peftlab.drafting import text
 from peftlab.drafting.objectives import topk_targets
-from peftlab.drafting.text import Collate, Writing, check_room, make_dataset, stored_topk, write_continuations
+from peftlab.drafting.text import Collate, WritingSettings, check_room, make_dataset, stored_topk, write_continuations
 from peftlab.errors import PeftlabError
 from peftlab.tasks.prompts import read_prompt_ids, read_requests
 
@@ -30,7 +30,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_resumed_equals_uninterrupted(tmp_path: Path, monkeypatch: Any, temperature: float) -> None:
     target = tiny()
-    writing = Writing(6, temperature, samples=1 if temperature == 0 else 3, batch_size=2)
+    writing = WritingSettings(6, temperature, samples=1 if temperature == 0 else 3, batch_size=2)
     directory, whole = write_continuations(target, PROMPTS, writing, tmp_path / "whole", EOS)
 
     calls = []
@@ -60,7 +60,7 @@ def test_greedy_text_is_what_transformers_writes(stories: Path, tmp_path: Path) 
     target = AutoModelForCausalLM.from_pretrained(stories).eval()
     tokenizer = AutoTokenizer.from_pretrained(stories)
     prompts = read_prompt_ids(["Once upon a time", "Tom had a big dog"], tokenizer, chat=False)
-    _, ours = write_continuations(target, prompts, Writing(24), tmp_path, EOS)
+    _, ours = write_continuations(target, prompts, WritingSettings(24), tmp_path, EOS)
     for prompt, request in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         theirs = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
@@ -72,16 +72,16 @@ def test_another_target_or_setting_is_another_data_set(tmp_path: Path) -> None:
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight.add_(1e-3)
     made = {write_continuations(m, PROMPTS, w, tmp_path, EOS)[0]
-            for m, w in ((target, Writing(4)), (changed, Writing(4)), (target, Writing(5)))}  # fmt: skip
+            for m, w in ((target, WritingSettings(4)), (changed, WritingSettings(4)), (target, WritingSettings(5)))}  # fmt: skip
     assert len(made) == 3
-    assert write_continuations(target, PROMPTS, Writing(4), tmp_path, EOS)[0] in made
+    assert write_continuations(target, PROMPTS, WritingSettings(4), tmp_path, EOS)[0] in made
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    directory, _ = write_continuations(tiny(), PROMPTS, Writing(4, batch_size=2), tmp_path, EOS)
+    directory, _ = write_continuations(tiny(), PROMPTS, WritingSettings(4, batch_size=2), tmp_path, EOS)
     (directory / "part-000001.jsonl").write_text('{"prompt_ids"')
     with pytest.raises(PeftlabError, match=r"part-000001\.jsonl: damaged"):
-        write_continuations(tiny(), PROMPTS, Writing(4, batch_size=2), tmp_path, EOS)
+        write_continuations(tiny(), PROMPTS, WritingSettings(4, batch_size=2), tmp_path, EOS)
 
 
 def test_too_long() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import peftlab
 from peftlab.cli.app import app
-from peftlab.drafting.text import written_once
+from peftlab.drafting.text import write_missing
 from peftlab.errors import PeftlabError
 from peftlab.pipelines.table import missing_cells
 from peftlab.recipe.load import dump_recipe, load_recipe
@@ -237,12 +237,12 @@ def test_processes_that_start_together_write_a_file_once(tmp_path: Path) -> None
             file.write_text("x")
             wrote.append(file.name)
 
-    threads = [threading.Thread(target=written_once, args=(files, write)) for _ in range(3)]
+    threads = [threading.Thread(target=write_missing, args=(files, write)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert wrote == ["a", "b"] and sorted(path.name for path in (tmp_path / "data").iterdir()) == ["a", "b"]
     files[0].parent.chmod(0o500)  # what is there is read where nothing can be written
-    written_once(files, write)
+    write_missing(files, write)
     files[0].parent.chmod(0o700)
