@@ -685,7 +685,8 @@ class HeadsKind(DraftKind[HeadsT]):
         """Put new heads, or those to continue from, on the target.
 
         Raises:
-            PeftlabError: the method would train the LM head, whose distribution the heads learn; or see ``attach_heads``.
+            PeftlabError: the method would train the LM head, whose distribution the heads learn; or see
+                ``attach_heads``.
         """
         if self.recipe.method is not None:
             check_trunk(target, self.recipe.method)
