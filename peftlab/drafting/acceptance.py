@@ -25,7 +25,7 @@ _CHUNK = 256  # tokens whose two distributions live at a time
 
 
 class Acceptance(NamedTuple):
-    """Sums over each example's predictions, all [n] in float64.
+    """Hold the sums over each example's predictions, all [n] in float64.
 
     Attributes:
         tokens: how many predictions. overlap: Σ α, α = Σ_x min(p, q) = 1 - TV(p, q): the acceptance of sampling at
@@ -75,7 +75,12 @@ def measure(target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int 
 def states_and_rates(
     target: nn.Module, draft: nn.Module, data: Dataset, batch_size: int = 16
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t]."""
+    """Yield, for a few predictions at a time, the draft's states [t, H], their α [t] and agreement [t].
+
+    Args:
+        target, draft: causal language models over the same vocabulary, on one device.
+        data: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+    """
     heads = head_weight(target), head_weight(draft)
     for _, places, ids, mask in batches(data, batch_size, heads[0].device):
         own, other = (frozen_hidden(model, ids, mask)[places] for model in (target, draft))
@@ -86,13 +91,22 @@ def states_and_rates(
 
 @torch.no_grad()
 def target_states(target: nn.Module, data: Dataset, batch_size: int = 16) -> Iterator[Tensor]:
-    """Yield the target's states [t, H] at a few predictions at a time."""
+    """Yield the target's states [t, H] at a few of the predictions that count at a time.
+
+    Args:
+        target: a causal language model. data: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+    """
     for _, places, ids, mask in batches(data, batch_size, head_weight(target).device):
         yield from frozen_hidden(target, ids, mask)[places].split(_CHUNK)
 
 
 def batches(data: Dataset, batch_size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """Yield row numbers [b], which predictions count [b, n], token ids [b, n] and their mask [b, n]."""
+    """Yield row numbers [b], which predictions count [b, n], token ids [b, n] and their mask [b, n].
+
+    Args:
+        data: rows as ``text.make_dataset`` makes them.
+        batch_size: b, rows of similar length. device: where all but the row numbers are put.
+    """
     collate = Collate()
     keys = ("input_ids", "prompt", "length")
     for batch in eval_batches(data["length"], batch_size):
@@ -110,15 +124,20 @@ def add_rates(
     draft_head: Tensor,
     tokens: Tensor | None = None,
 ) -> None:
-    """Add each token's rates to its row's sums, a chunk of hidden states [T, H] at a time.
+    """Add each token's rates to its row's sums, in chunks, so that few distributions over V exist at a time.
 
-    ``tokens`` [V_d] says which tokens ``draft_head`` [V_d, H] is for; None for all. The draft never proposes another.
+    Args:
+        sums: [4, rows of the data], in the order of ``Acceptance``; changed in place.
+        rows: [T], the row of each token.
+        target, draft: the hidden states [T, Ht] and [T, H] behind the two predictions of each token.
+        target_head, draft_head: LM heads [V, Ht] and [V_d, H].
+        tokens: [V_d], the ids for which ``draft_head`` has rows, other ids having probability 0; None: V_d is V.
     """
     for part in torch.arange(len(rows)).split(_CHUNK):
         p = logits_of(target[part], target_head).float().softmax(-1)
         q = logits_of(draft[part], draft_head).float().softmax(-1)
         if tokens is not None:
-            q = torch.zeros_like(p).index_copy_(-1, tokens, q)
+            q = torch.zeros_like(p).index_copy_(-1, tokens, q)  # [t, V]: other tokens are never drafted
         best = q.argmax(-1)
         certain = p.gather(-1, best[:, None]).squeeze(-1)
         for total, rate in zip(
@@ -128,14 +147,18 @@ def add_rates(
 
 
 RANKS = 8
-"""Choices that are counted at each place."""
+"""How many of a draft's most probable tokens are counted at each place."""
 
 KEY = "rank_acceptance"
-"""The name of the rates on disk."""
+"""The key of the rates by rank in a file."""
 
 
 def greedy_tokens(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the most probable next token after each state: [b, n, H] -> [b, n]."""
+    """Return the most probable next token after each state: [b, n, H] -> [b, n].
+
+    Args:
+        hidden: [b, n, H]. head: the LM head, [V, H].
+    """
     flat = hidden.flatten(0, 1)
     return torch.cat([logits_of(part, head).argmax(-1) for part in flat.split(_CHUNK)]).reshape(hidden.shape[:2])
 
@@ -152,12 +175,15 @@ def right_choices(states: Tensor, weight: Tensor, right: Tensor, ids: Tensor | N
 
 
 def rates_on_disk(ranks: RankRates) -> list[list[float]]:
-    """Return rates as ``read_rates`` takes them."""
+    """Return rates by rank as the lists that ``read_rates`` takes."""
     return [list(each) for each in ranks.rates]
 
 
 def read_rates(stored: object, where: Path) -> RankRates | None:
-    """Return the rates that a file contains; None for None.
+    """Return the acceptance rates by rank that a file contains; None where it contains none.
+
+    Args:
+        stored: the value under ``KEY`` in the file. where: the file, for messages.
 
     Raises:
         PeftlabError: they are not lists of one length, positive and falling.
@@ -177,9 +203,12 @@ def _is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
-    """Return the ``size`` most frequent token ids of ``texts``, rising; of equals the lower ids.
+    """Return the ``size`` most frequent token ids of ``texts``, rising; among equals the lower ids win.
 
     Ids that never occur fill up what is left, the lowest first.
+
+    Args:
+        texts: token ids of each text. size: V_d, how many to return. vocab_size: V.
 
     Raises:
         PeftlabError: ``size`` outside 1..``vocab_size``.
@@ -187,12 +216,17 @@ def frequent_tokens(texts: Iterable[Sequence[int]], size: int, vocab_size: int) 
     if not 1 <= size <= vocab_size:
         raise PeftlabError(f"vocabulary: {size} is outside 1..{vocab_size}, the target's vocabulary")
     counts = Counter(token for text in texts for token in text)
+    # The id as second key makes the choice the same for the same text, whatever the order of counting.
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
 def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tensor | None:
-    """Return the ``size`` most frequent tokens of the continuations in ``data``; None for ``size`` None."""
+    """Return the ``size`` most frequent tokens of the continuations in ``data``; None for ``size`` None.
+
+    Args:
+        data: rows as ``text.make_dataset`` makes them. size: V_d. target: gives V, the rows of its LM head.
+    """
     if size is None:
         return None
     return frequent_tokens((row["input_ids"][row["prompt"] :] for row in data), size, len(head_weight(target)))
@@ -200,9 +234,12 @@ def response_tokens(data: Dataset, size: int | None, target: nn.Module) -> Tenso
 
 @torch.no_grad()
 def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
-    """Return the mean p(V_d) over the predictions of ``data``: no draft restricted to ``tokens`` is accepted more.
+    """Return the mean of p(V_d) over the predictions of ``data``, which bounds any draft restricted to ``tokens``.
 
     See ``theory.vocabulary_cap``.
+
+    Args:
+        target: gives p. data: rows as ``text.make_dataset`` makes them. tokens: V_d, ids [V_d].
     """
     mass, count = 0.0, 0
     for hidden in target_states(target, data):
@@ -213,7 +250,11 @@ def ceiling(target: nn.Module, data: Dataset, tokens: Tensor) -> float:
 
 
 def reduce_heads(tensors: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return heads' tensors with only the rows of ``tokens`` in what gives logits, and the map as ``token_map``."""
+    """Return heads' tensors with only the rows of ``tokens`` in those that give logits, and ``token_map``.
+
+    Args:
+        tensors: by name, logit-giving ones [V, ...]. tokens: ids of the rows that stay, [V_d], stored as ``token_map``.
+    """
     rows = ("lm_heads.", "markov_head.markov_w2.")
     some = {name: t[tokens].clone() if name.startswith(rows) else t for name, t in tensors.items()}
     return some | {"token_map": tokens}
@@ -281,7 +322,11 @@ def train_acceptance_head(
 
 
 def save_acceptance_head(head: AcceptancePredictor, path: Path) -> None:
-    """Write a head to a safetensors file."""
+    """Write a head to a safetensors file.
+
+    Args:
+        head: a trained head. path: the file, replaced as a whole.
+    """
     with replacing(path) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
         write_tensors(temporary, tensors, {"format": "pt"})

@@ -45,15 +45,19 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 @runtime_checkable
 class ScheduledLoss(Protocol):
-    """A loss that changes from step to step."""
+    """A loss that changes from step to step implements this protocol."""
 
     def at_step(self, step: int, steps: int) -> str:
-        """Prepare for a step; see ``TrainingProblem.at_step``."""
+        """Prepare the loss for a step; return what it does in it where that changes its cost, else "".
+
+        Args:
+            step: number of the step, from 0. steps: how many there will be.
+        """
         ...
 
 
 class Recipe(Protocol[SectionT_co]):
-    """What a kind reads of a draft recipe (``recipe.schema.DraftRecipe``)."""
+    """A draft recipe as a kind reads it (``recipe.schema.DraftRecipe``)."""
 
     @property
     def draft(self) -> SectionT_co: ...
@@ -77,10 +81,10 @@ class Recipe(Protocol[SectionT_co]):
 
 @dataclass(frozen=True)
 class SavedDraft:
-    """What a run has written.
+    """A draft as a run has written it.
 
     Attributes:
-        directory: of the run. merged: the model read from ``merged/``; None if there is none.
+        directory: of the run. merged: the model as read back from ``merged/``; None if there is none.
         tokens: the reduced vocabulary [V_d]; None for the whole one.
     """
 
@@ -91,10 +95,10 @@ class SavedDraft:
 
 @dataclass(frozen=True)
 class ServedDraft:
-    """What decodes.
+    """A target and what makes the drafter that decodes with it.
 
     Attributes:
-        model: whose output it is. drafter: makes its drafter.
+        model: the target, whose output it is. drafter: makes a new drafter.
         features: layers whose entering states the drafter reads (``decoding.engines.build_engine``).
     """
 
@@ -104,10 +108,10 @@ class ServedDraft:
 
 
 class DraftExporter(Protocol):
-    """How a draft that is no plain model is written for a consumer and served by it."""
+    """A writer of drafts that are no plain model, for a consumer that serves them."""
 
     def write(self, target: str, directory: Path, gamma: int) -> float:
-        """Write it into an existing directory, load it back, and return the largest difference of a logit.
+        """Write the draft into an existing directory, load it back, and return the largest difference of a logit.
 
         Args:
             target: reference of the model that it drafts for. gamma: drafted tokens per step.
@@ -118,13 +122,18 @@ class DraftExporter(Protocol):
         ...
 
     def command(self, target: str, directory: str, gamma: int) -> str:
-        """Return the command that serves ``target`` with the draft in ``directory``."""
+        """Return the command that serves ``target`` with the draft in ``directory``.
+
+        Args:
+            target: reference of the model that is served. directory: of the written draft.
+            gamma: drafted tokens per step.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class OwnLayers:
-    """Some of the target's own layers as a draft in the target's cache.
+    """Some of the target's own layers serve as a draft in the target's cache.
 
     Attributes:
         engine: that runs them. drafter: (this engine, or one around it) -> a new drafter of chains.
@@ -177,7 +186,7 @@ class Pair:
 
 
 class TargetLoader:
-    """The target that a stored draft is opened for; its weights are read when first asked for.
+    """A target that is loaded when it is first asked for, and paired with a stored draft.
 
     Args:
         target: reference. tokenizer: the target's. dtype: of the target. draft_dtype: of the draft.
@@ -198,11 +207,15 @@ class TargetLoader:
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        """The target, loaded."""
+        """The target, loaded when this is first read."""
         return self.load(self.reference, self.dtype)
 
     def load(self, reference: str, dtype: torch.dtype) -> PreTrainedModel:
-        """Load a language model onto the device."""
+        """Load a language model onto the device.
+
+        Args:
+            reference: as ``models.finetuned.find_model`` takes it. dtype: of the weights.
+        """
         model = load_model(reference, language_model_class(load_config(reference)), dtype=dtype)[0]
         nn.Module.to(model, self.device)
         return model
@@ -220,14 +233,14 @@ class TargetLoader:
         features: tuple[int, ...] = (),
         warnings: tuple[str, ...] = (),
     ) -> Pair:
-        """Return the target with a draft of these parts; without any, alone.
+        """Return the target paired with a draft of these parts, or alone if no part is given.
 
         Args:
             parameters: how many the draft has.
             own: (the target's engine) -> some of the target's own layers, which draft in the same cache, or None.
             vocabulary: how many logits target and draft share, where one LM head is padded; None for all.
             features: layers whose entering states ``network`` or ``own`` reads.
-            whole, heads, network, masks, warnings: see ``Pair``.
+            whole, heads, network, masks, warnings: as the attributes of ``Pair``.
         """
         model = self.target
         size, weights = model.num_parameters(), target_weights(model)
@@ -243,7 +256,7 @@ class TargetLoader:
 
 
 def target_weights(model: PreTrainedModel) -> TargetWeights:
-    """Return how many numbers a step of the model reads; of a mixture of experts all of them, of an encoder none."""
+    """Return how many weights a step of the model reads: all experts count, an encoder does not."""
     head = head_weight(model)
     outside = {id(head), id(model.get_input_embeddings().get_parameter("weight"))}
     if model.config.is_encoder_decoder:
@@ -302,26 +315,31 @@ class DraftKind(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def check(self, target: PretrainedConfig) -> None:
-        """Refuse what will not work with a target of this configuration, before any weights are read."""
+        """Refuse a target configuration that the draft cannot work with, before any weights are read."""
 
     @abstractmethod
     def load(self, target: PreTrainedModel) -> None:
-        """Set ``model`` and what else training needs, before the method is injected; see the attributes."""
+        """Set ``model`` and the other attributes that training needs, before the method is injected."""
 
     def prepare(self, train: Dataset) -> None:
-        """Take from the training text what the draft needs before it decodes or trains; nothing by default."""
+        """Take what the draft needs, such as a mask token, from the training text; by default nothing."""
 
     @abstractmethod
     def loss(self) -> Loss:
-        """Return the loss; it is called once, after the method was injected."""
+        """Return the loss; training calls this once, after the method has been injected."""
 
     @abstractmethod
     def score(self, model: nn.Module, data: Dataset, batch_size: int) -> dict[str, float]:
-        """Return the metrics of a held-out split; ``acceptance`` decides."""
+        """Return the metrics of a held-out split; ``acceptance`` among them selects the best checkpoint.
+
+        Args:
+            model: ``self.model`` as it trains, or the merged draft.
+            data: the split, rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+        """
 
     @abstractmethod
     def save(self, train: Dataset) -> Tensor | None:
-        """Write what the draft consists of beside adapter and merged model, which are in ``directory`` already.
+        """Write the draft's own files; adapter and merged model are in ``directory`` already.
 
         Args:
             train: the training text.
@@ -331,23 +349,35 @@ class DraftKind(ABC, Generic[ConfigT]):
         """
 
     def calibrate(self, held_out: Dataset, batch_size: int) -> None:
-        """Measure on held-out text what trees are made or planned from, and store it with the draft; not by default."""
+        """Measure on held-out text the rates that trees are planned from, and store them; by default nothing.
+
+        Args:
+            held_out: rows as ``text.make_dataset`` makes them. batch_size: rows read together.
+        """
 
     @abstractmethod
     def drafter(self, saved: SavedDraft | None) -> ServedDraft | None:
-        """Return what decodes with the draft that was saved, or with the untrained one; None: that drafts nothing."""
+        """Return what decodes with the saved draft, or with the untrained one for None; None if it cannot draft yet."""
 
     # What reads a stored draft
 
     @classmethod
     @abstractmethod
     def open(cls, place: str, loader: TargetLoader) -> Pair:
-        """Return target and stored draft as decoding takes them; ``place`` is what ``DraftRow.find`` returned."""
+        """Return the target paired with a stored draft, as decoding takes them.
+
+        Args:
+            place: what ``DraftRow.find`` returned, a directory or a name. loader: loads the target.
+        """
 
     @classmethod
     @abstractmethod
     def export(cls, place: str, consumer: str) -> Path | DraftExporter:
-        """Return the plain model directory that a consumer loads, or what writes another one; or refuse."""
+        """Return the plain model directory that a consumer loads, or an exporter for it, or refuse.
+
+        Args:
+            place: what ``DraftRow.find`` returned. consumer: name of the engine, as ``draft export --for`` takes it.
+        """
 
     @classmethod
     @abstractmethod
@@ -362,11 +392,15 @@ class DraftKind(ABC, Generic[ConfigT]):
 
     @classmethod
     def row(cls) -> DraftRow:
-        """Return the kind's row."""
+        """Return the row of the kind in the table of draft kinds."""
         return DRAFTS[cls.name]
 
     def check_start(self, start: str | None, why: str) -> None:
-        """Refuse a draft to continue from that is of another kind; None is a new one. ``why``: for the message."""
+        """Refuse to continue from a stored draft that is of another kind.
+
+        Args:
+            start: ``draft.from``; None for a new draft, which passes. why: end of the message, what ``start`` is not.
+        """
         if start is not None and self.row().find(start) is None:
             raise PeftlabError(f"draft.from: {start} {why}")
 

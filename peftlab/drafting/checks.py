@@ -25,6 +25,9 @@ from peftlab.models.pretrained import eval_mode
 def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
     """Refuse a draft whose tokenizer gives a token a different id; a draft saved without a tokenizer passes.
 
+    Args:
+        target, draft: tokenizers; None for a draft that has none.
+
     Raises:
         PeftlabError: naming the first token that differs and the way out.
     """
@@ -42,6 +45,9 @@ def check_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, chat: bool) -> None:
     """Refuse tokenizers that give a token a different id, special ids that differ, and, for chat, different templates.
+
+    Args:
+        target, draft: tokenizers. chat: whether the chat templates must be the same, too.
 
     Raises:
         PeftlabError: naming the first difference and the way out.
@@ -63,6 +69,9 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 
 def check_targets(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, reference: str) -> None:
     """Refuse a further target of one draft that gives a token another id, or ends its text with another one.
+
+    Args:
+        target, other: tokenizers of the first and of a further target. reference: of the latter, for messages.
 
     Raises:
         PeftlabError: naming it and the first difference.
@@ -124,6 +133,9 @@ def check_dtypes(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 def check_method(model: nn.Module, config: MethodConfig) -> None:
     """Refuse a method that does not fit the model, or that exchanges its LM head; nothing is changed.
+
+    Args:
+        model: the module into which the method would be injected. config: of the method.
 
     Raises:
         PeftlabError: as injecting would; or the head would get an addition that the loss does not see.
@@ -196,7 +208,11 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the token ids that end the target's outputs, its tokenizer's where the model names none."""
+    """Return the token ids that end the target's outputs; its tokenizer's where the model names none.
+
+    Args:
+        target: whose generation or model configuration names them. tokenizer: the target's.
+    """
     return eos_ids(target) or frozenset(filter(None, [tokenizer.eos_token_id]))
 
 
@@ -207,7 +223,7 @@ _SAMPLED = 4  # numbers of each tensor
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """A target, told from others by its tokens and a few numbers of each of its tensors.
+    """A target's identity: a digest of its tokens and a few numbers of each of its tensors.
 
     Attributes:
         reference: as the recipe names it. tokenizer: digest of its tokens and their ids.
@@ -220,12 +236,16 @@ class TargetIdentity:
     weights: dict[str, list[float]]
 
     def write(self, directory: Path) -> None:
-        """Write it beside the draft."""
+        """Write the identity to a file beside the draft."""
         write_json(directory / FILE, asdict(self))
 
 
 def identify(reference: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
-    """Return the identity of a target."""
+    """Return the identity of a target.
+
+    Args:
+        reference: as the recipe names the target. target: the model. tokenizer: the target's.
+    """
     samples = {name: some.float().tolist() for name, some in _samples(target).items()}
     return TargetIdentity(reference, _token_digest(tokenizer), samples)
 
@@ -243,18 +263,25 @@ def read_identity(directory: Path) -> TargetIdentity | None:
 
 
 def write_ranks(directory: Path, ranks: RankRates) -> None:
-    """Store beside the identity how often the target accepts each choice of the draft."""
+    """Store in the identity's file how often the target accepts each choice of the draft.
+
+    Args:
+        directory: of the draft, in which the identity is stored. ranks: the measured rates.
+    """
     write_json(directory / FILE, {**read_object(directory / FILE), KEY: rates_on_disk(ranks)})
 
 
 def read_ranks(directory: Path) -> RankRates | None:
-    """Return what ``write_ranks`` has stored; None where nothing is."""
+    """Return the rates that ``write_ranks`` has stored, or None."""
     file = directory / FILE
     return read_rates(read_object(file).get(KEY), file) if file.exists() else None
 
 
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity | None:
-    """Return the identity that is stored beside a draft.
+    """Return the identity of the target that is stored beside a draft, after comparing the tokens.
+
+    Args:
+        directory: of the draft. tokenizer: of the target that is to be served.
 
     Raises:
         PeftlabError: the target has other tokens.
@@ -270,6 +297,9 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Targ
 
 def check_target(directory: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return warnings for a target whose weights are not those that the draft in a directory was trained for.
+
+    Args:
+        directory: of the draft. target: to be served. tokenizer: the target's.
 
     Raises:
         PeftlabError: the target has other tokens.

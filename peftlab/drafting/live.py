@@ -21,7 +21,7 @@ from peftlab.tasks.prompts import Request
 
 
 def rejected_tokens(steps: Sequence[Step]) -> list[int]:
-    """Return which tokens of an output the target put in the place of a drafted one, rising."""
+    """Return the places in an output at which the target replaced a drafted token, rising."""
     places, begin = [], 0
     for step in steps:
         if step.accepted < min(step.drafted, step.emitted):
@@ -49,7 +49,7 @@ class LiveRequest:
 
     @property
     def rejected(self) -> list[int]:
-        """Which tokens of the answer the draft got wrong."""
+        """The places in the answer at which the draft was wrong."""
         return rejected_tokens(self.steps)
 
     def as_json(self) -> dict[str, Json]:
@@ -65,7 +65,10 @@ class LiveRequest:
 
     @classmethod
     def from_json(cls, row: object, where: str) -> LiveRequest:
-        """Return what ``as_json`` wrote.
+        """Return the request that ``as_json`` wrote.
+
+        Args:
+            row: the parsed JSON. where: its file, for messages.
 
         Raises:
             PeftlabError: it is something else.
@@ -83,18 +86,22 @@ class LiveRequest:
 
 @dataclass
 class RejectionTopK:
-    """Keeps the target's k most probable tokens where it rejects a drafted one; an ``observe`` for ``decode``."""
+    """Keeps the target's k most probable tokens where it rejects a drafted one, as an ``observe`` of ``decode``."""
 
     k: int
     _steps: list[TopK] = field(default_factory=list, init=False)
 
     def __call__(self, rows: list[Row], verified: Verified) -> None:
-        """Take the distribution behind the last accepted token of the only row."""
+        """Store the distribution behind the last accepted token of the only row.
+
+        Args:
+            rows: the sequences of the step, one. verified: the outcome of its verification.
+        """
         path = verified.paths[0]
         self._steps.append(topk_targets(verified.output.logits[:1, path[-1] + 1 if path else 0].float(), self.k))
 
     def of(self, output: Generation) -> TopK:
-        """Return the distributions at the rejected tokens of the output that was observed, [m, k] and [m]."""
+        """Return the distributions at the rejected tokens of the observed output, [m, k], [m, k] and [m]."""
         rejected = [
             top
             for top, step in zip(self._steps, output.steps, strict=True)
@@ -106,7 +113,7 @@ class RejectionTopK:
 
 
 def rejection_dataset(requests: Sequence[LiveRequest]) -> Dataset:
-    """Return the requests that have a rejected token as training examples; these tokens alone count."""
+    """Return the requests with a rejected token as training examples in which these tokens alone count."""
     wrong = [request for request in requests if request.rejected]
     stored = [request.top for request in wrong if request.top is not None]
     return make_dataset([r.request for r in wrong], stored or None, [r.rejected for r in wrong])
@@ -114,7 +121,7 @@ def rejection_dataset(requests: Sequence[LiveRequest]) -> Dataset:
 
 @dataclass(frozen=True)
 class Window:
-    """Requests that were decoded with one draft, and the update after them.
+    """A window: requests that were decoded with one draft, and the update after them.
 
     Attributes:
         requests: in order.
@@ -131,7 +138,7 @@ class Window:
 
     @classmethod
     def read(cls, path: Path) -> Window:
-        """Return what a file contains.
+        """Return the window that a file contains.
 
         Raises:
             PeftlabError: it is damaged.
@@ -146,7 +153,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the target accepted of a draft.
+    """Rates at which the target accepted a draft.
 
     Attributes:
         acceptance: accepted share of the drafted tokens that were tried. tau: tokens per target step. None without any.
@@ -158,7 +165,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class WindowResult:
-    """A window in numbers; the seconds and ``learnt_tokens`` are those of ``Window``.
+    """The figures of a window; the seconds and ``learnt_tokens`` are those of ``Window``.
 
     Attributes:
         requests: how many. live: of the draft as it was then. frozen: of the draft as it was at the start.
@@ -177,7 +184,7 @@ class WindowResult:
 
 @dataclass(frozen=True)
 class StreamResults:
-    """What a stream gave.
+    """The results of a stream.
 
     Attributes:
         target, draft: reference of the target, and of the draft at the end.
@@ -206,7 +213,11 @@ class StreamResults:
 
 
 def stream_results(target: str, draft: str, every: int, windows: Sequence[Window], *, greedy: bool) -> StreamResults:
-    """Return the numbers of a stream of one request or more, which were decoded greedily or sampled."""
+    """Return the figures of a stream of at least one request.
+
+    Args:
+        target, draft: references. every: requests of a window. windows: in order. greedy: whether decoding was greedy.
+    """
     requests = [request for window in windows for request in window.requests]
     live, frozen = _rates(r.steps for r in requests), _rates(r.frozen_steps for r in requests)
     both = live.acceptance is not None and frozen.acceptance is not None
@@ -233,7 +244,11 @@ def stream_results(target: str, draft: str, every: int, windows: Sequence[Window
 
 
 def gain_interval(requests: Sequence[LiveRequest], *, draws: int = 1000) -> Interval:
-    """Return the 95 % bootstrap interval of the difference of the two acceptances; None for a single request."""
+    """Return the 95 % bootstrap interval of the difference of the two acceptances; None for a single request.
+
+    Args:
+        requests: resampled in pairs of live and frozen. draws: how many samples.
+    """
     if len(requests) < 2:
         return None
     counts = numpy.array([[_counts(r.steps), _counts(r.frozen_steps)] for r in requests])  # [requests, draft, 2]
@@ -255,7 +270,7 @@ def _rates(outputs: Iterable[list[Step]]) -> Rates:
 
 
 def window_result(window: Window) -> WindowResult:
-    """Return a window in numbers."""
+    """Return the figures of a window."""
     return WindowResult(
         requests=len(window.requests),
         live=_rates(r.steps for r in window.requests),

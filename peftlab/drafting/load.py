@@ -58,12 +58,12 @@ def load_pair(
 
 
 def draft_costs(target: TargetWeights) -> list[DraftCost]:
-    """Return what drafting for a target costs with each kind, in the order of the table."""
+    """Return the cost of drafting for a target with each kind, in the order of the table."""
     return [cost for kind in DRAFTS.values() for cost in resolve(kind.config).costs(target)]
 
 
 def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowthFactory | None = None) -> Drafter:
-    """Return a new drafter.
+    """Return a new drafter by its name.
 
     ``"draft"`` is the pair's model or heads; ``SUFFIX_AND_DRAFT`` copies what followed a long repeated suffix, and
     elsewhere joins copy and draft in one tree; ``PEARL`` is the pair's model at work beside the target; ``ONE_PASS`` is
@@ -99,7 +99,11 @@ def make_drafter(name: str, pair: Pair, width: int | None = None, grow: GrowthFa
 
 
 def needs_draft(name: str, draft: str | None) -> None:
-    """Raise ``PeftlabError`` for a drafter that is a way to use a draft, where none is given."""
+    """Raise ``PeftlabError`` for a drafter that is a way to use a draft, where none is given.
+
+    Args:
+        name: of the drafter. draft: reference of the draft; None: none is given.
+    """
     needed = {PEARL: "a draft model, which works beside the target", ONE_PASS: "a gated_lora draft"}
     if draft is None and name in needed:
         raise PeftlabError(f"drafter {name}: needs {needed[name]}; give a draft")
@@ -125,7 +129,10 @@ def _draft_of_pair(pair: Pair, width: int | None, grow: GrowthFactory | None) ->
 
 
 def with_window(drafter: Drafter, window: Window | None) -> Drafter:
-    """Return a drafter that sees the first and the last tokens of a text only; None: as it is.
+    """Return a drafter that sees only the first and the last tokens of a text.
+
+    Args:
+        drafter: any drafter. window: how many tokens of each end; None returns ``drafter`` as it is.
 
     Raises:
         PeftlabError: it is no chain from a draft with a cache of its own.

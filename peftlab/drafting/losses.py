@@ -56,10 +56,11 @@ def chunked_loss(
         shares = torch.full((len(hidden),), 1 / max(1, len(hidden)), dtype=wide, device=hidden.device)
     else:
         kept, shares = weights.nonzero().squeeze(-1), weights.to(wide)
-        shares = shares / shares.sum()
+        shares = shares / shares.sum()  # over the whole batch, before it is split into chunks
 
     width, parameters = hidden.shape[-1], [head_weight]
     if addend is not None:
+        # ``chunked_sum`` gives gradients to one tensor of rows: the addend's factor travels behind the states.
         hidden, parameters = torch.cat((hidden, addend[0]), -1), [head_weight, addend[1]]
 
     def loss(rows: Tensor, states: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass
 class PairLoss:
-    """The objective between a frozen target and the draft in training, on the continuations alone.
+    """Compute the objective between a frozen target and the draft in training, on the continuations alone.
 
     Attributes:
         objective: what is minimised.
@@ -125,7 +126,7 @@ class PairLoss:
         return total
 
     def _loss(self, model: nn.Module, states: Tensor, inputs: Inputs) -> Tensor:
-        """Return the sum over a batch of the one target, whose states by the draft are [b, n, H]."""
+        """Return the loss summed over a batch of one target's text, given the draft's states [b, n, H]."""
         places = inputs["weights"] > 0
         weights, hidden = inputs["weights"][places], states[places]  # [T], [T, H]
         target, head = self._target(inputs, places)
@@ -134,9 +135,10 @@ class PairLoss:
         loss = chunked_loss(
             hidden, head_weight(model), target, head, self.objective.name, weights, settings=self.objective.settings
         )
-        return loss * weights.sum()
+        return loss * weights.sum()  # ``chunked_loss`` is a weighted mean, and the caller wants the sum
 
     def _target(self, inputs: Inputs, places: Tensor) -> tuple[Tensor | TopK, Tensor | None]:
+        """Return the target of ``chunked_loss`` at ``places`` [b, n], and the head it goes with."""
         if self.objective.name == "ce":
             return following(inputs["input_ids"])[places], None
         if self.objective.name == "topk_kl":
@@ -161,15 +163,16 @@ class PairLoss:
         theirs = self._token_losses(other, head_weight(self.reference), target, head)
         row = places.nonzero()[:, 0]
         kept = torch.zeros_like(row, dtype=torch.bool)
-        for i in row.unique().tolist():
+        for i in row.unique().tolist():  # a share of each example, so that no text drops out of training
             kept |= selective_mask(own, theirs, self.objective.share, row == i)
         return kept
 
     @torch.no_grad()
     def _token_losses(self, hidden: Tensor, weight: Tensor, target: Tensor | TopK, head: Tensor | None) -> Tensor:
-        one = torch.arange(len(hidden), device=hidden.device)
+        """Return the loss of each token, [T, H], [V, H] -> [T], without a graph and in chunks."""
+        every = torch.arange(len(hidden), device=hidden.device)
         losses = []
-        for rows in one.split(128):
+        for rows in every.split(128):
             picked: Tensor | TopK
             if isinstance(target, TopK):
                 picked = TopK(*(part[rows] for part in target))

@@ -39,26 +39,42 @@ class TopK(NamedTuple):
 
 
 def ce(token_ids: Tensor, draft_logits: Tensor) -> Tensor:
-    """Cross-entropy -log q(x) on token ids [T]. On text that the target wrote it estimates KL(p‖q) + H(p)."""
+    """Return the cross-entropy -log q(x) on token ids, [T]; on the target's text it estimates KL(p‖q) + H(p).
+
+    Args:
+        token_ids: x, [T]. draft_logits: [T, V], of q.
+    """
     return -_floored_log_softmax(draft_logits).gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Forward divergence KL(p‖q) = Σ p·log(p/q): q is to cover all of p."""
+    """Return the forward divergence KL(p‖q) = Σ p·log(p/q), [T]: q is to cover all of p.
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+    """
     return _kl(*_log_probs(target_logits, draft_logits))
 
 
 def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Reverse divergence KL(q‖p) = Σ q·log(q/p): q is to stay where p is."""
+    """Return the reverse divergence KL(q‖p) = Σ q·log(q/p), [T]: q is to stay where p is.
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+    """
     log_p, log_q = _log_probs(target_logits, draft_logits)
     return _kl(log_q, log_p)
 
 
 def jsd(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tensor:
-    """Generalised Jensen-Shannon divergence β·KL(p‖m) + (1-β)·KL(q‖m) with m = βp + (1-β)q.
+    """Return the generalised Jensen-Shannon divergence β·KL(p‖m) + (1-β)·KL(q‖m), m = βp + (1-β)q, [T].
 
     GKD (Agarwal et al. 2023, arXiv 2306.13649). Divided by β it tends to KL(p‖q) as β → 0, divided by 1-β to
     KL(q‖p) as β → 1.
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+        beta: β.
 
     Raises:
         PeftlabError: β outside (0, 1).
@@ -66,26 +82,40 @@ def jsd(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tenso
     if not 0 < beta < 1:
         raise PeftlabError(f"jsd: beta {beta} is outside (0, 1); its ends are the objectives 'kl' and 'reverse_kl'")
     log_p, log_q = _log_probs(target_logits, draft_logits)
+    # log m = log(β·p + (1-β)·q) without leaving log space.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
 
 
 def tvd(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Total variation ½·Σ|p - q| = 1 - α, the rejection rate itself; its gradient fades where α is small."""
+    """Return the total variation ½·Σ|p - q| = 1 - α, [T]: the rejection rate itself, whose gradient fades at small α.
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+    """
     log_p, log_q = _log_probs(target_logits, draft_logits)
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
 def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """-log α = -log Σ min(p, q) (LK losses, arXiv 2602.23881): its gradient, ∇TV/α, does not fade."""
+    """Return -log α = -log Σ min(p, q), [T] (LK losses, arXiv 2602.23881), whose gradient, ∇TV/α, does not fade.
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+    """
     log_p, log_q = _log_probs(target_logits, draft_logits)
+    # In log space: α of a bad draft underflows where its logarithm is still exact.
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
 def lk_hybrid(target_logits: Tensor, draft_logits: Tensor, eta: float = 3.0) -> Tensor:
-    """λ·KL(p‖q) + (1-λ)·TV(p, q), λ = exp(-η·α) per token, constant in the gradient (arXiv 2602.23881).
+    """Return λ·KL(p‖q) + (1-λ)·TV(p, q), [T], with λ = exp(-η·α) constant in the gradient (arXiv 2602.23881).
 
     KL while the draft is far off (λ = 1 at α = 0), mostly TV once it is near (λ = 0.05 at α = 1 and η = 3).
+
+    Args:
+        target_logits: [T, V], of p. draft_logits: [T, V], of q.
+        eta: η.
     """
     log_p, log_q = _log_probs(target_logits, draft_logits)
     variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
@@ -94,12 +124,16 @@ def lk_hybrid(target_logits: Tensor, draft_logits: Tensor, eta: float = 3.0) -> 
 
 
 def topk_kl(target: TopK, draft_logits: Tensor) -> Tensor:
-    """KL(p‖q) over k tokens and one bucket for all others: Σ_k p·log(p/q) + r·log(r/q_rest).
+    """Return KL(p‖q) over k tokens and one bucket for all others, Σ_k p·log(p/q) + r·log(r/q_rest), [T].
 
     A lower bound of KL(p‖q) (merging outcomes cannot raise a divergence), equal to it at k = V; no gradient
     shapes q within the bucket. Cross-entropy on the same buckets has the same gradient.
+
+    Args:
+        target: p, its k largest entries and r. draft_logits: [T, V], of q.
     """
     log_q = _floored_log_softmax(draft_logits)
+    # The bucket's mass is a log-sum over the other tokens: 1 - Σ_k q would cancel where it is small.
     outside = log_q.scatter(-1, target.indices, -math.inf)
     log_q_rest = outside.logsumexp(-1).clamp_min(_LOG_ZERO)
     log_p = torch.cat([target.values, target.rest[:, None]], -1).to(log_q.dtype)
@@ -123,7 +157,7 @@ The target is token ids [T] for ``ce``, a ``TopK`` for ``topk_kl`` and logits [T
 
 
 def topk_targets(logits: Tensor, k: int) -> TopK:
-    """Return the k largest log-probabilities a row, and the exact mass of the rest.
+    """Return the k largest log-probabilities of each row, and the exact mass of the rest.
 
     The rest is summed over the remaining tokens, not taken as 1 - Σ, which would cancel when it is small.
 
@@ -169,6 +203,7 @@ def selective_mask(
     valid = torch.ones_like(gap, dtype=torch.bool) if valid is None else valid
     count = int(valid.sum())
     kept = max(1, round(share * count)) if count else 0
+    # Stable, so that the first among equals are kept and the mask is the same on every machine.
     order = gap.masked_fill(~valid, -math.inf).argsort(descending=True, stable=True)
     return torch.zeros_like(valid).scatter_(0, order[:kept], True)
 
@@ -188,6 +223,7 @@ def weighted_mean(losses: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def _log_probs(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log p, without a gradient, and log q, [..., V] each."""
     if target_logits.shape != draft_logits.shape:
         raise PeftlabError(
             f"draft logits {tuple(draft_logits.shape)} against target logits {tuple(target_logits.shape)}: "
@@ -197,17 +233,19 @@ def _log_probs(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Ten
 
 
 def _floored_log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities, [..., V] -> [..., V], in float32 at least and -10⁴ at least."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.log_softmax(logits, dim=-1, dtype=wide).clamp_min(_LOG_ZERO)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return KL(a‖b), [..., V] and [..., V] -> [...]."""
     return (log_a.exp() * (log_a - log_b)).sum(-1)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised.
+    """An objective of draft training, with its settings and the share of tokens that it trains on.
 
     Attributes:
         name: a key of ``OBJECTIVES``. settings: its ``beta`` or ``eta``.

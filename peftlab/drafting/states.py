@@ -44,7 +44,11 @@ def forward_hidden(
 
 
 def last_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the states [b, n, H] that the LM head reads, after the final norm; see ``forward_hidden``."""
+    """Return the states [b, n, H] that the LM head reads, after the final norm; see ``forward_hidden``.
+
+    Args:
+        model, input_ids, attention_mask: as for ``forward_hidden``; both tensors [b, n].
+    """
     return forward_hidden(model, input_ids, attention_mask)[-1]
 
 
@@ -58,6 +62,9 @@ def logits_of(states: Tensor, head: Tensor) -> Tensor:
 
     In mixed precision accelerate gives the states of a 16-bit model in fp32, and blocks that train in fp32 on such a
     model may share its LM head.
+
+    Args:
+        states: [..., H]. head: [V, H].
     """
     return F.linear(states.to(head.dtype), head)
 
@@ -87,7 +94,11 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def frozen_hidden(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return ``last_hidden`` without a graph, in eval mode; the model's mode is as before afterwards."""
+    """Return ``last_hidden`` [b, n, H] without a graph, in eval mode; the model's mode is restored afterwards.
+
+    Args:
+        model, input_ids, attention_mask: as for ``forward_hidden``; both tensors [b, n].
+    """
     with eval_mode(model):
         return last_hidden(model, input_ids, attention_mask)
 

@@ -13,7 +13,7 @@ from peftlab.registry import Registry
 
 @dataclass(frozen=True)
 class DraftRow:
-    """One kind of draft. Classes are named as ``"module:attribute"``.
+    """A row of the table describes one kind of draft; it names classes as ``"module:attribute"``.
 
     Attributes:
         config: the section of a recipe, a ``DraftConfig``; its ``kind`` is the name of the row.
@@ -42,7 +42,7 @@ class DraftRow:
         return not self.marks or any(read_object(file).get(key) == value for key, value in self.marks)
 
     def find(self, reference: str) -> str | None:
-        """Return the directory of a draft that a reference is, or has as a run; a name itself; None: neither."""
+        """Return the directory of the draft that a reference is, or has as a run, or the name that it is; else None."""
         if self.names:
             return reference if fullmatch(self.names, reference) else None
         places = (Path(reference) / self.folder, Path(reference))

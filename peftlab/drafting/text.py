@@ -75,7 +75,7 @@ def make_dataset(
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows to a batch, padded on the right.
+    """Collates rows to a batch, padded on the right.
 
     The mask comes from lengths, never from token ids, so that padding may be the end-of-sequence token.
     ``start`` [b] is the place of the prompt's last token, which predicts the first one of the continuation.
@@ -108,7 +108,7 @@ class Collate:
 
 
 def continued(inputs: dict[str, Tensor]) -> Tensor:
-    """Return which places of a batch predict a token of the continuation, whether it counts or not, [b, n]."""
+    """Return which places of a batch predict a token of the continuation, counted or not, [b, n] booleans."""
     place = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)
     last = inputs["attention_mask"].sum(1, keepdim=True) - 1
     return (place >= inputs["start"][:, None]) & (place < last)
@@ -124,7 +124,7 @@ _SAMPLED = 1024  # elements per tensor that distinguish one set of weights from 
 
 @dataclass(frozen=True)
 class WritingSettings:
-    """How the target writes.
+    """Settings by which the target writes its continuations.
 
     Attributes:
         max_new_tokens: most tokens of a continuation.
@@ -151,7 +151,7 @@ def write_continuations(
 ) -> tuple[Path, list[Request]]:
     """Return the data set's directory and the target's continuations: sample s of prompt i at i·samples + s.
 
-    Parts that exist are read; the others are written, each as soon as its batch is done.
+    Part files that exist are read; the others are written, each as soon as its batch is done.
 
     Args:
         target: a causal language model in eval mode.
@@ -182,9 +182,12 @@ def write_continuations(
 
 
 def write_missing(files: Sequence[Path], write: Callable[[], None]) -> None:
-    """Call ``write``, which writes those of ``files`` that are missing, unless none is.
+    """Call ``write``, which writes the missing ones of ``files``, unless all are there.
 
     Cells of a table that start together need the same files: one of them writes, the others wait for it.
+
+    Args:
+        files: what ``write`` is to leave behind; the lock lies beside the first. write: skips files that exist.
     """
     if not all(file.exists() for file in files):
         with locked(files[0].with_name(f"{LOCK}-{files[0].name}"), files[0].parent, wait=math.inf):
@@ -238,7 +241,11 @@ def check_room(lengths: Sequence[int], limit: int | None, what: str) -> None:
 def fingerprint(
     target: nn.Module, prompts: Sequence[Sequence[int]], writing: WritingSettings, eos: frozenset[int]
 ) -> str:
-    """Return a digest of all that determines the text: weights, prompts and how it is written."""
+    """Return a digest of all that determines the text: weights, prompts and how it is written.
+
+    Args:
+        target: gives the weights. prompts: token ids. writing: how it writes. eos: ids that end a continuation.
+    """
     digest = hashlib.sha256(weights_digest(target).encode())
     settings = {k: v for k, v in asdict(writing).items() if v is not None}
     digest.update(json.dumps([settings, sorted(eos), [list(p) for p in prompts]], sort_keys=True).encode())
@@ -272,8 +279,12 @@ _TOP_K_PART = 32  # requests per file
 def stored_topk(target: PreTrainedModel, requests: Sequence[Request], k: int, cache: Path) -> list[TopK]:
     """Return the target's top-k distribution at every token of each response, [response, k] per request.
 
-    Parts that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
+    Part files that are in ``cache`` (under a digest of weights, text and k) are read, the others are computed and
     written, each once and whole.
+
+    Args:
+        target: a causal language model. requests: prompts with their responses. k: tokens kept at each.
+        cache: the directory of data sets.
 
     Raises:
         PeftlabError: k outside 1..V.
@@ -310,8 +321,9 @@ def _distribution(target: PreTrainedModel, request: Request, k: int) -> tuple[to
     row = {"input_ids": ids, "prompt": len(request.prompt), "length": len(ids)}
     inputs = {key: value.to(head_weight(target).device) for key, value in Collate()([row]).items()}
     hidden = frozen_hidden(target, inputs["input_ids"], inputs["attention_mask"])[inputs["weights"] > 0]
+    # In chunks: logits of a whole response over the vocabulary may not fit beside the model.
     parts = [topk_targets(F.linear(h, head_weight(target)), k) for h in hidden.split(128)]
-    return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))
+    return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))  # values, indices and rest
 
 
 _SEEN, _REPEATED = 8, 4  # tokens of the n-grams
@@ -319,7 +331,7 @@ _SEEN, _REPEATED = 8, 4  # tokens of the n-grams
 
 @dataclass(frozen=True)
 class Repetition:
-    """What a drafter could copy instead of predict, as shares of 1; None where no text is long enough.
+    """Shares of text that a drafter could copy instead of predict; None where no text is long enough.
 
     Attributes:
         seen: share of the 8-grams of held-out answers that occur in an answer of the training text.
@@ -330,7 +342,7 @@ class Repetition:
     repeated: float | None
 
     def line(self) -> str:
-        """Return it in a sentence."""
+        """Return both shares as a sentence."""
         parts = (
             (self.seen, f"of their {_SEEN}-grams occur in the training text"),
             (self.repeated, f"of their {_REPEATED}-grams repeat an earlier one of the same answer"),
@@ -339,7 +351,11 @@ class Repetition:
 
 
 def repetition(train: Dataset, held_out: Dataset) -> Repetition:
-    """Return how much of the held-out answers is repetition; both sets as ``make_dataset`` makes them."""
+    """Return how much of the held-out answers is repetition.
+
+    Args:
+        train, held_out: rows as ``make_dataset`` makes them.
+    """
     known = {gram for answer in _answers(train) for gram in _grams(answer, _SEEN)}
     seen: list[bool] = []
     repeated: list[bool] = []
@@ -401,7 +417,11 @@ def read_documents(source: str) -> list[str]:
 
 
 def index_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> SuffixAutomaton:
-    """Return the automaton of all documents' tokens; no copy crosses from one to the next."""
+    """Return the suffix automaton of all documents' tokens; no copy crosses from one document to the next.
+
+    Args:
+        documents: texts. tokenizer: the target's.
+    """
     corpus = SuffixAutomaton()
     for document in documents:
         for token in (*tokenizer(document, add_special_tokens=False)["input_ids"], END):

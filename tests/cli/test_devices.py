@@ -66,9 +66,9 @@ def test_target_and_heads_are_put_where_they_are_asked_to_be(stories: Path, tmp_
     """The meta device stands for any that is not the CPU."""
     write_medusa(medusa(load_base(str(stories), "AutoModelForCausalLM")[0], heads=1).heads, tmp_path / "heads")
     meta, wide = torch.device("meta"), torch.float32
-    opening = TargetLoader(str(stories), load_tokenizer(str(stories)), wide, torch.bfloat16, meta, pack=True)
-    heads = MedusaKind.open_heads(str(tmp_path / "heads"), opening)
-    assert {tensor.device for tensor in (*opening.target.parameters(), *opening.target.buffers())} == {meta}
+    loader = TargetLoader(str(stories), load_tokenizer(str(stories)), wide, torch.bfloat16, meta, pack=True)
+    heads = MedusaKind.open_heads(str(tmp_path / "heads"), loader)
+    assert {tensor.device for tensor in (*loader.target.parameters(), *loader.target.buffers())} == {meta}
     assert {(p.device, p.dtype) for p in heads.parameters()} == {(meta, torch.bfloat16)}
 
 

@@ -97,9 +97,9 @@ class AheadKind(DraftKind):
         return None if saved is None else ServedDraft(self.target, partial(HeadsDrafter, self.model.head.eval()))
 
     @classmethod
-    def open(cls, place, opening):
+    def open(cls, place, loader):
         head = Ahead(load_file(Path(place) / "ahead.safetensors")["weight"])
-        return opening.pair(head.map.weight.numel(), heads=head)
+        return loader.pair(head.map.weight.numel(), heads=head)
 
     @classmethod
     def export(cls, place, consumer):
