@@ -1,4 +1,4 @@
-"""Which kind of draft, of what size and shape, would make decoding fastest: measured verification, drafting by weights.
+"""Recommend a kind of draft, its size and its shape: verification is measured, drafting estimated from weight counts.
 
 S = τ / (C(n+1) + D): τ the tokens per step, C(n+1) the time of a target step over the n drafted tokens and the one
 before them, D that of drafting, both in steps over one token. A step that reads its weights from memory takes time in
@@ -22,12 +22,12 @@ REDUCED = 8192
 FEATURE_TREE = 4
 """Children of a node, and nodes read per level, in the trees of an EAGLE-3 layer that are compared."""
 GAIN_ALPHAS = (0.3, 0.5, 0.7)
-_RANKS = 8
+_RANKS = 8  # candidates per position that are modelled; further ones are hardly ever right
 
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """How many numbers a target step reads.
+    """The weights that a target step reads, as counts of numbers.
 
     Attributes:
         layer: of one layer. layers: how many. vocabulary, hidden: rows and columns of the LM head.
@@ -46,7 +46,7 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafting costs with one kind of draft, in target steps over one token.
+    """The cost of drafting with one kind of draft, in target steps over one token.
 
     Attributes:
         kind: of ``draft.kind``. size: in words. recipe: the ``draft`` section that makes it.
@@ -68,26 +68,34 @@ class DraftCost:
     width: int | None = None
     passes: int | None = None
 
-    def of(self, levels: int, several: float = 1.0) -> float:
-        """Return D of a draft of this many levels; ``several``: the cost of a level after the first, in that of one."""
-        return self.once + self.each * (1 + (levels - 1) * several)
-
-    def step(self, verification: Sequence[float], nodes: int, levels: int, several: float = 1.0) -> float | None:
-        """Return C + D of a draft of ``nodes`` in this many levels; None where that number of tokens was not measured.
+    def drafting_time(self, levels: int, several: float = 1.0) -> float:
+        """Return D, the time of drafting: once + each · (1 + (levels - 1) · several).
 
         Args:
-            verification: C(1) = 1, C(2), ... several: as for ``of``.
+            levels: of the draft, one or more. several: time of a level after the first, relative to the first.
         """
+        return self.once + self.each * (1 + (levels - 1) * several)
+
+    def step_time(self, verification: Sequence[float], nodes: int, levels: int, several: float = 1.0) -> float | None:
+        """Return C(n+1) + D of a draft, or None where verification of that many tokens was not measured.
+
+        Args:
+            verification: C(1) = 1, C(2), ... nodes, levels: of the draft. several: as for ``drafting_time``.
+        """
+        # With one pass, each of the nodes + 1 tokens is followed by a mask per level, all read in the verification.
         rows = (nodes + 1) * (levels + 1) if self.passes == 1 else nodes + 1
         if rows > len(verification):
             return None
-        return verification[rows - 1] + (verification[levels - 1] if self.passes == 2 else self.of(levels, several))
+        return verification[rows - 1] + (
+            verification[levels - 1] if self.passes == 2 else self.drafting_time(levels, several)
+        )
 
     def rates(self, alpha: float) -> RankRates:
-        """Return how often its choices are right, for an acceptance of a first choice; see ``rank_rates``."""
+        """Return the probabilities that choices are right by depth and rank, where a first choice is with ``alpha``."""
         from peftlab.decoding.trees import RankRates
 
         rates = rank_rates(alpha)
+        # With two passes the first token is the target's own choice: it is always right, the other ranks never are.
         return rates if self.passes != 2 else RankRates(((1.0, *[1e-12] * (_RANKS - 1)), *rates.rates))
 
 
@@ -108,7 +116,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class KindAdvice:
-    """What a kind can gain.
+    """The gains that one kind of draft can reach.
 
     Attributes:
         cost: of drafting. drafting: D of one token.
@@ -124,7 +132,7 @@ class KindAdvice:
 
 
 def rank_rates(alpha: float) -> RankRates:
-    """Return rates of ranks α, α(1-α), α(1-α)², ...
+    """Return the probabilities α, α(1-α), α(1-α)², ... that the choices of rank 0, 1, 2, ... are right.
 
     Each choice is right as often as the first one where those before it are not.
     """
@@ -134,10 +142,10 @@ def rank_rates(alpha: float) -> RankRates:
 
 
 def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> Choice:
-    """Return the size and shape of the largest gain; the smallest draft where several gain the same.
+    """Return the draft of the largest gain S; the smallest one wins a tie.
 
     Args:
-        verification: C(1) = 1, C(2), ...: of at most this many tokens, one of them not drafted.
+        cost: of drafting. verification: C(1) = 1, C(2), ..., C(n+1) for drafts of at most n tokens.
         alpha: acceptance of a first choice; that of the others by ``rank_rates``.
     """
     from peftlab.decoding.trees import best_tree, reach_probabilities
@@ -153,23 +161,23 @@ def best_draft(cost: DraftCost, verification: Sequence[float], alpha: float) -> 
         reached = reach_probabilities(whole, rates)
         for nodes in range(1, len(whole) + 1):
             levels = max(map(len, whole[:nodes]))
-            time = cost.step(verification, nodes, levels, several)
+            time = cost.step_time(verification, nodes, levels, several)
             gain = 0.0 if time is None else (1 + sum(reached[:nodes])) / time
-            if gain > best.gain * (1 + 1e-9):
+            if gain > best.gain * (1 + 1e-9):  # a gain that is equal to rounding is a tie
                 best = Choice(alpha, nodes, nodes > levels, gain)
     return best
 
 
 def advise(costs: Sequence[DraftCost], verification: Sequence[float], alpha: float) -> list[KindAdvice]:
-    """Return what each kind can gain, in the order given.
+    """Return the gains that each kind of draft can reach, in the order of ``costs``.
 
     Args:
-        verification: as for ``best_draft``. alpha: the acceptance asked about.
+        costs: of each kind. verification: as for ``best_draft``. alpha: the acceptance asked about.
     """
     return [
         KindAdvice(
             cost,
-            (cost.step(verification, 1, 1) or verification[1]) - verification[1],
+            (cost.step_time(verification, 1, 1) or verification[1]) - verification[1],
             _break_even(cost, verification),
             [best_draft(cost, verification, at) for at in GAIN_ALPHAS],
             best_draft(cost, verification, alpha),
@@ -179,6 +187,7 @@ def advise(costs: Sequence[DraftCost], verification: Sequence[float], alpha: flo
 
 
 def _break_even(cost: DraftCost, verification: Sequence[float]) -> float | None:
+    """Return the least acceptance of a first choice at which drafting gains anything; None where none does."""
     if not best_draft(cost, verification, 1.0).nodes:
         return None
     low, high = 0.0, 1.0
@@ -189,7 +198,7 @@ def _break_even(cost: DraftCost, verification: Sequence[float]) -> float | None:
 
 
 def recommendation(kinds: Sequence[KindAdvice]) -> str:
-    """Return the kind, size and shape of the largest gain at the acceptance asked about, in a sentence."""
+    """Return a sentence that names the draft of the largest gain at the stated acceptance, and its options."""
     best = max(kinds, key=lambda kind: kind.stated.gain)
     at = f"at an acceptance of {best.stated.alpha:.2f}"
     if not best.stated.nodes:

@@ -1,4 +1,4 @@
-"""Plain and speculative decoding timed side by side on the same stack, counted in token ids.
+"""Benchmarks of speculative against plain decoding: both on the same engine, in turn, counted in token ids.
 
 ``bench`` measures drafters against plain decoding; ``measured_gain`` explains a gain by its parts; ``measure_pool``
 times a pool that refills; ``drafted_text`` shows every drafted token of one output.
@@ -73,7 +73,7 @@ Decode = Callable[[Sequence[Question]], list[Generation]]
 
 @dataclass
 class Settings:
-    """How to measure.
+    """The settings of a benchmark.
 
     Attributes:
         max_new_tokens: of every output.
@@ -105,19 +105,19 @@ class Settings:
 
     @property
     def lossless_by(self) -> str:
-        """Return how it is known that outputs are the target's own, see ``DrafterResult``."""
+        """Return the evidence that outputs are the target's own, or "lossy"; see ``DrafterResult.lossless_by``."""
         if self.lossy is not None:
             return "lossy"
         return "comparison" if self.sampling.greedy else "construction"
 
     def policy_of(self, drafter: str) -> PolicyFactory:
-        """Return what makes the policies of a drafter's sequences."""
+        """Return the factory that makes the draft length policy of each sequence of a drafter."""
         return self.policies.get(drafter, self.policy)
 
 
 @dataclass
 class _Record:
-    """One contender: seconds of each batch in each repeat, those in the target, and the outputs of the last repeat."""
+    """Measurements of one contender: seconds[batch][repeat], seconds in the target, outputs of the last repeat."""
 
     seconds: list[list[float]]
     outputs: list[Generation]
@@ -143,7 +143,7 @@ class Comparison:
     conditions: Conditions
 
     def result(self, name: str) -> DrafterResult:
-        """Return one drafter's figures, without ``alpha`` and ``lossy``, which take a pass of their own."""
+        """Return the figures of one drafter; ``alpha`` and ``lossy`` are measured in further passes (``bench``)."""
         record = self.records[name]
         mine, plain = self.timed(name), self.timed(PLAIN)
         intervals = rate_intervals(mine, plain)
@@ -165,16 +165,16 @@ class Comparison:
         )
 
     def gain(self, name: str, drafter: Drafter) -> MeasuredGain | None:
-        """Return what one drafter gains by its parts; None for several prompts at a time, or for lengths that vary.
+        """Return the gain of one drafter by S = τ / (C(n+1) + D); None for batches, or draft lengths that vary.
 
         Args:
-            drafter: one like it.
+            name: of the drafter. drafter: a new one of the same kind.
         """
         record, found = self.records[name], acceptance_statistics(self.records[name].outputs)
         policy = self.settings.policy_of(name)()
         if self.settings.batch_size > 1 or found.tau is None or type(policy) is not Fixed:
             return None
-        if drafter.concurrent:  # the parts do not add up: they are done at once
+        if drafter.concurrent:  # drafting and verification overlap in time, so that C and D do not add up
             return None
         return measured_gain(
             self.target,
@@ -186,15 +186,16 @@ class Comparison:
         )
 
     def _shares(self, name: str) -> TimeShares | None:
-        if name not in self.drafting:  # another library's decoding
+        """Return the shares of a contender's time in target and drafter; None for another library's decoding."""
+        if name not in self.drafting:
             return None
         record = self.records[name]
         whole = sum(map(sum, record.seconds))
         target, draft = record.target_seconds / whole, self.drafting[name].seconds / whole
-        return TimeShares(target, draft, max(0.0, 1 - target - draft))  # less than 0 where the two work at once
+        return TimeShares(target, draft, max(0.0, 1 - target - draft))  # at least 0: the two may overlap
 
     def _divergences(self, name: str) -> list[PromptDivergence]:
-        """Return where greedy outputs differ from plain decoding's; sampled ones cannot be compared token for token."""
+        """Return the first differences of greedy outputs from plain decoding's; none are looked for when sampling."""
         if not self.settings.sampling.greedy:
             return []
         questions = [q for batch in self.batches for q in batch]
@@ -203,7 +204,11 @@ class Comparison:
         return [PromptDivergence(id=id_, **asdict(at)) for id_, at in found if at is not None]
 
     def timed(self, name: str, batches: Sequence[int] | None = None) -> Timings:
-        """Return one contender's tokens and times, of all batches or of those numbered."""
+        """Return the tokens and times of one contender.
+
+        Args:
+            name: of the contender. batches: numbers of the batches to count; None: all.
+        """
         record, tokens, place = self.records[name], [], 0
         for batch in self.batches:
             tokens.append(sum(len(g.tokens) for g in record.outputs[place : place + len(batch)]))
@@ -235,7 +240,7 @@ def bench(
     within = sum(model.seconds for model in models)
     first = next(iter(drafters))
     found = {
-        name: replace(run.result(name), alpha=_overlap(run, name, make), lossy=_lossy_result(run, name, make))
+        name: replace(run.result(name), alpha=_overlap_rates(run, name, make), lossy=_lossy_result(run, name, make))
         for name, make in drafters.items()
     }
     fitting = [q for batch in run.batches for q in batch]
@@ -253,8 +258,8 @@ def bench(
         device=str(target.device),
         cpu=describe_cpu(),
         conditions=run.conditions,
-        categories=_categories(run, first),
-        prompts=[_prompt(q, run.records, first, i) for i, q in enumerate(fitting)],
+        categories=_category_results(run, first),
+        prompts=[_prompt_result(q, run.records, first, i) for i, q in enumerate(fitting)],
         skipped=[q.id for q in questions if not fits(target, q)],
     )
 
@@ -270,8 +275,8 @@ def compare(
 ) -> Comparison:
     """Time plain decoding and every drafter on every prompt, after one batch of each to warm up.
 
-    Who goes first changes from batch to batch. Every pass makes its drafters anew, so that none remembers the
-    outputs of the pass before.
+    The contender that goes first changes from batch to batch. Every pass makes its drafters anew, so that none
+    remembers the outputs of the pass before.
 
     Args:
         target: the model. drafters: name -> maker.
@@ -290,25 +295,29 @@ def compare(
     size = settings.batch_size
     batches: list[Sequence[Question]] = [fitting[i : i + size] for i in range(0, len(fitting), size)]
     watched, drafting = Stopwatch(target), {name: Clock(target.device) for name in drafters}
-    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_decoder, watched, settings, PLAIN, None)}
+    contenders: dict[str, Callable[[], Decode]] = {PLAIN: partial(_make_decoder, watched, settings, PLAIN, None)}
     for name, make in drafters.items():
-        contenders[name] = partial(_decoder, watched, settings, name, partial(timed_drafter, make, drafting[name]))
+        contenders[name] = partial(_make_decoder, watched, settings, name, partial(timed_drafter, make, drafting[name]))
     contenders |= others
     for make_decoder in contenders.values():
         make_decoder()(batches[0])
     for clock in (*models, *drafting.values()):
         clock.seconds = 0.0
     with Watch(target.device) as watch:
-        records = _timed(batches, contenders, settings.repeats, watched)
+        records = _time_contenders(batches, contenders, settings.repeats, watched)
     return Comparison(target, settings, batches, records, drafting, watch.conditions(records[PLAIN].seconds))
 
 
 def fits(target: Engine, question: Question) -> bool:
-    """Return whether a prompt leaves room for an output in the target's context."""
+    """Return whether a prompt leaves room for at least one token of output in the target's context.
+
+    Args:
+        target: the model. question: the prompt.
+    """
     return target.limit is None or len(question.ids) < target.limit
 
 
-def _decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
+def _make_decoder(target: Engine, settings: Settings, name: str, make: Callable[[], Drafter] | None) -> Decode:
     return partial(decode_batch, target, settings, name, make and make())
 
 
@@ -321,7 +330,15 @@ def decode_batch(
     observe: Observe | None = None,
     pool: int | None = None,
 ) -> list[Generation]:
-    """Decode prompts as ``settings`` say, with the policy of the drafter's ``name``; the rest is ``decode``'s."""
+    """Decode a batch of prompts by the settings of a benchmark.
+
+    Args:
+        target, drafter: as for ``decode``. settings: how to decode. name: of the drafter, which selects its policy.
+        batch: prompts decoded together. observe, pool: as for ``decode``.
+
+    Returns:
+        One output per prompt, in order.
+    """
     return decode(
         target,
         [q.ids for q in batch],
@@ -336,10 +353,14 @@ def decode_batch(
     )
 
 
-def _timed(
+def _time_contenders(
     batches: list[Sequence[Question]], contenders: Mapping[str, Callable[[], Decode]], repeats: int, target: Clock
 ) -> dict[str, _Record]:
-    """Decode every batch with every contender in turn, as often as asked; ``target`` is the clock of its steps."""
+    """Return the timed records of each contender; they decode every batch in turn, ``repeats`` times.
+
+    Args:
+        target: clock of the target's steps.
+    """
     records = {name: _Record([[] for _ in batches], []) for name in contenders}
     names = list(contenders)
     for repeat in range(repeats):
@@ -357,10 +378,10 @@ def _timed(
     return records
 
 
-def _overlap(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
+def _overlap_rates(run: Comparison, name: str, make: Callable[[], Drafter]) -> OverlapRates | None:
     overlap, drafter = OverlapMeter(run.settings.sampling), make()
     if drafter.has_logits:
-        _observe(run, name, drafter, overlap)
+        _decode_observed(run, name, drafter, overlap)
     return overlap.result()
 
 
@@ -368,20 +389,20 @@ def _lossy_result(run: Comparison, name: str, make: Callable[[], Drafter]) -> Lo
     settings = run.settings
     if settings.lossy is None:
         return None
-    departure, outputs = DistanceMeter(settings.lossy, settings.sampling), run.records[name].outputs
-    _observe(run, name, make(), departure)
+    meter, outputs = DistanceMeter(settings.lossy, settings.sampling), run.records[name].outputs
+    _decode_observed(run, name, make(), meter)
     exact, mine = ([generation.tokens for generation in of] for of in (run.records[PLAIN].outputs, outputs))
-    return departure.result(differing_share(exact, mine) if settings.sampling.greedy else None)
+    return meter.result(differing_share(exact, mine) if settings.sampling.greedy else None)
 
 
-def _observe(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
-    """Decode once more, in a pass of its own, because reading every distribution takes time."""
+def _decode_observed(run: Comparison, name: str, drafter: Drafter, observe: Observe) -> None:
+    """Decode all prompts once more, untimed: ``observe`` reads every distribution, which takes time."""
     for batch in run.batches:
         decode_batch(run.target, run.settings, name, drafter, batch, observe)
 
 
-def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:
-    """Acceptance by category, and speed where no batch contains two categories."""
+def _category_results(run: Comparison, name: str) -> dict[str, CategoryResult]:
+    """Return acceptance by category of prompts, and speed where no batch contains two categories."""
     outputs: dict[str, list[Generation]] = defaultdict(list)
     questions = [q for batch in run.batches for q in batch]
     for q, generation in zip(questions, run.records[name].outputs, strict=True):
@@ -402,13 +423,13 @@ def _categories(run: Comparison, name: str) -> dict[str, CategoryResult]:
     return result
 
 
-def _prompt(question: Question, records: dict[str, _Record], first: str, i: int) -> PromptResult:
+def _prompt_result(question: Question, records: dict[str, _Record], first: str, i: int) -> PromptResult:
     mine, plain = records[first].outputs[i], records[PLAIN].outputs[i]
     return PromptResult(question.id, question.category, len(question.ids), mine.tokens, plain.tokens, mine.reason)
 
 
-_LONGEST = 12  # drafted tokens whose verification is timed, at least
-_CACHED = 128  # tokens before them
+_TIMED_TOKENS = 12  # drafted tokens: the least number up to which verification is timed
+_TIMED_CONTEXT = 128  # tokens in the cache before them
 
 
 def measured_gain(
@@ -421,16 +442,17 @@ def measured_gain(
     drafting: float,
     repeats: int = 3,
 ) -> MeasuredGain | None:
-    """Measure the target's steps and return what the draft gains.
+    """Measure the target's steps and return the gain S = τ / (C(n+1) + D) of a draft, and the best draft length.
 
     None where the context is too short for it, and where the acceptance of no draft is known (``Drafter.candidates``).
 
     Args:
-        acceptance: by position, None where none was tried. gamma: drafted tokens per step. tau: tokens per step.
-        drafting: seconds of drafting per step.
+        target, drafter: the two models. acceptance: by position, None where none was tried.
+        gamma: drafted tokens per step. tau: tokens per step.
+        drafting: seconds of drafting per step. repeats: timed passes of each kind of step.
     """
-    longest = max(gamma, _LONGEST)
-    context = _CACHED if target.limit is None else min(_CACHED, target.limit - longest - 1)
+    longest = max(gamma, _TIMED_TOKENS)
+    context = _TIMED_CONTEXT if target.limit is None else min(_TIMED_CONTEXT, target.limit - longest - 1)
     if context < 1:
         return None
     seconds = step_seconds({"target": (target, longest + 1)}, context=context, repeats=repeats)
@@ -458,7 +480,7 @@ def measured_gain(
 
 @dataclass(frozen=True)
 class _DecodingMode:
-    """A way to decode all prompts: with the drafter or plainly, in a pool or batch after batch."""
+    """One way to decode all prompts: with a drafter or plainly, in a pool that refills or in static batches."""
 
     target: Engine
     settings: Settings
@@ -479,7 +501,7 @@ class _DecodingMode:
 
 
 def check_pool(batch_size: int) -> None:
-    """Raise ``PeftlabError`` for a pool of one sequence, in which nothing waits for anything."""
+    """Raise ``PeftlabError`` for a pool of fewer than two sequences, which is plain sequential decoding."""
     if batch_size < 2:
         raise PeftlabError(f"pool: a batch size of {batch_size}; give 2 or more sequences to decode together")
 
@@ -490,7 +512,8 @@ def measure_pool(
     """Time a pool and static batches of the same size in turn on the same prompts, plainly and with a drafter.
 
     Args:
-        name, make: the drafter. questions: those that do not fit the context are left out.
+        target: the model. name, make: the drafter. settings: as for ``bench``.
+        questions: prompts; those that do not fit the context are left out.
 
     Raises:
         PeftlabError: a batch size below 2.
@@ -503,7 +526,7 @@ def measure_pool(
         for pooled in (False, True)
     }
     seconds, tokens = defaultdict[tuple[str, bool], list[float]](list), dict[tuple[str, bool], list[list[int]]]()
-    for _ in range(settings.repeats + 1):
+    for _ in range(settings.repeats + 1):  # the first repeat warms up
         for key, mode in modes.items():
             began = time.perf_counter()
             tokens[key] = mode.outputs()
@@ -521,7 +544,7 @@ def measure_pool(
 
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 _PROMPT, _OUTPUT = 64, 256  # tokens that are shown at most
-_CONTEXT = 8  # tokens before a token that are decoded with it: they decide about spaces and whole characters
+_CONTEXT = 8  # tokens decoded before a token, because its text depends on them: spaces, characters of several tokens
 
 
 @dataclass(frozen=True)
@@ -540,7 +563,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class DraftedText:
-    """An output with what was drafted for it.
+    """An output and the tokens that were drafted for it.
 
     Attributes:
         prompt: the end of the prompt. pieces: of the output and of rejected tokens, in order.
@@ -558,17 +581,18 @@ def drafted_text(
     question: Question,
     tokenizer: PreTrainedTokenizerBase,
 ) -> DraftedText:
-    """Decode one prompt, in a pass of its own, and return the beginning of its output with all drafted tokens.
+    """Decode one prompt and return the beginning of its output with every drafted token, accepted or rejected.
 
     Of a tree the rejected tokens are those of the first branch behind the last accepted token.
 
     Args:
-        settings: how to decode, with the policy of the drafter's ``name``. tokenizer: decodes the tokens.
+        target, drafter: the models. settings: how to decode. name: of the drafter, which selects its policy.
+        question: the prompt. tokenizer: decodes the tokens.
     """
     rejected: list[list[int]] = []
 
     def observe(rows: list[Row], verified: Verified) -> None:
-        rejected.append(_rejected(verified))
+        rejected.append(_rejected_tokens(verified))
 
     shorter = replace(settings, max_new_tokens=min(settings.max_new_tokens, _OUTPUT))
     (output,) = decode_batch(target, shorter, name, drafter, [question], observe)
@@ -588,8 +612,8 @@ def drafted_text(
     return DraftedText(f"… {end}" if len(prompt) > _PROMPT else end, shown)
 
 
-def _rejected(verified: Verified) -> list[int]:
-    """Return the drafted tokens behind the last accepted one."""
+def _rejected_tokens(verified: Verified) -> list[int]:
+    """Return the drafted tokens after the last accepted one, along the first branch of a tree."""
     tokens, parents, path = verified.draft.tokens[0].tolist(), verified.draft.parents_of(0), verified.paths[0]
     node, found = (path[-1] if path else -1), list[int]()
     while (child := next((i for i, p in enumerate(parents) if p == node and tokens[i] >= 0), None)) is not None:
@@ -599,17 +623,21 @@ def _rejected(verified: Verified) -> list[int]:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int], kind: str) -> list[Piece]:
-    """Return the texts of tokens that follow ``before``."""
+    """Return the text of each token of a continuation.
+
+    Args:
+        tokenizer: decodes. before: the tokens that precede. tokens: the continuation. kind: see ``Piece``.
+    """
     context, found = list(before[-_CONTEXT:]), []
-    done = _text(tokenizer, context)
+    done = _decode_whole_characters(tokenizer, context)
     for token in tokens:
         context.append(token)
-        text = _text(tokenizer, context)
+        text = _decode_whole_characters(tokenizer, context)
         found.append(Piece(text[len(done) :], kind))
         done = text
     return found
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Return the text of ids up to the last whole character."""
+def _decode_whole_characters(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the text of ids without an incomplete character at its end."""
     return str(tokenizer.decode(ids)).rstrip(BROKEN)

@@ -1,4 +1,4 @@
-"""What a forward pass reads and returns: the key-value cache, blocks of new tokens, and the interface of engines.
+"""The interface of engines: the key-value cache, the blocks of new tokens that a forward pass reads, its output.
 
 The cache is that of a batch of sequences of different lengths. Token i of row b is stored in slot i of row b, whatever
 the other rows' lengths. So nothing is padded, positions are slots, a crop is a smaller length, and a rejected token's
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """What the decoder of an encoder-decoder model reads of each row's prompt.
+    """The encoder's output for each row's prompt, and the keys and values of cross-attention computed from it.
 
     Attributes:
         states: [B, S, H], the encoder's output. mask: [B, S], 1 where there is a token.
@@ -41,14 +41,14 @@ class Context:
     layers: list[tuple[Tensor, Tensor]]
 
     def select(self, rows: Sequence[int]) -> Context:
-        """Return these rows, in this order."""
+        """Return the context of these rows, in this order."""
         kept = list(rows)
         return Context(self.states[kept], self.mask[kept], [(k[kept], v[kept]) for k, v in self.layers])
 
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Tokens that a model's first layers have read before the others.
+    """Tokens that only the first layers of a model have read so far, as an early exit does while drafting.
 
     Attributes:
         tokens: [b, n]. block: their places. layers: how many layers have read them. states: [b, n, H], after these.
@@ -62,7 +62,7 @@ class FirstLayers:
     features: Tensor
 
     def first(self, m: int) -> FirstLayers:
-        """Return what is recorded of the first m tokens of each row."""
+        """Return the record of the first m tokens of each row."""
         block = replace(self.block, n=m)
         return FirstLayers(self.tokens[:, :m], block, self.layers, self.states[:, :m], self.features[:, :m])
 
@@ -84,15 +84,18 @@ class KVCache:
         self.batch, self.capacity, self.context = batch, capacity, context
         self.slots = capacity
         self.states: list[Tensor | None] = [None] * layers
-        self._ahead: FirstLayers | None = None
+        self._first_layers: FirstLayers | None = None
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of keys and values, without those of an encoder-decoder model's prompts."""
+        """Return the bytes of keys and values, not counting an encoder-decoder model's ``context``."""
         return sum(stored.nbytes for stored in self.states if stored is not None)
 
     def write(self, layer: int, new: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Store keys and values of a block, [b, 2 H_kv, n, D], and return all that its tokens may attend to.
+        """Store keys and values of a block and return all that its tokens may attend to.
+
+        Args:
+            layer: index. new: [b, 2 H_kv, n, D], the keys' heads first. block: the slots that they go to.
 
         Returns:
             Keys and values [b, H_kv, block.end, D] of the block's rows.
@@ -101,7 +104,7 @@ class KVCache:
         if stored is None:
             stored = new.new_zeros(self.batch, new.shape[1], self.slots, new.shape[3])
             self.states[layer] = stored
-        if block.rows is None and block.even:
+        if block.rows is None and block.even:  # one slice of all rows: no scatter, and no copy of what is read
             stored[:, :, block.starts[0] : block.end] = new
             seen = stored[:, :, : block.end]
         else:
@@ -112,36 +115,48 @@ class KVCache:
         return keys, values
 
     def record_first_layers(self, new: FirstLayers) -> None:
-        """Record what the first layers of a model have read.
+        """Record tokens that the first layers of a model have read.
 
         A block that continues the recorded one is added to it, another one takes its place; trees are not recorded.
         """
-        old = self._ahead
+        old = self._first_layers
         if old is not None and old.layers == new.layers and old.block.after(old.block.n, new.block.n) == new.block:
             pairs = ((old.tokens, new.tokens), (old.states, new.states), (old.features, new.features))
             tokens, states, features = (torch.cat(pair, 1) for pair in pairs)
             new = FirstLayers(tokens, replace(old.block, n=tokens.shape[1]), new.layers, states, features)
-        self._ahead = None if new.block.tree is not None else new
+        self._first_layers = None if new.block.tree is not None else new
 
     def take_first_layers(self, tokens: Tensor, block: Block) -> FirstLayers | None:
-        """Return what is recorded of the first m tokens of a block [b, n], and forget it; None for m = 0.
+        """Return the record of the first m tokens of a block, and forget it; None for m = 0.
 
-        m is the number of tokens that are as recorded in every row.
+        m is the number of leading tokens that equal the recorded ones in every row.
+
+        Args:
+            tokens: [b, n]. block: where they go.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead, self._first_layers = self._first_layers, None
         if ahead is None or (block.starts, block.rows, block.tree) != (ahead.block.starts, ahead.block.rows, None):
             return None
         n = min(block.n, ahead.block.n)
+        # The product is 1 up to the first place at which some row differs from what was recorded.
         m = int((tokens[:, :n] == ahead.tokens[:, :n]).all(0).cumprod(0).sum())
         return ahead.first(m) if m else None
 
     def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
-        """Return where n new tokens of each of these rows go; see ``Block`` for the arguments."""
+        """Return the block of n new tokens for each of these rows.
+
+        Args:
+            slots: rows of the cache. starts: first slot of each row's new tokens. n, tree: see ``Block``.
+        """
         whole = tuple(slots) == tuple(range(self.batch))
         return Block(tuple(starts), n, None if whole else tuple(slots), tree)
 
     def copy(self, rows: Sequence[int], capacity: int) -> KVCache:
-        """Return a cache of copies of these rows (a row may be named twice) and their first ``capacity`` slots."""
+        """Return a cache that has copies of some rows.
+
+        Args:
+            rows: to copy, in this order; a row may be named twice. capacity: slots of each copy.
+        """
         context = None if self.context is None else self.context.select(rows)
         copies = KVCache(len(self.states), len(rows), capacity, context)
         for layer, stored in enumerate(self.states):
@@ -156,8 +171,11 @@ class KVCache:
         """Keep a row's tokens before ``start`` and, of those that follow, the accepted ones.
 
         Slots ``start + node`` become ``start, start + 1, ...``: an accepted path of a tree becomes a chain.
+
+        Args:
+            row: of the cache. start: slot of node 0. nodes: the accepted ones, rising.
         """
-        if list(nodes) == list(range(len(nodes))):
+        if list(nodes) == list(range(len(nodes))):  # a chain: its tokens are in the right slots already
             return
         for stored in self.states:
             if stored is not None:
@@ -166,7 +184,11 @@ class KVCache:
 
     @contextmanager
     def restoring(self, row: int, start: int, n: int) -> Iterator[None]:
-        """Within the block anything may be written to n slots of a row; afterwards they are as before."""
+        """Restore n slots of a row when the with-block ends, whatever was written to them in it.
+
+        Args:
+            row: of the cache. start: the first slot. n: how many.
+        """
         kept = [None if stored is None else stored[row, :, start : start + n].clone() for stored in self.states]
         try:
             yield
@@ -176,7 +198,7 @@ class KVCache:
                     stored[row, :, start : start + n] = old
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only these rows of the cache, in this order."""
         self.batch = len(rows)
         self.context = None if self.context is None else self.context.select(rows)
         self.states[:] = [stored if stored is None else stored[list(rows)] for stored in self.states]
@@ -184,7 +206,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Block:
-    """n new tokens for each of b rows: where they go and what they attend to.
+    """The slots, positions and visible tokens of n new tokens for each of b rows.
 
     Attributes:
         starts: first slot of each row's new tokens, which is the row's length so far.
@@ -199,7 +221,11 @@ class Block:
     tree: TreeShape | None = None
 
     def after(self, m: int, n: int | None = None) -> Block | None:
-        """Return the block of this chain's tokens from the m-th on, or of ``n`` tokens from there; None for none."""
+        """Return the block of this chain's tokens from the m-th on; None if there are none.
+
+        Args:
+            m: tokens to leave out. n: how many to take after them; None: all.
+        """
         n = self.n - m if n is None else n
         return None if n == 0 else replace(self, starts=tuple(start + m for start in self.starts), n=n)
 
@@ -224,25 +250,34 @@ class Block:
         return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.n, device=device)
 
     def visible(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Return which slots each new token sees, [b or 1, 1, n, end] booleans; None where it is all of them.
+        """Return the mask of slots that each new token sees, [b or 1, 1, n, end] booleans; None where it sees all.
 
         A token sees itself, its ancestors among the new tokens, and all earlier slots of its row; with a
         window w only those whose position is less than w behind its own.
+
+        Args:
+            window: of attention; None for none. device: of the mask.
         """
-        if window is not None and self.end <= window:
+        if window is not None and self.end <= window:  # no token is far enough behind to be hidden
             window = None
         if self.n == 1 and self.even and window is None:
             return None
         positions, slot = self.positions(device)[:, :, None], torch.arange(self.end, device=device)
         if self.tree is None:
+            # In a chain a token's slot is its position, so that the causal mask is a comparison of the two.
             seen, stored = slot <= positions, slot
         else:
-            seen, stored = visible_slots(self.starts, self.tree.below.to(device)), self._stored(slot, self.tree)
-        if window is not None:
+            seen, stored = (
+                visible_slots(self.starts, self.tree.below.to(device)),
+                self._stored_positions(slot, self.tree),
+            )
+        if (
+            window is not None
+        ):  # by positions: nodes of a tree on one level share a position, but have slots of their own
             seen = seen & (positions - stored < window)
         return seen[:, None]
 
-    def _stored(self, slot: Tensor, tree: TreeShape) -> Tensor:
+    def _stored_positions(self, slot: Tensor, tree: TreeShape) -> Tensor:
         """Return the positions of the tokens in the slots [end], as [b, 1, end]."""
         starts = torch.tensor(self.starts, device=slot.device)[:, None, None]
         offset = slot - starts  # place among the new tokens, negative for older slots
@@ -251,7 +286,7 @@ class Block:
 
 
 def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
-    """Return which slots the tokens of trees see: all before a row's start, and from there on its own tree's.
+    """Return the mask of slots that the tokens of trees see: all before a row's start, then those of its own tree.
 
     Args:
         starts: b slots, those of the trees' first tokens.
@@ -262,7 +297,7 @@ def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
     """
     m = below.shape[-1]
     if min(starts) == max(starts):
-        return F.pad(below, (starts[0], 0), value=True)
+        return F.pad(below, (starts[0], 0), value=True)  # every row has as many earlier slots
     slot = torch.arange(max(starts) + m, device=below.device)
     offset = (slot - torch.tensor(starts, device=below.device)[:, None])[:, None]  # [b, 1, end]
     inside = below.gather(2, offset.clamp(0, m - 1).expand(-1, below.shape[1], -1))
@@ -270,27 +305,31 @@ def visible_slots(starts: Sequence[int], below: Tensor) -> Tensor:
 
 
 def additive_mask(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a boolean mask as 0 where seen and the most negative number elsewhere."""
+    """Return a mask to add to attention scores: 0 where a slot is seen, the most negative number elsewhere.
+
+    Args:
+        visible: booleans [b or 1, 1, n, end]; None, where all is seen, gives None. dtype: of the mask.
+    """
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-_AT_ONCE = 128  # tokens of a block; and how many may be taken back
+_MAX_BLOCK = 128  # tokens of a block at most, and so drafted tokens that may be rejected
 
 
 class WindowedCache(KVCache):
-    """Slots for the first tokens of each row, and a ring of slots for those that follow them.
+    """A cache of constant size: slots for the first tokens of each row, and a ring of slots for those that follow.
 
     The ring has more slots than the window has tokens: what a block writes must not take the place of what its first
     token sees, nor drafted tokens that are rejected that of tokens seen without them.
     """
 
-    most = _AT_ONCE
+    most = _MAX_BLOCK
 
     def __init__(self, layers: int, batch: int, capacity: int, window: Window):
         super().__init__(layers, batch, capacity)
-        self.window, self.ring = window, window.last + _AT_ONCE
+        self.window, self.ring = window, window.last + _MAX_BLOCK
         self.slots = min(capacity, slots_of(window))
 
     def block(self, slots: Sequence[int], starts: Sequence[int], n: int, tree: TreeShape | None = None) -> Block:
@@ -301,13 +340,13 @@ class WindowedCache(KVCache):
 
 
 def slots_of(window: Window) -> int:
-    """Return how many slots of a row a window takes, in a text that is longer than that."""
-    return window.sinks + window.last + _AT_ONCE
+    """Return the number of slots that a row with a window takes, once the text is longer than that."""
+    return window.sinks + window.last + _MAX_BLOCK
 
 
 @dataclass(frozen=True)
 class _WindowedBlock(Block):
-    """New tokens whose slots are in a ring, once the text is longer than that.
+    """A block of a ``WindowedCache``: its slots are in a ring, once the text is longer than that.
 
     Attributes:
         window: what each of them sees. ring: slots after those of the first tokens.
@@ -332,6 +371,7 @@ class _WindowedBlock(Block):
         sinks, last = self.window.sinks, self.window.last
         if super().end <= sinks + last:
             return super().visible(window, device)
+        # A slot of the ring has the latest token whose place is congruent to it modulo the ring.
         newest = torch.tensor(self.starts, device=device)[:, None] + self.n - 1
         slot = torch.arange(self.end, device=device)
         stored = torch.where(slot < sinks, slot, newest - (newest - slot) % self.ring)[:, None]  # [b, 1, end]
@@ -351,7 +391,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Trees for the target, one per row and all of N nodes, each with its root, the token before the drafted ones.
+    """The shapes of b trees of N nodes and a root, which is the last known token.
 
     Attributes:
         depths: [b, N+1], 0 for the root.
@@ -367,14 +407,19 @@ class TreeShape:
 
 
 def shape_of(parents: Sequence[tuple[int, ...]]) -> TreeShape:
-    """Return the shape of trees of one size by their nodes' parents, -1 for the root and before their children."""
-    depths, below = zip(*map(_shape, parents), strict=True)
+    """Return the shape of trees of N nodes each.
+
+    Args:
+        parents: of the nodes of each tree; -1 is the root, and a parent comes before its children.
+    """
+    depths, below = zip(*map(_tree_shape, parents), strict=True)
     return TreeShape(torch.stack(depths), torch.stack(below))
 
 
 @lru_cache
-def _shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    lines = [[0]]  # of the root and each node: itself and those above it
+def _tree_shape(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the depths [N+1] and the mask of ancestors [N+1, N+1] of one tree with its root."""
+    lines = [[0]]  # of the root and each node: its ancestors and itself
     for node, parent in enumerate(parents):
         lines.append([*lines[parent + 1], node + 1])
     below = torch.zeros(len(lines), len(lines), dtype=torch.bool)
@@ -398,7 +443,12 @@ class Paths:
 
 
 def paths_of(below: Tensor) -> Paths:
-    """Return the paths of trees, given which row descends from which column or is it, [b, n, n] booleans."""
+    """Return the paths from root to leaf of trees.
+
+    Args:
+        below: [b, n, n] booleans: the row's node descends from the column's or is it.
+    """
+    # A leaf is an ancestor of itself alone.
     row, leaf = (below.sum(1) == 1).nonzero().unbind(1)
     within = below[row, leaf]  # [paths, n]
     lines = [line.nonzero().flatten() for line in within]  # parents come before their children
@@ -411,7 +461,7 @@ def paths_of(below: Tensor) -> Paths:
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass returns for the tokens asked for.
+    """The output of a forward pass for the tokens asked for.
 
     Attributes:
         logits: [b, kept, V].
@@ -426,7 +476,7 @@ class Output:
 
 
 class Encoder(Protocol):
-    """What reads the prompts of an encoder-decoder model.
+    """The encoder of an encoder-decoder model, which reads the prompts.
 
     Attributes:
         start: tokens that every output of the decoder begins with.
@@ -437,7 +487,7 @@ class Encoder(Protocol):
     limit: int | None
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> Context:
-        """Return what the decoder reads of prompts of any lengths, in their order."""
+        """Return the encoder's output for prompts of any lengths, in their order."""
         ...
 
 
@@ -465,20 +515,27 @@ class Engine(Protocol):
     encoder: Encoder | None
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
-        """Return an empty cache; see ``KVCache`` for the arguments."""
+        """Return an empty cache.
+
+        Args:
+            batch: rows. capacity: tokens per row. context: see ``KVCache``.
+        """
         ...
 
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
-        """Run tokens [b, n] whose slots in the cache ``block`` gives.
+        """Run the model on new tokens, store their keys and values, and return logits and states.
 
-        ``keep`` selects tokens of the n whose output is returned, default all. Tokens past the model's limit may be
-        among the n; their output is undefined.
+        Tokens past the model's limit may be among the n; their output is undefined.
+
+        Args:
+            cache: of this engine's ``new_cache``. tokens: [b, n]. block: the slots that they go to.
+            keep: indices of those of the n tokens whose output is returned; None: all.
         """
         ...
 
 
 class EngineWrapper:
-    """A base for an engine around another one: all but the forward pass is the other's.
+    """A base class for an engine around another one: it has all attributes of the other, and a forward of its own.
 
     Args:
         engine: the other one. note: added to its ``kind``.
@@ -496,14 +553,14 @@ class EngineWrapper:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model of this (text) config knows; None if it states no limit."""
+    """Return the number of positions of a model by its (text) configuration; None if it states no limit."""
     # MPT has no other name for it: its biases are made for this number of positions.
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What was read of each sequence: all tokens but the last.
+    """The output of ``prefill`` for each sequence, of which all tokens but the last were read.
 
     Attributes:
         hidden: state [H] of the last token read; None for a sequence of one token.
@@ -515,7 +572,11 @@ class Prefilled:
 
 
 def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> Prefilled:
-    """Read all tokens but the last of each sequence into its slot of the cache."""
+    """Read all tokens but the last of each sequence into the cache.
+
+    Args:
+        engine: the model. cache: of this engine. sequences: token ids. slots: the cache's row of each sequence.
+    """
     lengths = [len(sequence) - 1 for sequence in sequences]
     hidden: list[Tensor | None] = [None] * len(sequences)
     features: list[list[Tensor]] = [[] for _ in sequences]
@@ -533,10 +594,10 @@ def prefill(engine: Engine, cache: KVCache, sequences: Sequence[Sequence[int]], 
 
 
 def spans(counts: Sequence[int], most: int | None) -> Iterator[tuple[list[int], int, int]]:
-    """Yield how rows of ``counts`` tokens are read: which rows, from which of their tokens, and how many tokens.
+    """Yield the passes that read rows of several lengths: (rows, index of their first token, number of tokens).
 
     Args:
-        most: tokens at once; None for all.
+        counts: tokens of each row. most: tokens of a pass at most; None for any number.
     """
     longest = max(counts)
     for first in range(0, longest, most or max(1, longest)):
@@ -544,17 +605,22 @@ def spans(counts: Sequence[int], most: int | None) -> Iterator[tuple[list[int], 
 
 
 def empty_cache(engine: Engine, capacity: int, sources: Sequence[Sequence[int]]) -> KVCache:
-    """Return a cache with a row for each of the ``sources``, the prompts that an encoder-decoder engine reads.
+    """Return an empty cache with a row for each sequence, and the encoded prompts of an encoder-decoder engine.
 
     Args:
-        capacity: slots per row. sources: empty or not, they count as rows alone for any other engine.
+        engine: the model. capacity: slots per row.
+        sources: prompts for the encoder; any other engine takes only their number.
     """
     context = None if engine.encoder is None else engine.encoder.encode(sources)
     return engine.new_cache(len(sources), capacity, context)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], n: int, filler: int = 0) -> Tensor:
-    """Return sequences of at most n tokens as [b, n]."""
+    """Return sequences of token ids padded on the right to [b, n].
+
+    Args:
+        sequences: of at most n tokens each. n: length. filler: token that pads.
+    """
     return torch.tensor([[*s, *[filler] * (n - len(s))] for s in sequences], dtype=torch.long)
 
 
@@ -575,14 +641,15 @@ class CacheMemory:
 def cache_memory(
     target: Engine, draft: Engine | None, batches: Sequence[int], lengths: Sequence[int], window: Window | None = None
 ) -> list[CacheMemory]:
-    """Return the bytes for each batch size and length.
+    """Return the bytes of the caches of target and draft for each batch size and length.
 
     Args:
+        target, draft: the engines; draft is None for none. batches: numbers of sequences. lengths: tokens of each.
         window: of the draft; None: it sees all tokens.
     """
 
     def of(engine: Engine, tokens: int) -> int:
-        fixed, each = _bytes(engine)
+        fixed, each = _cache_bytes(engine)
         return fixed + each * tokens
 
     stored = {n: n if window is None else min(n, slots_of(window)) for n in lengths}
@@ -593,8 +660,11 @@ def cache_memory(
     ]
 
 
-def _bytes(engine: Engine) -> tuple[int, int]:
-    """Return the bytes of a sequence's cache that do not depend on its length (states), and those per token."""
+def _cache_bytes(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of a sequence's cache that do not depend on its length (states), and those per token.
+
+    Both follow from caches with room for one and for two tokens: fixed + each, and fixed + 2 each.
+    """
     found = []
     for capacity in (1, 2):
         cache = empty_cache(engine, capacity, [[0]])

@@ -121,7 +121,7 @@ def decode(
         generator = torch.Generator().manual_seed(sampling.seed + index)  # on the CPU, where nothing waits for it
         source, begun = ([], list(prompt)) if target.encoder is None else (list(prompt), list(target.encoder.start))
         row = Row(index, len(rows), begun, len(begun), policy(), generator, source)
-        if _room(target, row, stopping) > 0:
+        if _remaining_tokens(target, row, stopping) > 0:
             rows.append(row)
         elif stopping.max_new_tokens:
             results[index].reason = "context"
@@ -130,7 +130,7 @@ def decode(
         how = (target, drafter, stopping, sampling)
         batch = _Batch(*how, rows[:size], rows[size:], results, on_tokens, observe, lossy, verifier)
         while batch.rows:
-            batch.step(_equal_lengths(batch.rows) if group else batch.rows)
+            batch.step(_largest_equal_group(batch.rows) if group else batch.rows)
     return results
 
 
@@ -159,13 +159,13 @@ def _check_lossy(drafter: Drafter | None, lossy: LossyRule | None) -> None:
         raise PeftlabError(f"lossy {lossy.name}: drafter {drafter.name} verifies exactly only; leave one of them out")
 
 
-def _room(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
+def _remaining_tokens(target: Engine, row: Row, stopping: StoppingCriteria) -> int:
     """Return how many tokens a row may still emit."""
     room = stopping.max_new_tokens - (len(row.tokens) - row.prompt_length)
     return room if target.limit is None else min(room, target.limit - len(row.tokens))
 
 
-def _equal_lengths(rows: list[Row]) -> list[Row]:
+def _largest_equal_group(rows: list[Row]) -> list[Row]:
     """Return the largest set of rows of one length; of several the shortest rows, which may catch up."""
     by_length: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -173,7 +173,7 @@ def _equal_lengths(rows: list[Row]) -> list[Row]:
     return max(by_length.values(), key=lambda group: (len(group), -len(group[0].tokens)))
 
 
-_SLACK = 64  # slots past the longest sequence, for drafted tokens that will be rejected
+_SPARE_SLOTS = 64  # slots past the longest sequence, for drafted tokens that will be rejected
 
 
 @dataclass
@@ -201,8 +201,8 @@ class _Batch:
         _check_lossy(self.drafter, self.lossy)
         every = [*self.rows, *self.waiting]
         self._seeds = {row.index: row.generator for row in every}
-        longest = max(len(row.tokens) + _room(self.target, row, self.stopping) for row in every)
-        self.cache = empty_cache(self.target, longest + _SLACK, [row.source for row in self.rows])
+        longest = max(len(row.tokens) + _remaining_tokens(self.target, row, self.stopping) for row in every)
+        self.cache = empty_cache(self.target, longest + _SPARE_SLOTS, [row.source for row in self.rows])
         state = self._read(self.rows)
         if self.drafter is not None:
             self.drafter.start(self.rows, state)
@@ -243,7 +243,9 @@ class _Batch:
 
     def _budget(self, row: Row, batch: int) -> int:
         """Return how many tokens to draft: no more than could be emitted before the one that follows them."""
-        return max(0, min(row.policy.budget(batch), _room(self.target, row, self.stopping) - 1, _SLACK))
+        return max(
+            0, min(row.policy.budget(batch), _remaining_tokens(self.target, row, self.stopping) - 1, _SPARE_SLOTS)
+        )
 
     def _verify(self, rows: list[Row], draft: Proposal) -> Verified:
         last = right_padded([row.tokens[-1:] for row in rows], 1).to(self.target.device)
@@ -295,7 +297,7 @@ class _Batch:
 
     def _end_of_output(self, before: list[int], run: list[int], row: Row) -> tuple[int, str | None]:
         """Return how many tokens of an accepted run are output, and why the output ends there, if it does."""
-        room = _room(self.target, row, self.stopping)
+        room = _remaining_tokens(self.target, row, self.stopping)
         for n, token in enumerate(run, start=1):
             if token in self.stopping.eos:
                 return n, "eos"

@@ -317,13 +317,13 @@ def draft_chain(
         if i + 1 >= max(budgets):
             break
         output = following(x, output, i)
-    drafted, scores = torch.stack(tokens, 1), _of_all(torch.stack(logits, 1), known, -torch.inf)
+    drafted, scores = torch.stack(tokens, 1), _expand_vocabulary(torch.stack(logits, 1), known, -torch.inf)
     active = torch.arange(drafted.shape[1], device=drafted.device) < torch.tensor(budgets).to(drafted.device)[:, None]
-    drawn_from = None if greedy else _of_all(torch.stack(probs, 1).where(active[..., None], 0), known, 0)
+    drawn_from = None if greedy else _expand_vocabulary(torch.stack(probs, 1).where(active[..., None], 0), known, 0)
     return Proposal(drafted.where(active, -1), drawn_from, scores)
 
 
-def _of_all(values: Tensor, known: tuple[Tensor, int] | None, other: float) -> Tensor:
+def _expand_vocabulary(values: Tensor, known: tuple[Tensor, int] | None, other: float) -> Tensor:
     """Return what is known of some tokens, [b, N, V_d], for all of them, [b, N, V]: ``other`` for the rest."""
     if known is None:
         return values

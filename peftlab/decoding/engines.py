@@ -89,7 +89,7 @@ def build_engine(
 def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) -> Trial:
     try:
         trial = make(model)
-    except _FAULTS as fault:
+    except _FORWARD_ERRORS as fault:
         raise PeftlabError(f"{name}: its own forward with a cache fails on a short prompt: {fault}") from fault
     if not trial.causal:
         raise PeftlabError(f"{name} is not causal: its logits for a token change with the tokens that follow")
@@ -97,7 +97,7 @@ def _make_trial(make: type[Trial], model: PreTrainedModel | Decoder, name: str) 
 
 
 # What a model raises when it is given a mask, a position or a cache of a form that it does not know.
-_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
 def _exact_engine(engine: Engine, trial: Trial, failures: list[str]) -> Engine | None:
@@ -108,7 +108,7 @@ def _exact_engine(engine: Engine, trial: Trial, failures: list[str]) -> Engine |
             right = check(engine)
         except torch.OutOfMemoryError:
             raise
-        except _FAULTS as fault:
+        except _FORWARD_ERRORS as fault:
             failures.append(f"its forward fails on {check.__name__}: {fault}")
             return False
         if not right:
@@ -129,8 +129,8 @@ _PARENTS = (*[-1] * 8, 0, 7, 9)
 _NODES = 1 + len(_PARENTS)
 _PATHS = ([0, 8, 10, 11], [0, 1, 9])  # two of its paths, as nodes; node 0 is the root
 _PROMPT = 12
-_WIDEST = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
-_AMPLIFIED = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
+_MAX_WINDOW = 1024  # a wider window is not exceeded: its keys and values could take gigabytes
+_EDGE_FACTOR = 32  # how much larger the values are at the edge of the window, where one token too many is to be seen
 
 
 class Trial:
@@ -155,7 +155,7 @@ class Trial:
 
     def __init__(self, model: PreTrainedModel | Decoder):
         self._model, self._config = model, model.config.get_text_config(decoder=True)
-        limit = max_positions(self._config) or _WIDEST + _NODES
+        limit = max_positions(self._config) or _MAX_WINDOW + _NODES
         self._window = _window(self._config)
         self._long = max(2, min(max(_PROMPT, self._window + 3), limit - len(_PATHS[0])))
         self._short = min(5, self._long - 1)
@@ -165,7 +165,7 @@ class Trial:
         tokens = torch.randint(vocabulary, (_PROMPT + _NODES,), generator=torch.Generator().manual_seed(0))
         self._prompt, self._tree = tokens.to(model.device).split((_PROMPT, _NODES))
         self._prompt = self._prompt[: self._long]
-        with _evaluating(model), torch.inference_mode():
+        with _eval_mode(model), torch.inference_mode():
             with _dtypes_of_products(model) as dtypes:
                 self._prompt_logits = self._read_prompt()
             self._paths = {
@@ -178,10 +178,10 @@ class Trial:
     def chains(self, engine: Engine) -> bool:
         """Return whether single rows are right: a prompt, tokens past the window, and one that replaces another."""
         prompt, path = self._prompt[None], self._tree[None, _PATHS[0]]
-        with _evaluating(self._model), torch.inference_mode():
+        with _eval_mode(self._model), torch.inference_mode():
             empty = engine.new_cache(1, len(self._prompt))
             first = engine.forward(empty, prompt, Block((0,), prompt.shape[1]))
-            cache = self._cache(engine, [self._long])
+            cache = self._engine_cache(engine, [self._long])
             block = engine.forward(cache, path, Block((self._long,), path.shape[1]))
             again = engine.forward(cache, path[:, 1:2], Block((self._long + 1,), 1))
         expected = self._paths[self._long][0]
@@ -196,16 +196,16 @@ class Trial:
         """Return whether the rows of a batch of different lengths are right."""
         starts = (self._short, self._long, self._short)
         tokens = self._tree[_PATHS[0]].expand(len(starts), -1)
-        with _evaluating(self._model), torch.inference_mode():
-            out = engine.forward(self._cache(engine, starts), tokens, Block(starts, tokens.shape[1]))
+        with _eval_mode(self._model), torch.inference_mode():
+            out = engine.forward(self._engine_cache(engine, starts), tokens, Block(starts, tokens.shape[1]))
         return all(self._logits_agree(row, self._paths[n][0]) for row, n in zip(out.logits, starts, strict=True))
 
     def trees(self, engine: Engine) -> bool:
         """Return whether trees are right, in a batch of different lengths."""
         starts = (self._short, self._long)
         block = Block(starts, _NODES, tree=shape_of([_PARENTS] * len(starts)))
-        with _evaluating(self._model), torch.inference_mode():
-            out = engine.forward(self._cache(engine, starts), self._tree.expand(len(starts), -1), block)
+        with _eval_mode(self._model), torch.inference_mode():
+            out = engine.forward(self._engine_cache(engine, starts), self._tree.expand(len(starts), -1), block)
         return all(
             self._logits_agree(row[path], want)
             for row, n in zip(out.logits, starts, strict=True)
@@ -215,7 +215,7 @@ class Trial:
     def _read_prompt(self) -> Tensor:
         """Return the model's own logits of the prompt, [n, V], and keep its keys and values."""
         cache = DynamicCache(config=self._config)
-        logits = self._read(self._prompt, cache)
+        logits = self._own_logits(self._prompt, cache)
         self._states = [
             (i, layer.keys, layer.values)
             for i, layer in enumerate(cache.layers)
@@ -226,31 +226,31 @@ class Trial:
     def _continue(self, length: int, *parts: Tensor) -> list[Tensor]:
         """Return the model's own logits, [n, V] each, of parts read one after the other behind ``length`` tokens."""
         cache = self._library_cache(length)
-        return [self._read(part, cache) for part in parts]
+        return [self._own_logits(part, cache) for part in parts]
 
-    def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
+    def _own_logits(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
         """Return the logits of the model's own forward of one row, [n, V]."""
         return self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
 
-    def _context(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _repeated_states(self, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each layer's keys and values of ``length`` tokens, [1, H_kv, length, D]."""
         for i, keys, values in self._states:
             slot = torch.arange(length, device=keys.device)
             edge = (slot - max(0, length - self._window)).abs() <= _NODES
-            amplified = torch.where(edge, _AMPLIFIED, 1).to(values.dtype)[:, None]
+            amplified = torch.where(edge, _EDGE_FACTOR, 1).to(values.dtype)[:, None]
             some = slot % keys.shape[2]
             yield i, keys[:, :, some], values[:, :, some] * amplified
 
     def _library_cache(self, length: int) -> DynamicCache:
         cache = DynamicCache(config=self._config)
-        for i, keys, values in self._context(length):
+        for i, keys, values in self._repeated_states(length):
             cache.update(keys, values, i)
         return cache
 
-    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+    def _engine_cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
         cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
         for row, length in enumerate(lengths):
-            for i, keys, values in self._context(length):
+            for i, keys, values in self._repeated_states(length):
                 cache.write(i, torch.cat((keys, values), 1), Block((0,), length, rows=(row,)))
         return cache
 
@@ -271,7 +271,7 @@ class StateTrial(Trial):
             logits.append(self._model(input_ids=read[None], use_cache=False).logits[0, -len(part) :])
         return logits
 
-    def _cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
+    def _engine_cache(self, engine: Engine, lengths: list[int] | tuple[int, ...]) -> KVCache:
         cache = engine.new_cache(len(lengths), max(lengths) + _NODES)
         for row, length in enumerate(lengths):
             engine.forward(cache, self._prompt[None, :length], Block((0,), length, rows=(row,)))
@@ -312,11 +312,11 @@ def _window(config: PretrainedConfig) -> int:
     """Return the width of the model's attention window; 0 without one, or where it is too wide to be exceeded."""
     names = ("sliding_window", "window_size", "attention_chunk_size", "attention_window_size", "local_attention")
     widths = [width for name in names if isinstance(width := getattr(config, name, None), int)]
-    return max((width for width in widths if width <= _WIDEST), default=0)
+    return max((width for width in widths if width <= _MAX_WINDOW), default=0)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch off dropout within a block, and rounded inputs: a model that is being trained stays in training."""
     training = [module for module in model.modules() if module.training]
     model.eval()

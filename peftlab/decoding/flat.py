@@ -409,7 +409,7 @@ class FlatEngine:
         """See ``Engine.forward``. Tokens that an exit has read in this cache go through the other layers alone."""
         with without_torch_function():
             done = cache.take_first_layers(tokens, block)
-            if done is None or done.features.shape[-1] != self._width(done.layers):
+            if done is None or done.features.shape[-1] != self._feature_width(done.layers):
                 h, reported = self.run_layers(cache, self.embed(tokens, block), block, range(self.layers))
             else:
                 h, reported = self._run_remaining(cache, tokens, block, done)
@@ -432,7 +432,7 @@ class FlatEngine:
         h, reported = self.run_layers(cache, states, block, range(done.layers, self.layers))
         return h, [features, *reported] if features.shape[-1] else reported
 
-    def _width(self, layers: int) -> int:
+    def _feature_width(self, layers: int) -> int:
         """Return the width F of the features that the first ``layers`` layers report."""
         return self._embedding.shape[1] * sum(layer < layers for layer in self._features)
 
@@ -525,20 +525,20 @@ class _RotaryTable:
     """Cosines and sines of all positions, made once."""
 
     def __init__(self, angles: Angles):
-        self._angles, self._made = angles, (torch.empty(0), torch.empty(0))
+        self._angles, self._cos_sin = angles, (torch.empty(0), torch.empty(0))
 
     def rotation(self, block: Block, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the block's positions, [b or 1, n, 1, R]."""
-        if len(self._made[0]) < capacity:
+        if len(self._cos_sin[0]) < capacity:
             cos, sin = self._angles(torch.arange(capacity, device=device)[None])
             # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): the halves are swapped, and the sign is in the sine.
             first, second = sin[0].chunk(2, -1)
-            self._made = cos[0], torch.cat((-first, second), -1)
+            self._cos_sin = cos[0], torch.cat((-first, second), -1)
         if block.even and block.tree is None:
             span = slice(block.starts[0], block.end)
-            return self._made[0][None, span, None], self._made[1][None, span, None]
+            return self._cos_sin[0][None, span, None], self._cos_sin[1][None, span, None]
         positions = block.positions(device)
-        return self._made[0][positions][:, :, None], self._made[1][positions][:, :, None]
+        return self._cos_sin[0][positions][:, :, None], self._cos_sin[1][positions][:, :, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

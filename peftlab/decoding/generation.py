@@ -36,11 +36,11 @@ def answering(model: PreTrainedModel, settings: GenerateConfig, ends: frozenset[
         except PeftlabError:
             pass
         else:
-            return partial(_decoded, engine, settings, ends)
-    return partial(_generated, model, settings, ends, pad)
+            return partial(_decode_with_engine, engine, settings, ends)
+    return partial(_generate_with_transformers, model, settings, ends, pad)
 
 
-def _decoded(
+def _decode_with_engine(
     engine: Engine, settings: GenerateConfig, ends: frozenset[int], prompts: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
@@ -48,7 +48,7 @@ def _decoded(
     return [generation.tokens for generation in decode(engine, prompts, stopping, sampling=sampling)]
 
 
-def _generated(
+def _generate_with_transformers(
     model: PreTrainedModel,
     settings: GenerateConfig,
     ends: frozenset[int],
@@ -70,10 +70,10 @@ def _generated(
             no_repeat_ngram_size=settings.no_repeat_ngram, repetition_penalty=1.0, do_sample=sampled,
             eos_token_id=sorted(ends) or None, pad_token_id=pad, **(cuts if sampled else {}),
         )  # fmt: skip
-    return [_cut(tokens, ends) for tokens in output[:, longest:].tolist()]
+    return [_cut_after_end(tokens, ends) for tokens in output[:, longest:].tolist()]
 
 
-def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
+def _cut_after_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
     """Return an answer up to and with its end token; padding follows that."""
     end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
     return tokens[: end + 1]

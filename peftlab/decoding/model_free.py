@@ -310,7 +310,7 @@ class Counts:
 
 
 @lru_cache(maxsize=4)
-def _of_corpus(corpus: SuffixAutomaton, order: int) -> Counts:
+def _corpus_counts(corpus: SuffixAutomaton, order: int) -> Counts:
     """Count a corpus once for all drafters; no context crosses from one of its documents to the next."""
     counts, document = Counts(order), list[int]()
     for token in (*corpus.tokens, END):
@@ -375,7 +375,7 @@ class NGramDrafter(Drafter):
 
     def _scores(self, text: list[int]) -> Tensor:
         """Return log counts of what follows a text, [V]."""
-        sources = [self._counts] + ([_of_corpus(self.corpus, self.order)] if self.corpus is not None else [])
+        sources = [self._counts] + ([_corpus_counts(self.corpus, self.order)] if self.corpus is not None else [])
         for n in range(min(self.order - 1, len(text)), -1, -1):
             context = tuple(text[len(text) - n :])
             known = [source.followers[context] for source in sources if context in source.followers]
@@ -415,7 +415,7 @@ class SuffixAutomaton:
         # substring, and how many tokens have been read at the end of its first occurrence.
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._first = [-1], [0], [0]
-        self._whole = 0  # the state of the whole text
+        self._whole_text = 0  # the state of the whole text
         for token in tokens:
             self.extend(token)
 
@@ -423,28 +423,28 @@ class SuffixAutomaton:
         """Append a token to the text."""
         self.tokens.append(token)
         n = len(self.tokens)
-        new = self._state({}, 0, n, n)
-        state = self._whole
+        new = self._add_state({}, 0, n, n)
+        state = self._whole_text
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
         if state >= 0:
             self._link[new] = self._split(state, token)
-        self._whole = new
+        self._whole_text = new
 
     def _split(self, state: int, token: int) -> int:
         """Return the state of ``state``'s longest substring and ``token``, made from the one that contains it."""
         whole, length = self._next[state][token], self._length[state] + 1
         if self._length[whole] == length:
             return whole
-        part = self._state(dict(self._next[whole]), self._link[whole], length, self._first[whole])
+        part = self._add_state(dict(self._next[whole]), self._link[whole], length, self._first[whole])
         self._link[whole] = part
         while state >= 0 and self._next[state].get(token) == whole:
             self._next[state][token] = part
             state = self._link[state]
         return part
 
-    def _state(self, following: dict[int, int], link: int, length: int, first: int) -> int:
+    def _add_state(self, following: dict[int, int], link: int, length: int, first: int) -> int:
         self._next.append(following)
         self._link.append(link)
         self._length.append(length)
@@ -456,7 +456,7 @@ class SuffixAutomaton:
 
         An end is a number of tokens: ``tokens[end]`` followed. (0, 0) where the last token is new.
         """
-        state = self._link[self._whole]  # the longest suffix that ends elsewhere as well
+        state = self._link[self._whole_text]  # the longest suffix that ends elsewhere as well
         return (0, 0) if state < 0 else (self._length[state], self._first[state])
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:

@@ -174,9 +174,9 @@ class SkippedSublayers(EngineWrapper):
             return whole.output(h, keep)
 
 
-_SHARE = 0.45  # of the sublayers that may be left out
-_EVERY = 25  # tries from one set that the Gaussian process proposes to the next
-_ENOUGH, _MISSES, _TRIES = 0.95, 300, 1000
+_SKIPPED_SHARE = 0.45  # of the sublayers that may be left out
+_PROPOSAL_INTERVAL = 25  # tries from one set that the Gaussian process proposes to the next
+_GOOD_SCORE, _MAX_MISSES, _MAX_TRIES = 0.95, 300, 1000
 _CANDIDATES = 256  # random sets of which the Gaussian process takes the most promising
 _DEVIATIONS = 2.576  # above the mean: how much a set counts for not being known
 _WINDOW = 32  # tokens on which a set is tried
@@ -205,29 +205,29 @@ class SkipSearch:
 
     def __post_init__(self) -> None:
         self._places = 2 * (self.layers - 2)
-        self._size = max(1, round(_SHARE * self._places))
+        self._size = max(1, round(_SKIPPED_SHARE * self._places))
         self._random = torch.Generator().manual_seed(0)
         self._first = torch.zeros(self._places)
         self._first[[math.floor((i + 0.5) * self._places / self._size) for i in range(self._size)]] = 1
-        self.best = self._numbers(self._first)
+        self.best = self._sublayer_numbers(self._first)
 
     @property
     def over(self) -> bool:
         """Return whether the search has ended."""
-        return self.score >= _ENOUGH or self._misses >= _MISSES or self.tries >= _TRIES
+        return self.score >= _GOOD_SCORE or self._misses >= _MAX_MISSES or self.tries >= _MAX_TRIES
 
     def candidate(self) -> frozenset[int]:
         """Return the next set to try; tell ``record`` its score before the next call."""
         if not self._tried:
             chosen = self._first
-        elif len(self._tried) % _EVERY:
-            chosen = self._drawn()
+        elif len(self._tried) % _PROPOSAL_INTERVAL:
+            chosen = self._random_set()
         else:
-            sets = torch.stack([self._drawn() for _ in range(_CANDIDATES)])
+            sets = torch.stack([self._random_set() for _ in range(_CANDIDATES)])
             promise = upper_bound(torch.stack(self._tried[: self.tries]), torch.tensor(self._scores), sets)
             chosen = sets[int(promise.argmax())]
         self._tried.append(chosen)
-        return self._numbers(chosen)
+        return self._sublayer_numbers(chosen)
 
     def record(self, score: float) -> None:
         """Take the score, from 0 to 1, of the set that ``candidate`` returned last."""
@@ -235,14 +235,14 @@ class SkipSearch:
         self.tries += 1
         self._misses += 1
         if score > self.score:
-            self.score, self.best, self._misses = score, self._numbers(self._tried[-1]), 0
+            self.score, self.best, self._misses = score, self._sublayer_numbers(self._tried[-1]), 0
 
-    def _drawn(self) -> Tensor:
+    def _random_set(self) -> Tensor:
         chosen = torch.zeros(self._places)
         chosen[torch.randperm(self._places, generator=self._random)[: self._size]] = 1
         return chosen
 
-    def _numbers(self, chosen: Tensor) -> frozenset[int]:
+    def _sublayer_numbers(self, chosen: Tensor) -> frozenset[int]:
         """Return the numbers of the sublayers; those of the first layer are not among the places."""
         return frozenset(2 + place for place in chosen.nonzero()[:, 0].tolist())
 
@@ -299,10 +299,10 @@ class SwiftDrafter(ModelDrafter):
         row = rows[0]
         if not self.search.over and len(row.tokens) - row.prompt_length >= _WINDOW:
             self.layers.skipped = self.search.candidate()
-            self.search.record(self._predicted(row))
+            self.search.record(self._predicted_share(row))
             self.layers.skipped = self.search.best
 
-    def _predicted(self, row: Row) -> float:
+    def _predicted_share(self, row: Row) -> float:
         """Return the share of a row's newest tokens that are predicted; the cache is restored."""
         read, written = row.tokens[-_WINDOW - 1 : -1], row.tokens[-_WINDOW:]
         start = len(row.tokens) - _WINDOW - 1
@@ -332,15 +332,17 @@ class AdaptedExit(EngineWrapper):
     def forward(self, cache: KVCache, tokens: Tensor, block: Block, keep: list[int] | None = None) -> Output:
         """See ``Engine.forward``."""
         with without_torch_function():
-            h, _ = self._draft.run_layers(self.own(cache), self._exit.states(cache, tokens, block), block, self._layers)
+            h, _ = self._draft.run_layers(
+                self.own_cache(cache), self._exit.states(cache, tokens, block), block, self._layers
+            )
             return self._draft.output(h, keep)
 
     def read(self, cache: KVCache, states: Tensor, block: Block) -> None:
         """Let the draft's own layers read tokens, given the states that enter them [b, n, H]."""
         with without_torch_function():
-            self._draft.run_layers(self.own(cache), states, block, self._layers)
+            self._draft.run_layers(self.own_cache(cache), states, block, self._layers)
 
-    def own(self, cache: KVCache) -> KVCache:
+    def own_cache(self, cache: KVCache) -> KVCache:
         """Return the cache of the draft's own layers beside ``cache``."""
         if cache not in self._caches:
             # Rows that have not drafted for several steps are read together with one that is nearly at its end.
@@ -399,4 +401,4 @@ class KangarooDrafter(ModelDrafter):
             self._states[row.index] = new if old is None else torch.cat((old, new))
 
     def select(self, slots: list[int]) -> None:
-        self.adapted.own(self._cache).select(slots)
+        self.adapted.own_cache(self._cache).select(slots)

@@ -96,12 +96,12 @@ class Products:
         return (multiply if add is None else lambda x: add(multiply(x), x)), shrink
 
     def _product(self, linears: Sequence[Linear], outputs: int | None) -> tuple[Product, float]:
-        weights, bias = self._parts(linears, outputs)
-        weight = _stack(weights)
+        weights, bias = self._weights_and_bias(linears, outputs)
+        weight = _stack_weights(weights)
         if not self._pack:
             return lambda x: F.linear(x, weight, bias), 1.0
         if (grow := float16_scale(weight)) is not None:
-            self._note("weights in 16 bits")
+            self._record_storage("weights in 16 bits")
             return _float16_product(weight * grow, bias), 1 / grow
         blocks = self._blocks(weights)
         if blocks is not None and blocks.by_row:
@@ -123,11 +123,11 @@ class Products:
         return sum_up if add is None else lambda x, residual: add(sum_up(x, residual), x)
 
     def _added(self, linear: Linear) -> Added:
-        (weight,), bias = self._parts([linear])
+        (weight,), bias = self._weights_and_bias([linear])
         if not self._pack:
             return lambda x, residual: residual + F.linear(x, weight, bias)
         if (grow := float16_scale(weight)) is not None:
-            self._note("weights in 16 bits")
+            self._record_storage("weights in 16 bits")
             half, shrink = _float16_product(weight * grow, None if bias is None else bias * grow), 1 / grow
             return lambda x, residual: torch.add(residual, half(x), alpha=shrink)
         blocks = self._blocks([weight])
@@ -147,19 +147,21 @@ class Products:
         few, most = coded_product(blocks, bias), max_coded_rows(blocks) * weight.shape[1]
         return lambda x, residual: residual + few(x) if x.numel() <= most else several(x, residual)
 
-    def _parts(self, linears: Sequence[Linear], outputs: int | None = None) -> tuple[list[Tensor], Tensor | None]:
+    def _weights_and_bias(
+        self, linears: Sequence[Linear], outputs: int | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
         """Return the weights of linear maps of one input, and their biases in one, as far as outputs are computed."""
         weights = [linear.weight.to(self._dtype or linear.weight.dtype) for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases)[:outputs] if biases else None
-        return (weights if outputs is None else [_stack(weights)[:outputs]]), bias
+        return (weights if outputs is None else [_stack_weights(weights)[:outputs]]), bias
 
     def _blocks(self, weights: Sequence[Tensor]) -> CodedWeight | None:
         blocks = coded_weight(weights)
-        self._note("packed by oneDNN" if blocks is None else str(blocks))
+        self._record_storage("packed by oneDNN" if blocks is None else str(blocks))
         return blocks
 
-    def _note(self, stored: str) -> None:
+    def _record_storage(self, stored: str) -> None:
         if stored not in self.stored:
             self.stored.append(stored)
 
@@ -182,7 +184,7 @@ def float16_scale(weight: Tensor) -> float | None:
     return grow if torch.equal(grown.half().float(), grown) else None
 
 
-def _stack(weights: Sequence[Tensor]) -> Tensor:
+def _stack_weights(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([*weights]) if len(weights) > 1 else weights[0]
 
 
@@ -217,10 +219,10 @@ def _rowwise_product(blocks: CodedWeight, bias: Tensor | None) -> Product:
     return lambda x: product(x).mul_(scales) if bias is None else torch.addcmul(bias, product(x), scales)
 
 
-_ROWS = 256  # of a weight that are read at a time
-_PROBED = 256  # blocks that show whether a weight is of a form, and which codes are usual
-_STEPS = 16  # scales between the two nearest values of a block, at most
-_NEAR = 0.02  # how far from a whole number rounding takes a code
+_ROWS_PER_READ = 256  # of a weight that are read at a time
+_PROBED_BLOCKS = 256  # blocks that show whether a weight is of a form, and which codes are usual
+_MAX_STEPS = 16  # scales between the two nearest values of a block, at most
+_ROUNDING_DISTANCE = 0.02  # how far from a whole number rounding takes a code
 _EXTRA_BITS = 24 - 17  # of a float32 number past those of GGUF's scales, which are a float16 times 6 bits
 
 
@@ -312,12 +314,12 @@ def _find_blocks(weight: Tensor, form: _BlockFormat) -> CodedWeight | None:
     size = form.size or weight.shape[1]
     if weight.shape[1] % size:
         return None
-    first = weight[: -(-_PROBED * size // weight.shape[1])].reshape(-1, size)[:_PROBED]
+    first = weight[: -(-_PROBED_BLOCKS * size // weight.shape[1])].reshape(-1, size)[:_PROBED_BLOCKS]
     if _quantise(first[:2], form, []) is None or (probe := _quantise(first, form, [])) is None:
         return None
     usual = _frequent_spans(probe[0], form)
     coded = []
-    for rows in weight.split(_ROWS):
+    for rows in weight.split(_ROWS_PER_READ):
         if (part := _quantise(rows.reshape(-1, size), form, usual)) is None:
             return None
         coded.append((part[0].to(torch.int8), *part[1:]))
@@ -350,8 +352,8 @@ def _quantise(values: Tensor, form: _BlockFormat, usual: Sequence[tuple[int, int
     if usual:
         (span, shift), rest = usual[0], usual[1:]
         found, wrong = _try_span(values, form, values.new_tensor([[span]]), shift)
-        return _complete(found, wrong, lambda: _quantise(values[wrong], form, rest))
-    spans = _spans(values, form)
+        return _replace_wrong(found, wrong, lambda: _quantise(values[wrong], form, rest))
+    spans = _code_spans(values, form)
     return _quantise_with_spans(values, form, spans, form.shifts) if spans.all() else None
 
 
@@ -360,10 +362,10 @@ def _quantise_with_spans(values: Tensor, form: _BlockFormat, spans: Tensor, shif
     if not shifts:
         return None
     found, wrong = _try_span(values, form, spans, shifts[0])
-    return _complete(found, wrong, lambda: _quantise_with_spans(values[wrong], form, spans[wrong], shifts[1:]))
+    return _replace_wrong(found, wrong, lambda: _quantise_with_spans(values[wrong], form, spans[wrong], shifts[1:]))
 
 
-def _complete(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | None]) -> _Codes | None:
+def _replace_wrong(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | None]) -> _Codes | None:
     """Put what ``others`` finds into the places where what was found is wrong."""
     if len(wrong):
         if (right := others()) is None:
@@ -373,7 +375,7 @@ def _complete(found: _Codes, wrong: Tensor, others: Callable[[], _Codes | None])
     return found
 
 
-def _spans(values: Tensor, form: _BlockFormat) -> Tensor:
+def _code_spans(values: Tensor, form: _BlockFormat) -> Tensor:
     """Return the largest code of blocks above the smallest, or above 0 without minima, [B, 1]; 0 where there is none.
 
     The smallest difference of two values is one, two or a few scales.
@@ -385,10 +387,10 @@ def _spans(values: Tensor, form: _BlockFormat) -> Tensor:
     step = torch.where(steps > 0, steps, torch.inf).amin(1, keepdim=True)
     largest = distances.amax(1, keepdim=True)
     spans = torch.where(largest == 0, 1.0, 0.0)
-    for scales in range(1, _STEPS + 1):
+    for scales in range(1, _MAX_STEPS + 1):
         span = (scales * largest / step).round()
         codes = distances * (span / largest)
-        near = (codes - codes.round()).abs().amax(1, keepdim=True) < _NEAR
+        near = (codes - codes.round()).abs().amax(1, keepdim=True) < _ROUNDING_DISTANCE
         spans = torch.where((spans == 0) & near & (span <= form.most), span, spans)
     return spans
 

@@ -109,16 +109,16 @@ class ParallelDrafter(Drafter):
         budgets = [min(b, places) if chain else b * (places > 0) for b, places in zip(budgets, rooms, strict=True)]
         if not any(budgets):
             return Proposal.empty(len(rows), self.engine.device)
-        output = self._places(rows, min(max(budgets), max(rooms)))
+        output = self._mask_outputs(rows, min(max(budgets), max(rooms)))
         if not chain:
             return self._trees(output.logits, budgets, rooms)
 
         def following(x: Tensor, before: Output, drawn: int) -> Output:
-            return _place(output, drawn + 1)
+            return _output_at(output, drawn + 1)
 
-        return draft_chain(rows, budgets, _place(output, 0), following, self._sampling)
+        return draft_chain(rows, budgets, _output_at(output, 0), following, self._sampling)
 
-    def _places(self, rows: list[Row], n: int) -> Output:
+    def _mask_outputs(self, rows: list[Row], n: int) -> Output:
         """Read each row's new tokens and n - 1 masks; return the output of its last token and of the masks."""
         starts = [len(row.tokens) - 1 if self.shares_cache else self._read[row.index] for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
@@ -161,7 +161,7 @@ class ParallelDrafter(Drafter):
             self._cache.select(slots)
 
 
-def _place(output: Output, place: int) -> Output:
+def _output_at(output: Output, place: int) -> Output:
     return Output(output.logits[:, place : place + 1], output.hidden[:, place : place + 1])
 
 
@@ -200,15 +200,15 @@ class OnePassDrafter(ParallelDrafter):
     gate: Gate
     name: str = "one_pass"
     shares_cache: bool = field(default=True, init=False)
-    _behind: Output | None = field(init=False, repr=False, default=None)  # of each node's masks: [b, N+1, k, ...]
-    _next: dict[int, Output] = field(init=False, repr=False, default_factory=dict)  # of each row's: [k, ...]
+    _node_masks: Output | None = field(init=False, repr=False, default=None)  # of each node's masks: [b, N+1, k, ...]
+    _row_masks: dict[int, Output] = field(init=False, repr=False, default_factory=dict)  # of each row's: [k, ...]
     _wanted: int = field(init=False, repr=False, default=1)
 
     def __post_init__(self) -> None:
         self.masks = replace(self.masks, length=self.masks.length - 1)
 
     def start(self, rows: list[Row], state: TargetState) -> None:
-        self._next = {}
+        self._row_masks = {}
         super().start(rows, state)
 
     def propose(self, rows: list[Row], budgets: list[int]) -> Proposal:
@@ -220,12 +220,12 @@ class OnePassDrafter(ParallelDrafter):
         return False
 
     def _room(self, row: Row) -> int:
-        return min(super()._room(row), len(self._next[row.index].logits)) if row.index in self._next else 0
+        return min(super()._room(row), len(self._row_masks[row.index].logits)) if row.index in self._row_masks else 0
 
-    def _places(self, rows: list[Row], n: int) -> Output:
+    def _mask_outputs(self, rows: list[Row], n: int) -> Output:
         """Return what the last step's masks gave for each row; nothing is read."""
-        blank = next(iter(self._next.values()))
-        each = [self._next.get(row.index, blank) for row in rows]
+        blank = next(iter(self._row_masks.values()))
+        each = [self._row_masks.get(row.index, blank) for row in rows]
         logits, hidden = ([getattr(found, name)[:n] for found in each] for name in ("logits", "hidden"))
         return Output(pad_sequence(logits, batch_first=True), pad_sequence(hidden, batch_first=True))
 
@@ -234,7 +234,7 @@ class OnePassDrafter(ParallelDrafter):
         free = cache.capacity - max(block.starts)
         k = min(self.masks.length, self._wanted, free // nodes - 1)
         if k < 1:
-            self._behind = None
+            self._node_masks = None
             return target.forward(cache, inputs, block)
         # Mask m behind node j, of which node 0 is the last known token, is node N + jk + m of the tree.
         behind = [j - 1 if m == 0 else nodes - 2 + j * k + m for j in range(nodes) for m in range(k)]
@@ -245,16 +245,16 @@ class OnePassDrafter(ParallelDrafter):
         with self.gate.over(gated.expand(b, -1)):
             output = target.forward(cache, tokens, replace(block, n=tokens.shape[1], tree=tree))
         logits, hidden = (x[:, nodes:].unflatten(1, (nodes, k)) for x in (output.logits, output.hidden))
-        self._behind = Output(logits, hidden)
+        self._node_masks = Output(logits, hidden)
         features = None if output.features is None else output.features[:, :nodes]
         return Output(output.logits[:, :nodes], output.hidden[:, :nodes], features)
 
     def accept(self, rows: list[Row], verified: Verified) -> None:
         for i, (row, path) in enumerate(zip(rows, verified.paths, strict=True)):
-            self._next.pop(row.index, None)
-            if self._behind is not None:
+            self._row_masks.pop(row.index, None)
+            if self._node_masks is not None:
                 last = path[-1] + 1 if path else 0
-                self._next[row.index] = Output(self._behind.logits[i, last], self._behind.hidden[i, last])
+                self._row_masks[row.index] = Output(self._node_masks.logits[i, last], self._node_masks.hidden[i, last])
 
     def candidates(self, acceptance: Sequence[float], verification: Sequence[float]) -> list[DraftCandidate]:
         """Return none: a step reads masks, too, so that its time is not that of as many tokens."""
@@ -318,7 +318,7 @@ class PearlDrafter(ModelDrafter):
         ]
         room = self._cache.capacity - max(len(row.tokens) for row in ahead)
         self._drafting = self._thread.submit(self._draft, ahead, [max(0, min(budget, room)) for budget in budgets])
-        return _proposal(waiting)
+        return _stack_chains(waiting)
 
     def _empty_chain(self) -> _Chain:
         return _Chain(torch.zeros(0, dtype=torch.long, device=self.engine.device), None, None)
@@ -340,7 +340,7 @@ class PearlDrafter(ModelDrafter):
         for i, row in enumerate(rows):
             self._new[row.index] = _row_chain(new, i)
             chains.append(_row_chain(draft, i).join(self._new[row.index].part(0, 1)))
-        every = _proposal(chains)
+        every = _stack_chains(chains)
         # No token follows one that was not read: what is drawn after it from this repeated place is not used.
         last = output.logits[:, -1:]
         padded = Output(torch.cat((output.logits, last), 1)[:, : every.tokens.shape[1] + 1], output.hidden)
@@ -368,7 +368,7 @@ def _row_chain(proposal: Proposal, row: int) -> _Chain:
     return _Chain(tokens[:n], probs, logits)
 
 
-def _proposal(chains: list[_Chain]) -> Proposal:
+def _stack_chains(chains: list[_Chain]) -> Proposal:
     """Return chains of several lengths side by side."""
     tokens = pad_sequence([chain.tokens for chain in chains], batch_first=True, padding_value=-1)
     if not tokens.shape[1]:
@@ -376,12 +376,12 @@ def _proposal(chains: list[_Chain]) -> Proposal:
     some = next(chain for chain in chains if len(chain.tokens))
     return Proposal(
         tokens,
-        _pad([chain.probs for chain in chains], some.probs),
-        _pad([chain.logits for chain in chains], some.logits),
+        _pad_rows([chain.probs for chain in chains], some.probs),
+        _pad_rows([chain.logits for chain in chains], some.logits),
     )
 
 
-def _pad(values: list[Tensor | None], like: Tensor | None) -> Tensor | None:
+def _pad_rows(values: list[Tensor | None], like: Tensor | None) -> Tensor | None:
     if like is None:
         return None
     return pad_sequence([like[:0] if value is None else value for value in values], batch_first=True)

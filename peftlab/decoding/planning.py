@@ -155,8 +155,8 @@ def plan_from_times(target: list[float], draft: float) -> Gains:
         draft_seconds=draft,
         verification=[t / target[0] for t in target],
         gammas=gammas,
-        alphas=[_best(gain, alpha, range(longest + 1)) for alpha in ALPHAS],
-        pearl=[_best(pearl, alpha, range(1, longest + 1)) for alpha in ALPHAS],
+        alphas=[_best_length(gain, alpha, range(longest + 1)) for alpha in ALPHAS],
+        pearl=[_best_length(pearl, alpha, range(1, longest + 1)) for alpha in ALPHAS],
         pays=any(row.break_even is not None for row in gammas),
         verdict=_verdict(gammas),
     )
@@ -217,10 +217,10 @@ def _intervals(target: list[list[float]], draft: list[float], draws: int = 1000)
 def best_gamma_at(plan: Gains, alpha: float) -> AcceptanceGain:
     """Return the draft length of the largest gain at an acceptance."""
     gain = partial(_gain, plan.target_seconds, plan.draft_seconds)
-    return _best(gain, alpha, range(len(plan.target_seconds)))
+    return _best_length(gain, alpha, range(len(plan.target_seconds)))
 
 
-def _best(gain: Callable[[float, int], float], alpha: float, gammas: Iterable[int]) -> AcceptanceGain:
+def _best_length(gain: Callable[[float, int], float], alpha: float, gammas: Iterable[int]) -> AcceptanceGain:
     best = max(gammas, key=partial(gain, alpha))
     return AcceptanceGain(alpha, best, gain(alpha, best))
 
@@ -289,7 +289,7 @@ def plan(
     with Watch(target.device) as watch:
         seconds = {size: step_seconds(both, batch=size, context=context, repeats=repeats) for size in batches}
     first = seconds[batches[0]]
-    found = plan_from_repeats(_of_target(first), first["draft", 1], watch.conditions(_repeats(seconds)))
+    found = plan_from_repeats(_target_repeats(first), first["draft", 1], watch.conditions(_all_repeats(seconds)))
     return MeasuredPlan(
         **_attributes(found),
         batch=batches[0],
@@ -301,19 +301,22 @@ def plan(
     )
 
 
-def _of_target(seconds: Seconds) -> list[list[float]]:
+def _target_repeats(seconds: Seconds) -> list[list[float]]:
     """Return the repeats of a target step over 1, 2, ... tokens."""
     return [times for (name, _), times in seconds.items() if name == "target"]
 
 
-def _repeats(seconds: Mapping[int, Seconds]) -> list[list[float]]:
+def _all_repeats(seconds: Mapping[int, Seconds]) -> list[list[float]]:
     return [times for of in seconds.values() for times in of.values()]
 
 
 def _batch_plan(batch: int, seconds: Seconds) -> BatchPlan:
-    target, draft = [statistics.median(times) for times in _of_target(seconds)], statistics.median(seconds["draft", 1])
+    target, draft = (
+        [statistics.median(times) for times in _target_repeats(seconds)],
+        statistics.median(seconds["draft", 1]),
+    )
     gain = partial(_gain, target, draft)
-    alphas = [_best(gain, alpha, range(len(target))) for alpha in GAIN_ALPHAS]
+    alphas = [_best_length(gain, alpha, range(len(target))) for alpha in GAIN_ALPHAS]
     return BatchPlan(batch, target, [each / target[0] for each in target], draft / target[0], alphas, None)
 
 
@@ -364,7 +367,7 @@ def compare_kinds(
     alone = {"target": (target, max_gamma + 1)}
     with Watch(target.device) as watch:
         seconds = {size: step_seconds(alone, batch=size, context=context, repeats=repeats) for size in batches}
-    conditions, times = watch.conditions(_repeats(seconds)), _of_target(seconds[batches[0]])
+    conditions, times = watch.conditions(_all_repeats(seconds)), _target_repeats(seconds[batches[0]])
     advised = [_batch_advice(size, of, costs, alpha) for size, of in seconds.items()]
     medians, verification = advised[0].target_seconds, advised[0].verification
     kinds = advise(costs, verification, alpha)
@@ -385,6 +388,6 @@ def compare_kinds(
 
 
 def _batch_advice(batch: int, seconds: Seconds, costs: Sequence[DraftCost], alpha: float) -> BatchPlan:
-    target = [statistics.median(times) for times in _of_target(seconds)]
+    target = [statistics.median(times) for times in _target_repeats(seconds)]
     verification = [each / target[0] for each in target]
     return BatchPlan(batch, target, verification, None, [], recommendation(advise(costs, verification, alpha)))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from peftlab.decoding.cache import Block, Context, Encoder, KVCache, Output, paths_of
 from peftlab.untyped import KnownModel
 
-_AT_ONCE = 32  # tokens, whose states are in memory together: a long prompt's would take gigabytes
+_MAX_TOKENS = 32  # tokens, whose states are in memory together: a long prompt's would take gigabytes
 
 
 class RecurrentEngine:
@@ -77,10 +77,10 @@ class RecurrentEngine:
     ) -> tuple[Tensor, Tensor | None, list[State]]:
         """Read chains [b, n]; return final states [b, wanted, H], features [b, n, F], and layers' [b, wanted, ...]."""
         parts = []
-        for first in range(0, tokens.shape[1], _AT_ONCE):
-            some = tokens[:, first : first + _AT_ONCE]
+        for first in range(0, tokens.shape[1], _MAX_TOKENS):
+            some = tokens[:, first : first + _MAX_TOKENS]
             kept = [i - first for i in wanted if first <= i < first + some.shape[1]]
-            hidden, features, after = self._part(some, states)
+            hidden, features, after = self._read_part(some, states)
             states = [State(*(z[:, -1] for z in layer)) for layer in after]
             parts.append((hidden[:, kept], features, [State(*(z[:, kept] for z in layer)) for layer in after]))
         every = list(zip(*(after for _, _, after in parts), strict=True))  # of each layer its parts
@@ -88,7 +88,7 @@ class RecurrentEngine:
         entering = torch.cat([features for _, features, _ in parts], 1) if self._features else None
         return torch.cat([hidden for hidden, _, _ in parts], 1), entering, joined
 
-    def _part(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor, list[State]]:
+    def _read_part(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor, list[State]]:
         h = self._body.embeddings(tokens)
         entering, after = [], []
         for i, (layer, before) in enumerate(zip(self._body.layers, states, strict=True)):
@@ -132,7 +132,7 @@ def blank(mixer: KnownModel, dtype: torch.dtype, device: torch.device) -> State:
 def _mamba(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]:
     """Compute a layer of Mamba (Gu and Dao 2023, arXiv 2312.00752) or FalconMamba, which norms B, C and the step."""
     mixed, gate = mixer.in_proj(x).chunk(2, -1)
-    mixed, windows = _convolved(mixer, mixed, before.window)
+    mixed, windows = _convolve(mixer, mixed, before.window)
     size = mixer.ssm_state_size
     step, b, c = mixer.x_proj(mixed).split([mixer.time_step_rank, size, size], -1)
     if hasattr(mixer, "dt_layernorm"):
@@ -148,7 +148,7 @@ def _mamba2(mixer: KnownModel, x: Tensor, before: State) -> tuple[Tensor, State]
     """Compute a layer of Mamba 2 (Dao and Gu 2024, arXiv 2405.21060): a decay for each head, B and C for groups."""
     heads, size, groups = mixer.num_heads, mixer.ssm_state_size, mixer.n_groups
     gate, mixed, step = mixer.in_proj(x).split([mixer.intermediate_size, mixer.conv_dim, heads], -1)
-    mixed, windows = _convolved(mixer, mixed, before.window)
+    mixed, windows = _convolve(mixer, mixed, before.window)
     values, b, c = mixed.float().split([mixer.intermediate_size, groups * size, groups * size], -1)
     b, c = (z.unflatten(-1, (groups, size)).repeat_interleave(heads // groups, -2) for z in (b, c))  # [b, n, heads, N]
     values = values.unflatten(-1, (heads, -1))  # [b, n, heads, D]
@@ -167,7 +167,7 @@ MIXERS: dict[str, Mix] = {
 """Class of a state-space model -> what computes its layers."""
 
 
-def _convolved(mixer: KnownModel, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+def _convolve(mixer: KnownModel, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
     """Return the activated convolution of inputs [b, n, C] after a window [b, C, k], and the window after each."""
     convolution = mixer.conv1d
     inputs = torch.cat((window, x.mT), -1)  # [b, C, k + n]

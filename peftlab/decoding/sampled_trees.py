@@ -66,13 +66,13 @@ class DrawnTrees(ModelDrafter):
             drawn_from.append(level.drawn_from)
             if tokens.shape[1] >= nodes:
                 break
-            logits = self._leaves(rows, tokens, parents, level.tokens.shape[1])
+            logits = self._leaf_logits(rows, tokens, parents, level.tokens.shape[1])
         drafted = torch.arange(nodes, device=device) < torch.tensor(budgets, device=device)[:, None]
         tokens = tokens[:, :nodes].where(drafted, -1)
         probs = None if greedy else torch.cat(drawn_from, 1)[:, :nodes].where(drafted[..., None], 0)
         return Proposal(tokens, probs, parents=[tuple(line) for line in parents[:, :nodes].tolist()])
 
-    def _leaves(self, rows: list[Row], tokens: Tensor, parents: Tensor, width: int) -> Tensor:
+    def _leaf_logits(self, rows: list[Row], tokens: Tensor, parents: Tensor, width: int) -> Tensor:
         """Read each row's last token and the tree [b, n] below it; return the logits of its last ``width`` nodes."""
         n = tokens.shape[1]
         last = torch.tensor([[row.tokens[-1]] for row in rows], device=tokens.device)
@@ -127,7 +127,7 @@ class Chains:
 
     def level(self, q: Tensor, random: RandomSource | None) -> Level:
         if self._eldest is None:
-            tokens, drawn_from = self._first(q[:, 0], random)
+            tokens, drawn_from = self._first_tokens(q[:, 0], random)
             above = torch.zeros_like(tokens)
         else:
             above = self._eldest
@@ -139,7 +139,7 @@ class Chains:
         self._eldest = alike.long().argmax(-1) if self.replacement else places.expand_as(tokens)
         return Level(tokens, above, drawn_from)
 
-    def _first(self, q: Tensor, random: RandomSource | None) -> tuple[Tensor, Tensor]:
+    def _first_tokens(self, q: Tensor, random: RandomSource | None) -> tuple[Tensor, Tensor]:
         width = min(self.width, q.shape[-1])
         if random is None:
             return q.topk(width, -1).indices, q[:, None].expand(-1, width, -1)
@@ -166,16 +166,16 @@ class StochasticBeam:
         if self._path is None or self._value is None:
             self._path = self._value = q.new_zeros(b, 1)
         paths = self._path[..., None] + q.log()
-        values = paths if random is None else _below(self._value[..., None], paths, random)
+        values = paths if random is None else _bounded_gumbels(self._value[..., None], paths, random)
         self._value, best = values.flatten(1).topk(min(self.width, k * v), -1)
         self._path = paths.flatten(1).gather(1, best)
         above, tokens = best // v, best % v
-        drawn_from = _without_elders(q, above, tokens)
+        drawn_from = _exclude_elder_siblings(q, above, tokens)
         drawn = self._value > -torch.inf
         return Level(tokens.where(drawn, -1), above, drawn_from.where(drawn[..., None], 0))
 
 
-def _below(bound: Tensor, paths: Tensor, random: RandomSource) -> Tensor:
+def _bounded_gumbels(bound: Tensor, paths: Tensor, random: RandomSource) -> Tensor:
     """Return Gumbels located at ``paths`` [b, k, V], given that the largest of each node is ``bound`` [b, k, 1]."""
     free = paths - random.exponentials(paths).log()
     # -log(exp(-bound) - exp(-Z) + exp(-G)) = bound - softplus(d), d = bound - G + log(1 - exp(G - Z)), which does not
@@ -184,7 +184,7 @@ def _below(bound: Tensor, paths: Tensor, random: RandomSource) -> Tensor:
     return (bound - torch.nn.functional.softplus(shift)).where(paths > -torch.inf, -torch.inf)
 
 
-def _without_elders(q: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
+def _exclude_elder_siblings(q: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
     """Return what each node of a level was drawn from [b, w, V]: its parent's q without the elder siblings.
 
     Args:

@@ -70,7 +70,7 @@ def probabilities(
         top_p = None  # else a sum rounded up to 1 would cut the tail
     if top_k is None and top_p is None:
         return probs
-    ordered = _descending(probs)
+    ordered = _sort_descending(probs)
     mass = ordered[..., :top_k].cumsum(-1)
     count = torch.full_like(mass[..., :1], mass.shape[-1], dtype=torch.long)
     if top_p is not None:
@@ -79,7 +79,7 @@ def probabilities(
     return kept / kept.sum(-1, keepdim=True)
 
 
-def _descending(probs: Tensor) -> Tensor:
+def _sort_descending(probs: Tensor) -> Tensor:
     """Return each row's values, the largest first."""
     if probs.device.type != "cpu":
         return probs.sort(dim=-1, descending=True).values

@@ -67,12 +67,12 @@ def acceptance_statistics(generations: Iterable[Generation]) -> AcceptanceStatis
         drafted=sum(s.drafted for s in steps),
         accepted=accepted,
         steps=len(steps),
-        histogram=_counts(s.emitted for s in steps),
-        accepted_runs=_counts(s.accepted for s in steps),
+        histogram=_histogram(s.emitted for s in steps),
+        accepted_runs=_histogram(s.accepted for s in steps),
     )
 
 
-def _counts(lengths: Iterable[int]) -> dict[str, int]:
+def _histogram(lengths: Iterable[int]) -> dict[str, int]:
     return {str(n): count for n, count in sorted(Counter(lengths).items())}
 
 

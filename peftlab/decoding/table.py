@@ -67,7 +67,7 @@ def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
     """
     name, colon, x = text.partition(":")
     if name not in rows:
-        forms = ", ".join(_form(each, row.argument) for each, row in rows.items())
+        forms = ", ".join(_written_form(each, row.argument) for each, row in rows.items())
         raise PeftlabError(f"{what} {text}: one of {forms}{did_you_mean(name, rows)}")
     rule = rows[name]
     if rule.argument is None:
@@ -76,7 +76,7 @@ def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
         return NamedRule(text, name, rule, None)
     if not colon:
         if rule.argument.required:
-            form = _form(name, rule.argument)
+            form = _written_form(name, rule.argument)
             raise PeftlabError(f"{what} {text}: needs a value, {form}; {rule.argument.description}")
         return NamedRule(text, name, rule, rule.argument.default)
     try:
@@ -85,7 +85,7 @@ def parse_rule(what: str, rows: Mapping[str, Rule], text: str) -> NamedRule:
         raise PeftlabError(f"{what} {text}: {rule.argument.name} is {rule.argument.description}") from None
 
 
-def _form(name: str, argument: Argument | None) -> str:
+def _written_form(name: str, argument: Argument | None) -> str:
     if argument is None:
         return name
     return f"{name}:{argument.name}" if argument.required else f"{name}[:{argument.name}]"
@@ -93,7 +93,7 @@ def _form(name: str, argument: Argument | None) -> str:
 
 def rule_help(rows: Mapping[str, Rule]) -> str:
     """Return what may be written and what it does, for the help of an option."""
-    return "; ".join(f"{_form(name, row.argument)}, {row.about}" for name, row in rows.items())
+    return "; ".join(f"{_written_form(name, row.argument)}, {row.about}" for name, row in rows.items())
 
 
 def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> Callable[[str], float]:
@@ -107,31 +107,31 @@ def _number(kind: type[int] | type[float], allowed: Callable[[float], bool]) -> 
     return read
 
 
-_NATURAL = _number(int, lambda n: n >= 0)
-_POSITIVE = _number(int, lambda n: n >= 1)
-_SEVERAL = _number(int, lambda n: n >= 2)
-_SHARE = _number(float, lambda x: 0 <= x <= 1)
-_INSIDE = _number(float, lambda x: 0 < x < 1)
+_FROM_0 = _number(int, lambda n: n >= 0)
+_FROM_1 = _number(int, lambda n: n >= 1)
+_FROM_2 = _number(int, lambda n: n >= 2)
+_FROM_0_TO_1 = _number(float, lambda x: 0 <= x <= 1)
+_BETWEEN_0_AND_1 = _number(float, lambda x: 0 < x < 1)
 
-_LENGTHS = "peftlab.decoding.policies"
+_POLICY = "peftlab.decoding.policies"
 DRAWN, HEAD, TIMES = "probabilities", "acceptance head", "step times"
 
 POLICIES: dict[str, Rule] = {
-    "fixed": Rule(f"{_LENGTHS}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _POSITIVE)),
+    "fixed": Rule(f"{_POLICY}:fixed", "N tokens (default: gamma)", Argument("N", "a whole number from 1", _FROM_1)),
     "confidence": Rule(
-        f"{_LENGTHS}:confidence",
+        f"{_POLICY}:confidence",
         "up to one that the draft gave less than T (default 0.4)",
-        Argument("T", "a probability from 0 to 1", _SHARE, 0.4),
+        Argument("T", "a probability from 0 to 1", _FROM_0_TO_1, 0.4),
         DRAWN,
     ),
-    "heuristic": Rule(f"{_LENGTHS}:heuristic", "from gamma, 2 more after a step without a rejection, else 1 fewer"),
+    "heuristic": Rule(f"{_POLICY}:heuristic", "from gamma, 2 more after a step without a rejection, else 1 fewer"),
     "head": Rule(
-        f"{_LENGTHS}:head",
+        f"{_POLICY}:head",
         "until the draft run's acceptance head expects a rejection with H (default 0.7)",
-        Argument("H", "a probability from 0 to 1", _SHARE, 0.7),
+        Argument("H", "a probability from 0 to 1", _FROM_0_TO_1, 0.7),
         HEAD,
     ),
-    "goodput": Rule(f"{_LENGTHS}:goodput", "the most tokens per second by measured step times", needs=TIMES),
+    "goodput": Rule(f"{_POLICY}:goodput", "the most tokens per second by measured step times", needs=TIMES),
 }
 """Name -> rule of draft length. ``make`` is (``draft_length.PolicyInputs``, X) -> what makes a sequence's policy.
 
@@ -151,12 +151,12 @@ LOSSY: dict[str, Rule] = {
     "typical": Rule(
         f"{_LOSSY}:typical",
         "drafted tokens of p > min(E, sqrt(E)/exp(entropy)) (default 0.09)",
-        Argument("E", "a number between 0 and 1", _INSIDE, 0.09),
+        Argument("E", "a number between 0 and 1", _BETWEEN_0_AND_1, 0.09),
     ),
     "accept_k": Rule(
         f"{_LOSSY}:accept_k",
         "drafted tokens among the target's K most probable",
-        Argument("K", "a whole number from 2", _SEVERAL, required=True),
+        Argument("K", "a whole number from 2", _FROM_2, required=True),
     ),
 }
 """Name -> rule of lossy verification. ``make`` is (p [..., V], X) -> which tokens are accepted [..., V]."""
@@ -168,7 +168,7 @@ def lossy(text: str) -> NamedRule:
 
 
 _TREES, _VERIFY = "peftlab.decoding.sampled_trees", "peftlab.decoding.verify"
-_WIDTH = Argument("W", "a whole number from 2", _SEVERAL, required=True)
+_WIDTH = Argument("W", "a whole number from 2", _FROM_2, required=True)
 
 TREES: dict[str, Rule] = {
     "rsd_c": Rule(f"{_TREES}:rsd_c", "W different first tokens, each continued as a chain", _WIDTH),
@@ -205,7 +205,7 @@ MODEL_FREE: dict[str, Rule] = {
     "ngram": Rule(
         f"{_MODEL_FREE}:ngram",
         "counts of N tokens (default 3; 1: unigram, 0: uniform)",
-        Argument("N", "a whole number from 0", _NATURAL, 3),
+        Argument("N", "a whole number from 0", _FROM_0, 3),
     ),
 }
 """Name -> drafter that needs no model. ``make`` is (a corpus or None, X) -> a new drafter."""

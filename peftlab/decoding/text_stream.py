@@ -55,23 +55,23 @@ class TextStream:
         """Add ids and return the text that can no longer change."""
         self._ids += ids
         text = cut_at(self._text(), self._stops)
-        return self._next(text[: len(text) - self._unsure(text)])
+        return self._new_text(text[: len(text) - self._withheld_length(text)])
 
     def finish(self) -> str:
         """Return the text withheld so far."""
-        return self._next(cut_at(self._text(), self._stops))
+        return self._new_text(cut_at(self._text(), self._stops))
 
     def _text(self) -> str:
         return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
-    def _unsure(self, text: str) -> int:
+    def _withheld_length(self, text: str) -> int:
         broken = len(text) - len(text.rstrip(BROKEN))
         prefixes = (
             n for stop in self._stops for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])
         )
         return max(broken, max(prefixes, default=0))
 
-    def _next(self, text: str) -> str:
+    def _new_text(self, text: str) -> str:
         piece = text[self._returned :]
         self._returned = max(self._returned, len(text))
         return piece

@@ -25,9 +25,9 @@ from peftlab.files import Json, to_json
 from peftlab.hardware import wait_for
 from peftlab.untyped import Function
 
-_LOAD = 1.25  # of the cores: this process's own threads reach 1
-_RUNNING = 0.9
-_SPREAD = 0.15
+_MAX_LOAD = 1.25  # of the cores: this process's own threads reach 1
+_MIN_RUNNING = 0.9
+_MAX_SPREAD = 0.15
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Conditions:
     def doubts(self) -> list[str]:
         """Return the reasons why figures measured under these conditions may be wrong; none on an idle machine."""
         doubts = []
-        if self.load is not None and self.load > _LOAD * self.cores:
+        if self.load is not None and self.load > _MAX_LOAD * self.cores:
             doubts.append(f"load average {self.load:.1f} on {self.cores} cores")
-        if self.running is not None and self.running < _RUNNING:
+        if self.running is not None and self.running < _MIN_RUNNING:
             doubts.append(f"waiting for a core {100 * (1 - self.running):.0f} % of the time")
-        if self.spread is not None and self.spread > _SPREAD:
+        if self.spread is not None and self.spread > _MAX_SPREAD:
             doubts.append(f"repeats of the same work differ by {100 * self.spread:.0f} %")
         return doubts
 
@@ -230,11 +230,11 @@ class MeasuredStepTimes:
 
     def target(self, batch: int, tokens: int) -> float:
         """Return the seconds of a target step."""
-        return _between({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
+        return _interpolate({size: times[tokens - 1] for size, times in self.targets.items()}, batch)
 
     def draft(self, batch: int) -> float:
         """Return the seconds of a draft step."""
-        return _between(self.drafts, batch) if self.drafts else 0.0
+        return _interpolate(self.drafts, batch) if self.drafts else 0.0
 
 
 def measure_times(
@@ -263,7 +263,7 @@ def measure_times(
     return MeasuredStepTimes(targets, drafts)
 
 
-def _between(values: Mapping[int, float], size: int) -> float:
+def _interpolate(values: Mapping[int, float], size: int) -> float:
     """Return the value at ``size`` on the line through its neighbours; past the ends, that of the nearest size."""
     below = max((each for each in values if each <= size), default=min(values))
     above = min((each for each in values if each >= size), default=max(values))

@@ -62,7 +62,7 @@ class TransformersEngine:
         self._masks, self._features = masks, tuple(features)
         self._int8 = int8_maps(model)
         self._window = getattr(config, "sliding_window", None)
-        self._types = set(getattr(config, "layer_types", None) or ())
+        self._layer_types = set(getattr(config, "layer_types", None) or ())
 
     def new_cache(self, batch: int, capacity: int, context: Context | None = None) -> KVCache:
         """See ``Engine.new_cache``."""
@@ -89,14 +89,16 @@ class TransformersEngine:
     def _logits(
         self, cache: KVCache, tokens: Tensor, positions: Tensor, block: Block, keep: list[int] | None
     ) -> tuple[Tensor, Tensor | None]:
-        slots, context = _Slots if self._masks else _Copies, cache.context
+        slots, context = _CacheLayer if self._masks else _ContiguousCacheLayer, cache.context
         if context is not None and block.rows is not None:
             context = context.select(block.rows)
         output = self.model(
             input_ids=tokens,
             attention_mask=self._mask(block) if self._masks else None,
             position_ids=positions,
-            past_key_values=Cache(layers=[slots(cache, block, i, self._seen(block)) for i in range(self.layers)]),
+            past_key_values=Cache(
+                layers=[slots(cache, block, i, self._slots_shown(block)) for i in range(self.layers)]
+            ),
             use_cache=True,
             logits_to_keep=torch.tensor(keep, device=self.device) if keep is not None else 0,
             output_hidden_states=bool(self._features),
@@ -105,7 +107,7 @@ class TransformersEngine:
         features = [output.hidden_states[layer] for layer in self._features]
         return output.logits, torch.cat(features, -1) if features else None
 
-    def _seen(self, block: Block) -> int:
+    def _slots_shown(self, block: Block) -> int:
         """Return how many slots the model is shown: in a chain none past its limit, for which it may have no mask."""
         return block.end if self.limit is None or block.tree else min(block.end, self.limit)
 
@@ -117,14 +119,14 @@ class TransformersEngine:
             visible = block.visible(window, self.device)
             visible = everything if visible is None else visible
             visible = visible.expand(len(block.starts), -1, -1, -1)
-            return additive_mask(visible[..., : self._seen(block)], self.model.dtype)
+            return additive_mask(visible[..., : self._slots_shown(block)], self.model.dtype)
 
-        if len(self._types) > 1:
+        if len(self._layer_types) > 1:
             return {"full_attention": mask(None), "sliding_attention": mask(self._window)}
-        return mask(None if self._types == {"full_attention"} else self._window)
+        return mask(None if self._layer_types == {"full_attention"} else self._window)
 
 
-class _Slots(CacheLayerMixin):
+class _CacheLayer(CacheLayerMixin):
     """One layer of a ``KVCache`` as ``transformers`` sees it, for one forward pass."""
 
     def __init__(self, cache: KVCache, block: Block, layer: int, seen: int):
@@ -148,7 +150,7 @@ class _Slots(CacheLayerMixin):
         return self.cache.capacity
 
 
-class _Copies(_Slots):
+class _ContiguousCacheLayer(_CacheLayer):
     """Gives keys and values in one piece of memory, as the library's cache does: some models rely on it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -174,12 +176,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.model: Unwrapped = model
         self.config = self.model.get_decoder().config
-        first, forced = (_token(model, name) for name in ("decoder_start_token_id", "forced_bos_token_id"))
+        first, forced = (_configured_token(model, name) for name in ("decoder_start_token_id", "forced_bos_token_id"))
         if first is None:
             raise PeftlabError(f"{type(model).__name__}: its configuration names no decoder_start_token_id")
         self.start = [first] if forced is None else [first, forced]
         self.limit: int | None = getattr(model.config, "max_position_embeddings", None)
-        self._usual: Context | None = None
+        self._default_context: Context | None = None
 
     @property
     def device(self) -> torch.device:
@@ -236,13 +238,13 @@ class Decoder(nn.Module):
             context: of each row; None: that of a few tokens, the same in every row.
         """
         if context is None:
-            if self._usual is None:
-                self._usual = self.encode([list(range(min(8, self.model.config.vocab_size)))])
-            context = self._usual.select([0] * len(input_ids))
+            if self._default_context is None:
+                self._default_context = self.encode([list(range(min(8, self.model.config.vocab_size)))])
+            context = self._default_context.select([0] * len(input_ids))
         output = self._run(
             input_ids,
             context,
-            EncoderDecoderCache(past_key_values, _stored(context)),
+            EncoderDecoderCache(past_key_values, _cross_attention_cache(context)),
             decoder_attention_mask=attention_mask,
             output_hidden_states=output_hidden_states,
         )
@@ -256,7 +258,7 @@ class Decoder(nn.Module):
         return output
 
 
-def _stored(context: Context) -> DynamicCache:
+def _cross_attention_cache(context: Context) -> DynamicCache:
     """Return the keys and values of the cross-attention as the library's cache, without a copy."""
     cache = DynamicCache()
     for keys, values in context.layers:
@@ -267,7 +269,7 @@ def _stored(context: Context) -> DynamicCache:
     return cache
 
 
-def _token(model: PreTrainedModel, name: str) -> int | None:
+def _configured_token(model: PreTrainedModel, name: str) -> int | None:
     for config in (model.generation_config, model.config):
         token = getattr(config, name, None)
         if token is not None:

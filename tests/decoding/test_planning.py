@@ -197,7 +197,7 @@ def test_a_tree_is_the_best_of_all_trees():
         for tree in combinations(paths, n):
             if all(len(p) == 1 or p[:-1] in tree for p in tree):
                 tokens = 1 + sum(rates(0, p[0]) * (rates(1, p[1]) if len(p) > 1 else 1) for p in tree)
-                best = max(best, tokens / (STEEP[n] + cost.of(max(map(len, tree)))))
+                best = max(best, tokens / (STEEP[n] + cost.drafting_time(max(map(len, tree)))))
     choice = best_draft(cost, STEEP, 0.6)
     assert choice.gain == pytest.approx(best) and choice.tree
 
