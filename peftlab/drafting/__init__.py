@@ -1,1 +1,1 @@
-"""How a draft is made: text by the target, objectives in bounded memory, heads, preflight, measures, export."""
+"""How a draft is made: text by the target, objectives in bounded memory, kinds of draft, checks, measures, export."""

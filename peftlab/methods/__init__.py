@@ -1,1 +1,1 @@
-"""How parameters train: one folder per method, the table that lists them, and injection into a model."""
+"""How parameters train: a file or folder for each method, the table that lists them, and injection into a model."""

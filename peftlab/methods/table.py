@@ -1,6 +1,7 @@
-"""The table of methods: adding one is a folder beside this module and a row here (or an entry point of its group).
+"""The table of methods: adding one is a file beside this module, its configuration, and a row here.
 
-A row names its code (see ``peftlab.registry``), so that reading the table, and the configurations, imports no torch.
+Another distribution adds one by an entry point of the group. A row names its code (see ``peftlab.registry``), so that
+reading the table, and the configurations, imports no torch.
 """
 
 from __future__ import annotations

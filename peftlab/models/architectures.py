@@ -1,8 +1,8 @@
 """What peftlab knows of models by their architecture: sub-layers, projections, embeddings, task heads.
 
 A new architecture that is built like a known one needs no row: methods fall back on the rows there are. Otherwise add
-its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE``, fused projections to ``FUSED``, and the
-names of query projections to ``QUERIES``, by transformers' ``model_type``.
+its sub-layers to ``SITES``, its query and value projections to ``QUERY_VALUE`` and fused projections to ``FUSED``, by
+transformers' ``model_type``, and the names of query projections to ``QUERIES``, which all architectures share.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What a class of transformers makes of a configuration is a matter of names and shapes for these; a test compares each
 row with the class itself. For any other class, and wherever a setting is not plain, there is no such model, and the
-caller makes the class's own (``models.skeleton.empty_model``).
+caller makes the class's own (``models.empty.empty_model``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of tasks, and the table of metrics of generated answers.
 
 Adding a task is a row of ``TASKS``, or an entry point ``peftlab.tasks``; adding a metric of generated answers is a row
-of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``. A row names its code (see
-``peftlab.registry``), so that reading the tables imports no torch.
+of ``GENERATION_METRICS``, or an entry point ``peftlab.generation_metrics``; other metrics are in ``tasks.metrics`` and
+``tasks.answers``. A row names its code (see ``peftlab.registry``), so that reading the tables imports no torch.
 """
 
 from __future__ import annotations
