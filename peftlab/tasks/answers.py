@@ -71,7 +71,7 @@ class Predictions:
     probabilities: NDArray[np.float64] | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Return the attributes, the probabilities as lists."""
+        """Return the attributes as JSON values, the probabilities as lists."""
         shares = None if self.probabilities is None else self.probabilities.tolist()
         return {**vars(self), "probabilities": shares}
 
@@ -84,7 +84,7 @@ class Predictions:
 
 
 class Answers(ABC):
-    """One kind of answer. This base class has the usual case: a text or a pair of texts, and one answer for it.
+    """A kind of answer. This base class has the usual case: a text or a pair of texts, and one answer for it.
 
     Args:
         task: the table's row, with ``labels`` filled in.
@@ -109,7 +109,13 @@ class Answers(ABC):
         return options
 
     def encode(self, batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-        """Return the tokens of rows, see ``tokens.tokenise``."""
+        """Tokenise a batch of rows and return its columns, as ``tokens.tokenise`` stores them.
+
+        Args:
+            batch: columns of rows, as ``Examples`` has them.
+            tokenizer: the model's tokenizer.
+            max_length: tokens, special ones included, to which an example is truncated.
+        """
         return encode_texts(batch, tokenizer, max_length)
 
     @abstractmethod
@@ -117,32 +123,63 @@ class Answers(ABC):
         """Return the function of tokenised rows to a batch, with ``labels`` where the rows have them."""
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the model's logits in fp32."""
+        """Return the model's logits in fp32.
+
+        Args:
+            model: the model with the task's head.
+            batch: what ``collate`` returned.
+        """
         return model(**model_inputs(batch)).logits.float()
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the sum of the batch's losses, of each class by its weight."""
+        """Return the sum of the batch's losses, a scalar, each multiplied by the weight of its class.
+
+        Args:
+            model: the model with the task's head.
+            batch: what ``collate`` returned, with ``labels``.
+            weights: shape (classes,), in fp32; None: all 1.
+        """
 
     def denominator(self, train: Dataset) -> Callable[[list[int]], float]:
         """Return the function of a global batch's indices to what the sum of its losses is divided by."""
         return len
 
     def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sequence[Array]:
-        """Return an array for each row, its logits, from which its answer is read."""
+        """Return an array for each row, its logits of shape (classes,), from which its answer is read.
+
+        Args:
+            model: the model with the task's head.
+            batch: what ``collate`` returned.
+        """
         return list(self.logits(model, batch).cpu().numpy())
 
     @abstractmethod
     def score(self, outputs: Sequence[Array], labels: Sequence[object]) -> dict[str, float]:
-        """Return the task's metrics and the mean ``loss``."""
+        """Return the task's metrics and the mean ``loss``.
+
+        Args:
+            outputs: of each row, as ``outputs`` returns them.
+            labels: of each row.
+        """
 
     @abstractmethod
     def baseline(self, train: Sequence[object], labels: Sequence[object]) -> dict[str, float]:
-        """Return the metrics of always giving the most frequent answer of ``train``, for ``labels``."""
+        """Return the metrics of always giving the most frequent answer of ``train``, for ``labels``.
+
+        Args:
+            train: labels of the training split.
+            labels: labels to compare the answer with.
+        """
 
     @abstractmethod
     def analyse(self, outputs: Sequence[Array], examples: Dataset) -> Analysis:
-        """Return what the model gets right and wrong."""
+        """Return what the model gets right and wrong.
+
+        Args:
+            outputs: of each row, as ``outputs`` returns them.
+            examples: the same rows, with their labels.
+        """
 
     def confidence(self, outputs: Sequence[Array]) -> list[float]:
         """Return the probability of each row's answer, from 0 to 1.
@@ -173,19 +210,31 @@ class Answers(ABC):
         names, counts = self.task.labels, self.count(labels)
         if isinstance(given, str):
             seen = (counts[place] for place in range(len(names)))
-            return torch.tensor([self.balance(n, counts, len(labels)) if n else 1.0 for n in seen])
+            return torch.tensor([self.balanced_weight(n, counts, len(labels)) if n else 1.0 for n in seen])
         for name in given:
             if name not in names:
                 known = ", ".join(names[:20])
                 raise PeftlabError(f"train.class_weights: no class {name!r}{did_you_mean(name, names)}; one of {known}")
         return torch.tensor([given.get(name, 1.0) for name in names])
 
-    def balance(self, count: int, counts: Counter[int], examples: int) -> float:
-        """Return the ``balanced`` weight of a class that occurs ``count`` times: every class has the same share."""
+    def balanced_weight(self, count: int, counts: Counter[int], examples: int) -> float:
+        """Return the ``balanced`` weight of a class that occurs ``count`` times: every class has the same share.
+
+        Args:
+            count: labels that name the class.
+            counts: class index to the number of labels that name it.
+            examples: number of training examples.
+        """
         return counts.total() / (len(self.task.labels) * count)
 
     def shown(self, row: Row, label: object, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-        """Return a tokenised row as text parts, each with whether it is a label that the model learns."""
+        """Return a tokenised row as text parts, each with whether it is a label that the model learns.
+
+        Args:
+            row: a tokenised row.
+            label: its label; None where it has none.
+            tokenizer: the one that made the tokens.
+        """
         text = str(tokenizer.decode(member(row, "input_ids", list, "an example")))
         return [(text, False), *([] if label is None else [(self.label_name(label), True)])]
 
@@ -197,7 +246,9 @@ class Answers(ABC):
         """Return the inputs of a file's rows, as ``rows`` takes them; a row without inputs is an error.
 
         Args:
-            names: the text columns, if any were named. data: the recipe's data section.
+            table: the file.
+            names: the text columns, if any were named.
+            data: the recipe's data section.
         """
         if not 1 <= len(names) <= 2:
             raise PeftlabError(f"a row has one text column or two, not {len(names) or 'none'}; name them by --text")
@@ -225,7 +276,7 @@ class Answers(ABC):
 
 
 class OneClass(Answers):
-    """The class with the largest logit; the loss is cross-entropy."""
+    """Answers with the class of the largest logit; the loss is cross-entropy."""
 
     problem = "single_label_classification"
 
@@ -264,7 +315,7 @@ class OneClass(Answers):
 
 
 class Number(Answers):
-    """The model's one logit; the loss is the squared error."""
+    """Answers with the model's one logit as a number; the loss is the squared error."""
 
     problem = "regression"
 
@@ -306,7 +357,7 @@ Sets = Sequence[Sequence[int]]
 
 
 class ManyClasses(Answers):
-    """Each class whose probability, the sigmoid of its logit, is 0.5 or more.
+    """Answers with every class whose probability, the sigmoid of its logit, is 0.5 or more.
 
     The loss of an example is the mean over the classes of the binary cross-entropy. A class weight multiplies the loss
     of the examples that have the class (``pos_weight``); ``balanced`` is the others divided by them.
@@ -371,7 +422,7 @@ class ManyClasses(Answers):
         """Return the number of examples that have each class."""
         return Counter(chain.from_iterable(_sets(labels)))
 
-    def balance(self, count: int, counts: Counter[int], examples: int) -> float:
+    def balanced_weight(self, count: int, counts: Counter[int], examples: int) -> float:
         """Return the number of examples without the class, divided by those with it."""
         return (examples - count) / count
 
@@ -408,7 +459,7 @@ def _metrics(predicted: NDArray[np.bool_], truth: NDArray[np.bool_]) -> dict[str
 
 
 class OneChoice(Answers):
-    """The choice with the largest logit; the loss is cross-entropy over a row's choices."""
+    """Answers with the choice of the largest logit; the loss is cross-entropy over a row's choices."""
 
     auto_class = "AutoModelForMultipleChoice"
     pipeline = "multiple-choice"
@@ -574,7 +625,7 @@ def _first_tokens(words: list[str], text: str, offsets: Sequence[tuple[int, int]
 
 
 class WordTags(Answers):
-    """The tag of a word by the logits at its first token; the loss is cross-entropy, divided by the words of a batch.
+    """Tags each word by the logits at its first token; the loss is cross-entropy, divided by the words of a batch.
 
     Words without a token are answered ``O`` (the first tag, where there is none) and count in every score.
     """

@@ -27,7 +27,13 @@ def seeded_order(n: int, *key: int) -> list[int]:
 
 
 def seeded_subset(n: int, size: int | None, seed: int) -> list[int] | None:
-    """Return ``size`` of ``range(n)``, drawn with ``seed``, in order; None where all are wanted."""
+    """Return ``size`` of ``range(n)``, drawn with ``seed``, in order; None where all are wanted.
+
+    Args:
+        n: how many there are to draw from.
+        size: how many to draw; None for all.
+        seed: the draw depends on it, ``n`` and ``size`` alone.
+    """
     return None if size is None or size >= n else sorted(seeded_order(n, seed, 2)[:size])
 
 
@@ -99,6 +105,10 @@ def split_batch(batch: list[int], parts: int) -> list[list[int]]:
     shares nearly equal ones: give shares ``k * processes`` to ``(k + 1) * processes - 1`` to the processes at
     accumulation step ``k`` and they wait little for each other. Larger shares come first; with more parts
     than examples the last ones are empty.
+
+    Args:
+        batch: indices of examples.
+        parts: number of shares, at least 1.
     """
     size, extra = divmod(len(batch), parts)
     starts = [part * size + min(part, extra) for part in range(parts + 1)]
@@ -106,14 +116,23 @@ def split_batch(batch: list[int], parts: int) -> list[list[int]]:
 
 
 def eval_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return batches of all indices, longest first, so that running out of memory happens at once."""
+    """Return batches of all indices, longest first, so that running out of memory happens at once.
+
+    Args:
+        lengths: tokens of each example.
+        batch_size: examples per batch.
+    """
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
 
 def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """Return the share of padding among all positions, each batch padded to its longest: ``1 - tokens /
-    cells``."""
+    """Return the share of padding, ``1 - tokens / positions``, each batch padded to its longest example.
+
+    Args:
+        batches: indices of the examples of each batch.
+        lengths: tokens of each example.
+    """
     tokens = sum(lengths[i] for batch in batches for i in batch)
     cells = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches if batch)
     return 1 - tokens / cells if cells else 0.0
@@ -127,6 +146,12 @@ def best_fit(members: Sequence[int], lengths: Sequence[int], capacity: int, most
 
     The longest example comes first, and each goes where the least room remains; equal lengths keep their order. An
     example longer than ``capacity`` is a bin of its own.
+
+    Args:
+        members: indices of the examples to place.
+        lengths: tokens of every example, by index.
+        capacity: tokens of a bin.
+        most: examples of a bin at most.
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens that still fit, bin), ascending
@@ -181,7 +206,12 @@ def packed_batches(
 
 
 def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return positions 0 to n-1 in rows of neighbours, as few as hold at most ``capacity`` tokens each."""
+    """Return the positions 0 to n-1 as rows of neighbours: as few rows as hold at most ``capacity`` tokens each.
+
+    Args:
+        lengths: tokens of each example, in the order in which they are placed.
+        capacity: tokens of a row; 0: a row per example.
+    """
     rows: list[list[int]] = []
     filled = 0
     for i, length in enumerate(lengths):
@@ -194,7 +224,14 @@ def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_rows(batch: list[int], parts: int, lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Split a batch as ``split_batch`` does, between rows; where there are fewer rows than parts, between examples."""
+    """Split a batch as ``split_batch`` does, between rows; where there are fewer rows than parts, between examples.
+
+    Args:
+        batch: indices of the batch's examples.
+        parts: number of shares.
+        lengths: tokens of every example, by index.
+        capacity: tokens of a row; 0: a row per example.
+    """
     rows = packed_rows([lengths[i] for i in batch], capacity)
     if len(rows) < parts:
         return split_batch(batch, parts)
@@ -202,6 +239,11 @@ def split_rows(batch: list[int], parts: int, lengths: Sequence[int], capacity: i
 
 
 def padded_tokens(lengths: Sequence[int], capacity: int) -> int:
-    """Return the positions of examples in rows, each row padded to the longest."""
+    """Return the positions of examples in rows, each row padded to the longest.
+
+    Args:
+        lengths: tokens of each example of a batch.
+        capacity: tokens of a row; 0: a row per example.
+    """
     rows = packed_rows(lengths, capacity)
     return len(rows) * max(sum(lengths[i] for i in row) for row in rows) if rows else 0

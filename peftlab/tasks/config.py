@@ -102,14 +102,14 @@ class DataConfig(Section):
 
     @field_validator("validation")
     @classmethod
-    def _count_or_share(cls, value: int | float | str | None) -> int | float | str | None:
+    def _check_validation(cls, value: int | float | str | None) -> int | float | str | None:
         if isinstance(value, float) and value >= 1:
             raise ValueError(f"a share is below 1 and a number of examples is whole, got {value}")
         return value
 
     @field_validator("bins")
     @classmethod
-    def _disjoint(cls, bins: Bins) -> Bins:
+    def _check_bins(cls, bins: Bins) -> Bins:
         spans = sorted(
             (-inf if low is None else low, inf if high is None else high, name)
             for name, (low, high) in (bins or {}).items()
@@ -139,13 +139,23 @@ _TAKES = {
 
 
 def check_glue(task: Task, data: DataConfig) -> list[Problem]:
-    """Return the keys of ``data`` that a GLUE task does not take."""
+    """Return the keys of ``data`` that a GLUE task does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
     reason = f"belongs to one's own task (text/...); {task.name} has its own columns and splits"
     return [(("data", name), f"data.{name}: {reason}") for name in sorted(_given(data) - {"path"})]
 
 
 def check_own(task: Task, data: DataConfig) -> list[Problem]:
-    """Return the keys that a task on the user's files lacks, or does not take."""
+    """Return the keys that a task on the user's files lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
     given = _given(data)
     missing = sorted({"path", "text", "label"} - given)
     problems: list[Problem] = [(("task",), f"data.{name}: missing; task {task.name} needs it") for name in missing]
@@ -155,7 +165,12 @@ def check_own(task: Task, data: DataConfig) -> list[Problem]:
 
 
 def check_rows(task: Task, data: DataConfig) -> list[Problem]:
-    """Return the keys that a task whose rows are more than a text and a class lacks, or does not take."""
+    """Return the keys that a task whose rows are more than a text and a class lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
     given = _given(data)
     takes = _TAKES[task.name] | {"path", "validation", "drop_missing"}
     missing = sorted({"path"} - given)
@@ -170,7 +185,12 @@ def check_rows(task: Task, data: DataConfig) -> list[Problem]:
 
 
 def check_language(task: Task, data: DataConfig) -> list[Problem]:
-    """Return the keys that a language task lacks, or does not take."""
+    """Return the keys that a language task lacks, or does not take.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+    """
     given = _given(data)
     problems: list[Problem] = []
     if "path" not in given:
@@ -220,7 +240,7 @@ class GenerateConfig(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _known(cls, names: list[str]) -> list[str]:
+    def _check_metrics(cls, names: list[str]) -> list[str]:
         try:
             for name in names:
                 GENERATION_METRICS.find(name)
@@ -229,7 +249,7 @@ class GenerateConfig(Section):
         return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
-    def _consistent(self) -> GenerateConfig:
+    def _check_options(self) -> GenerateConfig:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p restrict sampling: set temperature above 0")
         if self.beams > 1 and self.temperature > 0:

@@ -62,6 +62,10 @@ CALLED = "function_call"  # ShareGPT's role of a turn whose text is a tool call
 def read_turns(value: object, where: str) -> list[Message]:
     """Return a list of turns, or a JSON text of one, as turns of ``role`` and ``content``.
 
+    Args:
+        value: the list, or its JSON text.
+        where: file and line, for errors.
+
     Raises:
         PeftlabError: not a list, a role or content that is none, or a broken tool call; ``where`` is named.
     """
@@ -72,10 +76,10 @@ def read_turns(value: object, where: str) -> list[Message]:
             raise PeftlabError(f"{where}: messages are not JSON ({error})") from None
     if not isinstance(value, list) or not value:
         raise PeftlabError(f"{where}: messages are a list of turns, not {quoted(value)}")
-    return [_turn(turn, where) for turn in value]
+    return [_read_turn(turn, where) for turn in value]
 
 
-def _turn(turn: object, where: str) -> Message:
+def _read_turn(turn: object, where: str) -> Message:
     """Return a turn of ``role`` and ``content``, or of ShareGPT's ``from`` and ``value``, with the rest of its keys."""
     if not isinstance(turn, Mapping):
         raise PeftlabError(f"{where}: a turn is an object with role and content, not {quoted(turn)}")
@@ -84,7 +88,7 @@ def _turn(turn: object, where: str) -> Message:
     if role is None:
         hint = did_you_mean(name, _ROLES) if isinstance(name, str) else ""
         raise PeftlabError(f"{where}: role {quoted(name)} is none of {', '.join(_ROLES)}{hint}")
-    content = _content(turn.get("content", turn.get("value")), where)
+    content = _read_content(turn.get("content", turn.get("value")), where)
     rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight")}
     if turn.get("weight") not in (None, 1):
         raise PeftlabError(f"{where}: a turn of weight {quoted(turn['weight'])}; data.train_on says what is trained")
@@ -98,7 +102,7 @@ def _turn(turn: object, where: str) -> Message:
     return {"role": role, "content": content, **{str(key): value for key, value in rest.items() if value is not None}}
 
 
-def _content(value: object, where: str) -> object:
+def _read_content(value: object, where: str) -> object:
     """Return a turn's content; a list of text parts becomes their text."""
     if not isinstance(value, list):
         return value
@@ -113,7 +117,12 @@ def _content(value: object, where: str) -> object:
 
 
 def with_parsed_call(message: Message, where: str) -> Message:
-    """Return a turn whose text is a tool call as an assistant's turn with that call; other turns are unchanged."""
+    """Return a turn whose text is a tool call as an assistant's turn with that call; other turns are unchanged.
+
+    Args:
+        message: a turn with ``role`` and ``content``.
+        where: file and line, for errors.
+    """
     if message["role"] != CALLED:
         return message
     changes: dict[str, object] = {
@@ -125,7 +134,12 @@ def with_parsed_call(message: Message, where: str) -> Message:
 
 
 def check_turns(messages: Sequence[Message], where: str) -> None:
-    """Refuse answers to nothing, two questions in a row, and empty answers."""
+    """Refuse an answer without a question, two questions in a row, and an empty answer.
+
+    Args:
+        messages: the conversation's turns.
+        where: file and line, for errors.
+    """
     roles = [message["role"].replace(CALLED, "assistant") for message in messages]
     order = f"; the roles are {', '.join(roles)}"
     for before, role in zip([None, *roles], roles, strict=False):
@@ -168,6 +182,10 @@ class Call(TypedDict):
 def read_tools(value: object, where: str) -> list[dict[str, Json]]:
     """Return the JSON schemas of a row's tools: a list, or a text of one; a bare function is wrapped.
 
+    Args:
+        value: a cell of the table.
+        where: file and line, for errors.
+
     Raises:
         PeftlabError: not JSON, not a list of objects, or a tool without a name; ``where`` is named.
     """
@@ -176,11 +194,15 @@ def read_tools(value: object, where: str) -> list[dict[str, Json]]:
     tools = _json(value, "tools", where)
     if not isinstance(tools, list):
         raise PeftlabError(f"{where}: tools are a list, not {quoted(tools)}")
-    return [_tool(tool, where) for tool in tools]
+    return [_read_tool(tool, where) for tool in tools]
 
 
 def read_calls(value: object, where: str) -> list[dict[str, Json]]:
     """Return the calls of a turn as ``{type, function: {name, arguments}}``; arguments may be JSON text in the file.
+
+    Args:
+        value: what the turn has as its calls.
+        where: file and line, for errors.
 
     Raises:
         PeftlabError: not JSON, or a call without a name or with arguments that are no object; ``where`` is named.
@@ -190,7 +212,7 @@ def read_calls(value: object, where: str) -> list[dict[str, Json]]:
         calls = [calls]
     if not isinstance(calls, list) or not calls:
         raise PeftlabError(f"{where}: tool_calls are a list of calls, not {quoted(calls)}")
-    return [_call(call, where) for call in calls]
+    return [_read_call(call, where) for call in calls]
 
 
 def tool_calls_of(message: Mapping[str, object]) -> list[Call]:
@@ -199,7 +221,7 @@ def tool_calls_of(message: Mapping[str, object]) -> list[Call]:
     return calls
 
 
-def _tool(tool: Json, where: str) -> dict[str, Json]:
+def _read_tool(tool: Json, where: str) -> dict[str, Json]:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PeftlabError(f"{where}: a tool is an object with name and parameters, not {quoted(tool)}")
@@ -207,7 +229,7 @@ def _tool(tool: Json, where: str) -> dict[str, Json]:
     return tool if "function" in tool else {"type": "function", "function": function}
 
 
-def _call(call: Json, where: str) -> dict[str, Json]:
+def _read_call(call: Json, where: str) -> dict[str, Json]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise PeftlabError(f"{where}: a tool call is an object with name and arguments, not {quoted(call)}")
@@ -263,6 +285,8 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     """Return a row as a conversation.
 
     Args:
+        table: the file.
+        row: index of the row, from 0.
         data: ``messages`` or ``prompt`` and ``completion`` name columns; else the shape is recognised by its columns.
 
     Raises:
@@ -275,7 +299,7 @@ def read_conversation(table: Table, row: int, data: DataConfig) -> Conversation:
     if names == ("instruction", "output"):
         messages = _alpaca(values, where)
     elif len(names) == 2:
-        messages = pair(values[names[0]], values[names[1]], where, names)
+        messages = question_and_answer(values[names[0]], values[names[1]], where, names)
     else:
         messages = read_turns(values[names[0]], where)
     return as_conversation(messages, values, where)
@@ -298,7 +322,13 @@ def as_conversation(messages: list[Message], values: Mapping[str, object], where
 
 
 def chat_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...] | None:
-    """Return the columns that contain a row's chat: those that ``data`` names, else the first known shape it has."""
+    """Return the columns that contain a row's chat: those that ``data`` names, else the first known shape it has.
+
+    Args:
+        table: the file.
+        row: index of the row, from 0.
+        data: the recipe's data section.
+    """
     if data.messages is not None:
         table.column(data.messages, "data.messages")
         return (data.messages,)
@@ -310,10 +340,15 @@ def chat_columns(table: Table, row: int, data: DataConfig) -> tuple[str, ...] | 
 
 
 def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
-    """Return a row of ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``).
+    """Read a row's columns ``data.prompt`` (default ``prompt``) and ``data.completion`` (default ``completion``).
 
     ``data.separator`` is between them. White space at its end belongs to the completion: tokenizers join it with the
     word that follows, so a prompt that ended with it would not be the beginning of the training text.
+
+    Args:
+        table: the file.
+        row: index of the row, from 0.
+        data: the recipe's data section.
     """
     names = data.prompt or "prompt", data.completion or "completion"
     prompt = table.column(names[0], "data.prompt")[row]
@@ -328,15 +363,28 @@ def read_completion(table: Table, row: int, data: DataConfig) -> Completion:
 
 
 def read_plain(table: Table, row: int, data: DataConfig) -> Completion:
-    """Return a row of ``data.text`` (default ``text``)."""
+    """Read a row's column ``data.text`` (default ``text``) as a completion of an empty prompt.
+
+    Args:
+        table: the file.
+        row: index of the row, from 0.
+        data: the recipe's data section.
+    """
     name = data.text[0] if data.text else "text"
     return Completion("", _text(table.column(name, "data.text")[row], name, table.where(row)), table.where(row))
 
 
-def pair(
+def question_and_answer(
     prompt: object, completion: object, where: str, names: Sequence[str] = ("prompt", "completion")
 ) -> list[Message]:
-    """Return a question and its answer, each a text or a list of turns, as one conversation; ``names``: for errors."""
+    """Return a question and its answer as one conversation.
+
+    Args:
+        prompt: the question, a text or a list of turns.
+        completion: its answer, a text or a list of turns.
+        where: file and line, for errors.
+        names: what errors call the two.
+    """
     asked: list[Message] = [{"role": "user", "content": ""}]
     if isinstance(prompt, list):
         asked = read_turns(prompt, where)
@@ -357,12 +405,18 @@ def _alpaca(values: Mapping[str, object], where: str) -> list[Message]:
     for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
             raise PeftlabError(f"{where}: a turn of history is a question and an answer, not {quoted(turn)}")
-        earlier += pair(turn[0], turn[1], where, ("the question of history", "the answer of history"))
-    return [*earlier, *pair(asked, values["output"], where, ("instruction", "output"))]
+        earlier += question_and_answer(turn[0], turn[1], where, ("the question of history", "the answer of history"))
+    return [*earlier, *question_and_answer(asked, values["output"], where, ("instruction", "output"))]
 
 
 def with_system(messages: list[Message], values: Mapping[str, object], where: str) -> list[Message]:
-    """Return a conversation that begins with its row's column ``system``, where there is one."""
+    """Return a conversation that begins with its row's column ``system``, where there is one.
+
+    Args:
+        messages: the conversation's turns.
+        values: the row, by column.
+        where: file and line, for errors.
+    """
     value = values.get("system")
     if is_missing(value):
         return messages

@@ -50,7 +50,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with some rows of a column.
+    """A problem that some rows of a column have.
 
     Attributes:
         path: the file.
@@ -77,15 +77,22 @@ class Fault:
 
 
 def refuse(faults: Sequence[Fault], hint: str = "") -> None:
-    """Raise ``PeftlabError`` with a line for each fault and the hint after them, if there is any fault."""
+    """Raise ``PeftlabError`` with a line for each fault and the hint after them, if there is any fault.
+
+    Args:
+        faults: what is wrong, in the order of the message.
+        hint: a line on what the user can do; empty for none.
+    """
     if faults:
         raise PeftlabError("\n".join(filter(None, (*map(str, faults), hint))))
 
 
-def refuse_rows(path: Path, unit: str, problems: Sequence[tuple[int, str]]) -> None:
+def refuse_unreadable_rows(path: Path, unit: str, problems: Sequence[tuple[int, str]]) -> None:
     """Raise ``PeftlabError`` where rows could not be read: the first with its problem, the others' places.
 
     Args:
+        path: the file.
+        unit: what the numbers count, ``line`` or ``row``.
         problems: line or row number of each such row and what is wrong with it.
     """
     if not problems:
@@ -97,7 +104,12 @@ def refuse_rows(path: Path, unit: str, problems: Sequence[tuple[int, str]]) -> N
 
 
 def listed(items: Iterable[str], most: int = _LISTED) -> str:
-    """Return the first items, comma separated and shortened where they are long, and ``...`` where there are more."""
+    """Return the first items, comma separated and shortened where they are long, and ``...`` where there are more.
+
+    Args:
+        items: texts to list.
+        most: how many of them are named.
+    """
     items = list(items)
     shown = [item if len(item) <= 80 else f"{item[:77]}..." for item in items[:most]]
     return ", ".join(shown + ["..."] * (len(items) > most)) or "none"
@@ -198,7 +210,12 @@ class Table:
         return len(self.positions)
 
     def column(self, name: str, key: str) -> list[object]:
-        """Return a column; a missing one raises ``PeftlabError`` that names ``key`` and the nearest column."""
+        """Return a column; a missing one raises ``PeftlabError`` that names ``key`` and the nearest column.
+
+        Args:
+            name: the column.
+            key: the recipe's key that names it, for the message.
+        """
         if name not in self.columns:
             hint = did_you_mean(name, self.columns)
             columns = listed(self.columns, 50)
@@ -211,12 +228,23 @@ class Table:
         return f"{self.path}:{place}" if self.unit == "line" else f"{self.path} row {place}"
 
     def fault(self, column: str, problem: str, rows: Sequence[int]) -> list[Fault]:
-        """Return a list with one fault about ``rows`` of a column; an empty list for no rows."""
+        """Return a list with one fault about ``rows`` of a column; an empty list for no rows.
+
+        Args:
+            column: the column's name.
+            problem: what is wrong, as the end of a sentence.
+            rows: indices of the rows, from 0.
+        """
         places = [self.positions[row] for row in rows]
         return [Fault(self.path, column, problem, places, self.unit, len(self))] if rows else []
 
     def take(self, names: Sequence[str], rows: Sequence[int]) -> Table:
-        """Return the named columns at ``rows``, in that order."""
+        """Return the named columns at ``rows``, in that order.
+
+        Args:
+            names: of the columns.
+            rows: indices of the rows, from 0.
+        """
         columns = {name: [values[row] for row in rows] for name in names for values in [self.columns[name]]}
         return Table(self.path, columns, [self.positions[row] for row in rows], self.unit)
 
@@ -275,7 +303,7 @@ def read_tsv(path: Path, header: Sequence[str] | None = None, ragged: list[int] 
         PeftlabError: a line with a wrong number of fields (``file:line``), or an unreadable file.
     """
     rows = [(number, line.split("\t")) for number, line in text_lines(path)]
-    return _tabular(path, rows, header, ragged)
+    return _table_of_fields(path, rows, header, ragged)
 
 
 def _read_csv(path: Path) -> Table:
@@ -293,7 +321,7 @@ def _read_csv(path: Path) -> Table:
         raise PeftlabError(f"{path}:{line}: not a CSV row ({error})") from None
     finally:
         csv.field_size_limit(limit)
-    return _tabular(path, rows)
+    return _table_of_fields(path, rows)
 
 
 def _separator(text: str) -> str:
@@ -306,14 +334,15 @@ def _separator(text: str) -> str:
 
 
 def _read_jsonl(path: Path) -> Table:
-    return _objects(path, text_lines(path))
+    return _table_of_lines(path, text_lines(path))
 
 
 def read_lines(lines: Iterable[str], name: str) -> Table:
     """Read a stream: JSON objects, one a line, where the first begins with a brace, else texts in a column ``text``.
 
     Args:
-        lines: blank ones are left out. name: of the stream, for messages.
+        lines: the stream's lines; blank ones are left out.
+        name: what messages call the stream.
 
     Raises:
         PeftlabError: a line that is no JSON object among lines that are.
@@ -321,12 +350,12 @@ def read_lines(lines: Iterable[str], name: str) -> Table:
     numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, start=1) if line.strip()]
     path = Path(name)
     if numbered and numbered[0][1].lstrip().startswith("{"):
-        return _objects(path, numbered)
+        return _table_of_lines(path, numbered)
     texts: list[object] = [line for _, line in numbered]
     return Table(path, {"text": texts}, [number for number, _ in numbered])
 
 
-def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Table:
+def _table_of_lines(path: Path, lines: Iterable[tuple[int, str]]) -> Table:
     rows: list[tuple[int, object]] = []
     problems: list[tuple[int, str]] = []
     for number, line in lines:
@@ -334,7 +363,7 @@ def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Table:
             rows.append((number, parse_json(line)))
         except ValueError as error:
             problems.append((number, f"not a JSON object ({error})"))
-    return _from_objects(path, rows, "line", problems)
+    return _table_of_objects(path, rows, "line", problems)
 
 
 def _read_json(path: Path) -> Table:
@@ -344,7 +373,7 @@ def _read_json(path: Path) -> Table:
         raise PeftlabError(f"{path}: not valid JSON ({error}); a file of one object a line is named .jsonl") from None
     if not isinstance(rows, list):
         raise PeftlabError(f"{path}: must be a list of objects, not {type(rows).__name__}")
-    return _from_objects(path, list(enumerate(rows, start=1)), "row", [])
+    return _table_of_objects(path, list(enumerate(rows, start=1)), "row", [])
 
 
 def _read_parquet(path: Path) -> Table:
@@ -397,7 +426,7 @@ _TEXT_READERS: dict[str, Callable[[Path], Table]] = {
 _READERS = {**_TEXT_READERS, ".parquet": _read_parquet, **{f"{end}.gz": read for end, read in _TEXT_READERS.items()}}
 
 
-def _tabular(
+def _table_of_fields(
     path: Path,
     rows: list[tuple[int, list[str]]],
     header: Sequence[str] | None = None,
@@ -417,7 +446,7 @@ def _tabular(
         else:
             wrong.append((number, f"{len(fields)} columns where {len(header)} are expected"))
     if ragged is None:
-        refuse_rows(path, "line", wrong)
+        refuse_unreadable_rows(path, "line", wrong)
     else:
         ragged += [number for number, _ in wrong]
     columns: dict[str, list[object]] = {
@@ -426,12 +455,12 @@ def _tabular(
     return Table(path, columns, [number for number, _ in kept])
 
 
-def _from_objects(
+def _table_of_objects(
     path: Path, rows: Sequence[tuple[int, object]], unit: str, problems: Sequence[tuple[int, str]]
 ) -> Table:
     objects = [(place, row) for place, row in rows if isinstance(row, dict)]
     wrong = [(place, f"not a JSON object but {quoted(row)}") for place, row in rows if not isinstance(row, dict)]
-    refuse_rows(path, unit, sorted([*problems, *wrong]))
+    refuse_unreadable_rows(path, unit, sorted([*problems, *wrong]))
     names = dict.fromkeys(name for _, row in objects for name in row)
     columns = LazyColumns(names, lambda name: [row.get(name) for _, row in objects])
     return Table(path, columns, [place for place, _ in objects], unit)
@@ -447,17 +476,18 @@ def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
     """Return the file of each split; a single file is the training split.
 
     Args:
-        more: suffixes beside those of tables.
+        reference: a file, or a directory with one file for each split.
+        more: suffixes to read beside those of tables.
     """
     path = locate(reference, "data.path")
     if not isinstance(path, Path):
         folder = Path(path).parent
-        siblings = [entry.name for entry in _entries(folder)] if os.path.isdir(folder) else []
+        siblings = [entry.name for entry in _directory_entries(folder)] if os.path.isdir(folder) else []
         raise PeftlabError(f"data.path {path!r}: no such file or directory{did_you_mean(Path(path).name, siblings)}")
     if not path.is_dir():
         return {"train": path}
     files: dict[str, Path] = {}
-    for file in _entries(path):
+    for file in _directory_entries(path):
         suffix = table_suffix(file) or next((s for s in more if file.name.endswith(s)), None)
         split = _SPLIT_STEMS.get(file.name[: -len(suffix)].lower()) if suffix else None
         if split is None:
@@ -466,12 +496,12 @@ def split_files(reference: str, more: tuple[str, ...] = ()) -> dict[str, Path]:
             raise PeftlabError(f"{path}: both {files[split].name} and {file.name} could be the {split} split")
         files[split] = file
     if "train" not in files:
-        there = listed(entry.name for entry in _entries(path)) if _entries(path) else "nothing"
+        there = listed(entry.name for entry in _directory_entries(path)) if _directory_entries(path) else "nothing"
         raise PeftlabError(f"{path}: no train.* file (csv, tsv, jsonl, json, parquet) in it, but {there}")
     return files
 
 
-def _entries(directory: Path) -> list[Path]:
+def _directory_entries(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except OSError as error:
@@ -481,7 +511,13 @@ def _entries(directory: Path) -> list[Path]:
 def split_tables(
     files: Mapping[str, Path], validation: float | str | None, all_files: Mapping[str, Path]
 ) -> dict[str, Table]:
-    """Read the split files; validation comes from one of ``all_files`` or from ``data.validation``, not from both."""
+    """Read the split files; validation comes from one of ``all_files`` or from ``data.validation``, not from both.
+
+    Args:
+        files: split to its file, of the splits to read.
+        validation: ``data.validation``: how much of the training split is held out; None where the recipe has none.
+        all_files: split to its file, of all splits that the data has.
+    """
     if "validation" in all_files and validation is not None:
         raise PeftlabError(f"data.validation is set, but {all_files['validation']} is the validation split already")
     if "validation" not in all_files and validation is None:
@@ -509,31 +545,52 @@ class Columns:
     labels: Mapping[str, str]
 
     def needed(self, split: str, table: Table) -> dict[str, str]:
-        """Return the columns that a split's table must have, each with its key."""
+        """Return the columns that a split's table must have, each with its key.
+
+        Args:
+            split: name of the split.
+            table: its table, for the columns that it has.
+        """
         unlabelled = split == "test" and not any(name in table.columns for name in self.labels)
         return {**self.inputs, **({} if unlabelled else self.labels)}
 
 
 def text_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the text, or the two texts of a pair, and the label."""
+    """Return the columns of the text, or of the two texts of a pair, and of the label.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     return _columns(dict.fromkeys(data.text or (), "data.text"), {data.label: "data.label"} if data.label else {})
 
 
 def multilabel_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the text, or the pair, and the column of label sets, or the columns that say 1 or 0 of each label."""
+    """Return the columns of the text or pair, and the column of label sets or a column of 0 and 1 for each label.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     sets = {data.label: "data.label"} if data.label else dict.fromkeys(data.labels or (), "data.labels")
     return _columns(dict.fromkeys(data.text or (), "data.text"), sets)
 
 
 def word_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the column of words, ``tokens`` by default, and that of their tags, ``tags``."""
+    """Return the column of words, ``tokens`` by default, and that of their tags, ``tags``.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     return _columns({(data.text or ["tokens"])[0]: "data.text"}, {data.label or "tags": "data.label"})
 
 
 def choice_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the text before the choices, the choices and the label.
+    """Return the columns of the text before the choices, of the choices and of the label.
 
     Args:
+        data: the recipe's data section.
         there: the file's columns: without ``data.text`` those of ``context`` and ``prompt`` that it has are the text.
     """
     before = data.text or [name for name in _BEFORE_CHOICES if name in there]
@@ -542,23 +599,43 @@ def choice_columns(data: DataConfig, there: Collection[str]) -> Columns:
 
 
 def chat_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the columns that the recipe names; others are recognised row by row."""
+    """Return the columns that the recipe names; others are recognised row by row.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     named = {"messages": data.messages, "prompt": data.prompt, "completion": data.completion}
     return _columns({name: f"data.{key}" for key, name in named.items() if name is not None}, {})
 
 
 def completion_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the columns ``prompt`` and ``completion``, or what the recipe calls them."""
+    """Return the columns ``prompt`` and ``completion``, or what the recipe calls them.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     return _columns({data.prompt or "prompt": "data.prompt", data.completion or "completion": "data.completion"}, {})
 
 
 def plain_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return the column of texts, ``text`` by default."""
+    """Return the column of texts, ``text`` by default.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     return _columns({(data.text or ["text"])[0]: "data.text"}, {})
 
 
 def preference_columns(data: DataConfig, there: Collection[str]) -> Columns:
-    """Return both answers, and the prompt where the recipe names it."""
+    """Return the columns of both answers, and of the prompt where the recipe names it.
+
+    Args:
+        data: the recipe's data section.
+        there: the file's columns.
+    """
     answers = dict.fromkeys(("chosen", "rejected"), "task text/preference")
     return _columns(({data.prompt: "data.prompt"} if data.prompt else {}) | answers, {})
 
@@ -572,7 +649,13 @@ def _columns(inputs: dict[str, str], labels: dict[str, str]) -> Columns:
 
 # --- The values of a label column as class names, bins or numbers.
 def numbers(table: Table, column: str, faults: list[Fault]) -> list[float]:
-    """Return a column as numbers, NaN where a label is missing; other values are added to ``faults``."""
+    """Return a column as numbers, NaN where a label is missing; other values are added to ``faults``.
+
+    Args:
+        table: the file.
+        column: the label column.
+        faults: receives what is wrong.
+    """
     values = table.column(column, "data.label")
     found = [_number(value) for value in values]
     bad = [row for row, value in enumerate(values) if not (math.isfinite(found[row]) or is_missing(value))]
@@ -588,6 +671,11 @@ def names(table: Table, column: str, faults: list[Fault]) -> list[str]:
     """Return a column as class names, empty where a label is missing; other values are added to ``faults``.
 
     A class is a string (blanks around it removed), an integer or a truth value.
+
+    Args:
+        table: the file.
+        column: the label column.
+        faults: receives what is wrong.
     """
     values = table.column(column, "data.label")
     found = [_name(value) for value in values]
@@ -609,7 +697,12 @@ def bin_classes(values: Sequence[float], bins: Mapping[str, tuple[float | None, 
 
 
 def names_in_data(classes: Sequence[str], labels: Iterable[str]) -> tuple[str, ...]:
-    """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those."""
+    """Return a model's classes as the data names them: LABEL_0, LABEL_1, ... are 0, 1, ... unless it has those.
+
+    Args:
+        classes: a model's class names in label order.
+        labels: the labels that the data has.
+    """
     unnamed = [f"LABEL_{place}" for place in range(len(classes))] == list(classes)
     if unnamed and not set(classes) & set(labels):
         return tuple(str(place) for place in range(len(classes)))
@@ -622,7 +715,7 @@ def label_indices(
     labels: Mapping[str, Sequence[Sequence[str]]],
     known: Sequence[str] | None,
 ) -> tuple[dict[str, list[list[int]]], Sequence[str]]:
-    """Return the labels of each table's rows as indices of the classes, and the classes.
+    """Return the labels of each table's rows as indices of the classes, and the classes' names.
 
     Args:
         tables: the labelled tables by split.
@@ -667,6 +760,7 @@ def items(value: object, separator: str | None = None) -> list[str] | None:
     """Return the texts of a list: a list, its JSON text, or a text whose parts ``separator`` separates.
 
     Args:
+        value: a cell of a table.
         separator: between the parts of a text, blanks around them removed; None: parts are separated by blanks.
 
     Returns:

@@ -63,7 +63,11 @@ def make_contexts(
     Of a conversation the last answer is the reference, and all before it the prompt.
 
     Args:
-        examples: at most so many contexts, drawn with ``seed``.
+        rows: the held-out rows.
+        tokenizer: the model's tokenizer.
+        how: how rows become tokens.
+        seed: of the draw of ``examples``.
+        examples: draw at most so many contexts; None for all.
 
     Raises:
         PeftlabError: every prompt is longer than ``how.max_length``.
@@ -83,25 +87,36 @@ def make_contexts(
     too_long = len(together) - len(items)
     chosen = seeded_subset(len(items), examples, seed)
     items = items if chosen is None else [items[i] for i in chosen]
-    return Contexts(items, _ends([first[context.ids] for context in items], tokenizer, how), too_long)
+    return Contexts(items, _end_tokens([first[context.ids] for context in items], tokenizer, how), too_long)
 
 
 def prompt_text(row: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text before a row's last answer, with the template's prompt for it."""
+    """Return the text before a row's last answer, with the template's prompt for it.
+
+    Args:
+        row: a conversation or a completion.
+        tokenizer: the one whose chat template writes conversations.
+    """
     return prompt_of(row, tokenizer) if isinstance(row, Conversation) else row.prompt
 
 
 def _reference(row: Source) -> str:
-    text = row.messages[_last(row)]["content"] if isinstance(row, Conversation) else row.completion
+    text = row.messages[_last_answer_index(row)]["content"] if isinstance(row, Conversation) else row.completion
     return text.strip()
 
 
-def _last(row: Conversation) -> int:
+def _last_answer_index(row: Conversation) -> int:
     return max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
 
 
 def prompt_ids(row: Source, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a row's prompt, begun as its training example begins."""
+    """Return the token ids of a row's prompt, begun as its training example begins.
+
+    Args:
+        row: a conversation or a completion.
+        prompt: its ``prompt_text``.
+        tokenizer: the model's tokenizer.
+    """
     ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     ids = ids if isinstance(row, Conversation) else [*bos_ids(tokenizer), *ids]
     if not ids:
@@ -109,7 +124,7 @@ def prompt_ids(row: Source, prompt: str, tokenizer: PreTrainedTokenizerBase) -> 
     return ids
 
 
-def _ends(rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding) -> frozenset[int]:
+def _end_tokens(rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding) -> frozenset[int]:
     """Return the last trained special token of each row."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     found = set()
@@ -133,6 +148,10 @@ def check_packages(names: Iterable[str]) -> None:
 
 def score(names: Iterable[str], answers: Sequence[Answer]) -> dict[str, float]:
     """Return the value of each metric; a mean over answers has its 95 % interval as ``NAME_low`` and ``NAME_high``.
+
+    Args:
+        names: of the metrics, as in ``generate.metrics``.
+        answers: generated answers, each with its context.
 
     Raises:
         PeftlabError: no answer, or a reference that a metric cannot use.

@@ -11,7 +11,7 @@ from pathlib import Path
 from peftlab.errors import PeftlabError, did_you_mean
 from peftlab.references import locate, unreachable
 from peftlab.tasks.config import DataConfig
-from peftlab.tasks.data import Table, quoted, read_tsv, refuse_rows
+from peftlab.tasks.data import Table, quoted, read_tsv, refuse_unreadable_rows
 from peftlab.tasks.labelled_rows import Examples
 from peftlab.tasks.table import Task
 
@@ -20,7 +20,7 @@ _HUB = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one task's TSV files spell it: text columns, label column, label spelling, files of the splits.
+    """The layout of one task's TSV files: text columns, label column, spelling of the labels, files of the splits.
 
     ``words``: labels are the class names, else their indices. ``broken_lines``: the published files hold a
     few lines with a wrong number of fields, which the hub's copy leaves out as well.
@@ -109,7 +109,12 @@ def _same_classes(task: Task, classes: Sequence[str]) -> None:
 
 
 def glue_directory(task: Task, path: str) -> Path:
-    """Return the directory with a task's TSV files: ``path``, or the task's folder in it."""
+    """Return the directory with a task's TSV files: ``path``, or the task's folder in it.
+
+    Args:
+        task: a ``glue/`` row of the table.
+        path: the task's own directory, or the one that contains it.
+    """
     root = locate(path, "data.path")
     if not isinstance(root, Path) or not root.is_dir():
         raise PeftlabError(f"data.path {path!r}: no such directory; GLUE is read from a directory of TSV files")
@@ -143,7 +148,7 @@ def _classes(table: Table, values: list[str], task: Task, words: bool) -> list[i
             hint = did_you_mean(value, index) if not problems else ""
             known = f"unknown label {quoted(value)}{hint}; one of {', '.join(index)}"
             problems.append((table.positions[row], known))
-    refuse_rows(table.path, table.unit, problems)
+    refuse_unreadable_rows(table.path, table.unit, problems)
     return [index[value] for value in values]
 
 
@@ -157,7 +162,7 @@ def _scores(table: Table, values: list[str]) -> list[float]:
         scores.append(score)
         if not 0 <= score <= 5:
             problems.append((table.positions[row], f"score {quoted(value)} is not a number from 0 to 5"))
-    refuse_rows(table.path, table.unit, problems)
+    refuse_unreadable_rows(table.path, table.unit, problems)
     return scores
 
 

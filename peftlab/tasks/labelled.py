@@ -17,13 +17,13 @@ from peftlab.tasks.answers import Answers, Array
 from peftlab.tasks.batches import eval_batches
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.labelled_rows import load_task_data
-from peftlab.tasks.problem import Loss, ModelSource, TaskOptions, TaskProblem, mean_loss, over_processes
+from peftlab.tasks.problem import Loss, ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, largest_id, padding_token, tokenise
 
 
 def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
-    """Return a task with labels and its model: the data first, as it is cheap to read and most often wrong.
+    """Read a labelled task's data, load its model, and return both with the functions that train and score it.
 
     Args:
         task: the table's row.
@@ -79,7 +79,12 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
 
 
 def class_counts(answers: Answers, splits: Mapping[str, Dataset]) -> dict[str, dict[str, int]]:
-    """Return class name, in label order, to its number of examples by labelled split; empty without classes."""
+    """Return class name, in label order, to its number of examples by labelled split; empty without classes.
+
+    Args:
+        answers: the task's kind of answers.
+        splits: tokenised examples by split.
+    """
     counts = {split: answers.count(rows["label"]) for split, rows in splits.items() if "label" in rows.column_names}
     return {
         name: {split: counted[place] for split, counted in counts.items()}
@@ -91,6 +96,10 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
     """Return how many rows of each evaluation split have the text, or the pair of texts, of a training row.
 
     A split without such rows is left out.
+
+    Args:
+        task: the table's row.
+        splits: examples by split, ``train`` among them.
     """
     inputs = {}
     for split, rows in splits.items():
@@ -104,7 +113,13 @@ def repeated_rows(task: Task, splits: Mapping[str, Dataset]) -> dict[str, int]:
 def load_classifier(
     answers: Answers, source: ModelSource, max_length: int
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, list[str]]:
-    """Return the tokenizer, the model with a head for the task's answers, and its freshly initialised parameters."""
+    """Return the tokenizer, the model with a head for the task's answers, and its freshly initialised parameters.
+
+    Args:
+        answers: the task's kind of answers, which decides the head.
+        source: where the model comes from.
+        max_length: tokens of the longest example.
+    """
     tokenizer = source.tokenizer()
     model, fresh = source.model(answers.auto_class, max_length, answers.head())
     if model.config.pad_token_id is None:
@@ -120,7 +135,16 @@ def tokens_for(
     max_length: int,
     split: Dataset,
 ) -> Dataset:
-    """Return a split, tokenised; ``PeftlabError`` where the model's table of embeddings lacks a token."""
+    """Return a split, tokenised; ``PeftlabError`` where the model's table of embeddings lacks a token.
+
+    Args:
+        reference: the model's reference, for messages.
+        answers: the task's kind of answers.
+        model: the model that reads the tokens.
+        tokenizer: its tokenizer.
+        max_length: tokens to which an example is truncated.
+        split: the examples.
+    """
     tokens = tokenise(split, tokenizer, max_length, answers.encode)
     largest = max(largest_id(tokens), padding_token(tokenizer))
     table, _ = embeddings_of(model)
@@ -161,9 +185,14 @@ class Evaluation:
         }
 
     def outputs(self, model: nn.Module, data: Dataset) -> list[Array]:
-        """Return what the answer of each row of ``data`` is read from, in its own order."""
+        """Return what the answer of each row of ``data`` is read from, in its own order.
+
+        Args:
+            model: the model, in eval mode.
+            data: tokenised rows.
+        """
         batches = eval_batches(data["length"], self.batch_size)
-        found = over_processes(data, batches, self.collate, lambda batch: self.answers.outputs(model, batch))
+        found = score_batches(data, batches, self.collate, lambda batch: self.answers.outputs(model, batch))
         rows: dict[int, Array] = {}
         for batch, part in zip(batches, found, strict=True):
             rows |= zip(batch, part, strict=True)

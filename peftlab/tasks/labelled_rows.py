@@ -73,21 +73,23 @@ class Examples:
         )
 
     def dataset(self) -> Dataset:
-        """Return them as an in-memory dataset: ``text``, ``text_pair`` and ``label`` where they exist."""
+        """Return the examples as an in-memory dataset: ``text``, ``text_pair`` and ``label`` where they exist."""
         from datasets import Dataset, Features
 
         columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label}
         there = {name: values for name, values in columns.items() if values is not None}
-        return Dataset.from_dict(there, features=Features({name: _type(values) for name, values in there.items()}))
+        return Dataset.from_dict(
+            there, features=Features({name: _column_type(values) for name, values in there.items()})
+        )
 
 
-def _type(values: Sequence[object]) -> Value | List:
+def _column_type(values: Sequence[object]) -> Value | List:
     """Return the type of a column by its values: texts, whole numbers (64 bits) or numbers, or lists of one of them."""
     from datasets import List, Value
 
     lists = [value for value in values if isinstance(value, list)]
     if lists:
-        return List(_type([item for value in lists for item in value[:1]]))
+        return List(_column_type([item for value in lists for item in value[:1]]))
     kinds = {str: "string", float: "float64"}
     return Value(next((kinds[type(value)] for value in values if type(value) in kinds), "int64"))
 
@@ -97,6 +99,10 @@ def fingerprint(task: Task, splits: Mapping[str, Examples]) -> str:
 
     It depends on the content alone, so the same rows give the same value on every machine and from every file
     format.
+
+    Args:
+        task: its name and classes are read.
+        splits: examples by split.
     """
     digest = hashlib.sha256(json.dumps([task.name, task.labels]).encode())
     for name in sorted(splits):
@@ -166,7 +172,8 @@ def load_text_task(
     stratified by class.
 
     Args:
-        task, data: as for ``load_own``.
+        task: the table's row.
+        data: the recipe's data section.
         classes: a trained model's class names in label order; the files may lack some of them but contain no others.
     """
     text, label = tuple(data.text or ()), data.label
@@ -174,9 +181,9 @@ def load_text_task(
         raise PeftlabError(f"task {task.name} needs data.text and data.label")
 
     def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        splits = _unlabelled(tables, text, faults)
+        splits = _unlabelled_examples(tables, text, faults)
         labelled = {split: table for split, table in tables.items() if label in table.columns}
-        labels, class_names = _labels(task, data, label, labelled, classes, faults)
+        labels, class_names = _read_labels(task, data, label, labelled, classes, faults)
         for split, found in labels.items():
             kept = splits[split].take(row for row, value in enumerate(found) if value is not None)
             if len(kept) == 0:
@@ -200,7 +207,10 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     with ``data.split_seed``, or all are the validation split.
 
     Args:
-        task: the table's row. data: the recipe's data section.
+        task: the table's row.
+        data: the recipe's data section.
+        read: function from the tables by split, and a list that receives faults, to the examples by split and the
+            class names.
 
     Returns:
         The task with its ``labels`` and ``text`` filled in, the splits, and the rows left out by reason.
@@ -216,7 +226,7 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     columns: Columns = resolve(task.columns)(data, whole["train"].columns)
     needed = {split: columns.needed(split, table) for split, table in whole.items()}
     faults: list[Fault] = []
-    tables, dropped = _without_missing(whole, needed, data.drop_missing, faults)
+    tables, dropped = _drop_missing(whole, needed, data.drop_missing, faults)
     splits, classes = read(tables, faults)
     outside = sum(map(len, tables.values())) - sum(map(len, splits.values()))
     if data.validation == "all":
@@ -228,7 +238,7 @@ def load_own(task: Task, data: DataConfig, read: Read) -> tuple[Task, dict[str, 
     return task, splits, {why: n for why, n in left_out.items() if n}
 
 
-def _without_missing(
+def _drop_missing(
     tables: Mapping[str, Table], needed: Mapping[str, Mapping[str, str]], drop: bool, faults: list[Fault]
 ) -> tuple[dict[str, Table], int]:
     """Return the needed columns, and how many rows without a text or label were left out of them.
@@ -251,7 +261,7 @@ def _without_missing(
     return kept, sum(map(len, tables.values())) - sum(map(len, kept.values()))
 
 
-def _labels(
+def _read_labels(
     task: Task,
     data: DataConfig,
     column: str,
@@ -262,22 +272,22 @@ def _labels(
     """Return each labelled split's labels (None: outside every bin), and the class names; first refuse ``faults``."""
     if task.regression or data.bins is not None:
         values = {split: numbers(table, column, faults) for split, table in tables.items()}
-        refuse_all(faults)
-        return (values, ()) if data.bins is None else _binned(values, data.bins, tables, known)
+        refuse_faulty_rows(faults)
+        return (values, ()) if data.bins is None else _bin_indices(values, data.bins, tables, known)
     spelled = {split: names(table, column, faults) for split, table in tables.items()}
-    refuse_all(faults)
+    refuse_faulty_rows(faults)
     sets = {split: [[name] for name in found] for split, found in spelled.items()}
     placed, classes = label_indices(tables, column, sets, known)
     return {split: [places[0] for places in rows] for split, rows in placed.items()}, classes
 
 
-def refuse_all(faults: Sequence[Fault]) -> None:
+def refuse_faulty_rows(faults: Sequence[Fault]) -> None:
     """Raise ``PeftlabError`` with every fault, if there is any."""
     absent = any(fault.problem == _ABSENT for fault in faults)
     refuse(faults, "data.drop_missing: true leaves out the rows without a text or label" if absent else "")
 
 
-def _binned(
+def _bin_indices(
     values: Mapping[str, Sequence[float]],
     bins: Mapping[str, tuple[float | None, float | None]],
     tables: Mapping[str, Table],
@@ -296,14 +306,20 @@ def _binned(
     return binned, tuple(bins)
 
 
-def _unlabelled(tables: Mapping[str, Table], names: Sequence[str], faults: list[Fault]) -> dict[str, Examples]:
+def _unlabelled_examples(tables: Mapping[str, Table], names: Sequence[str], faults: list[Fault]) -> dict[str, Examples]:
     """Return each split's texts, or pairs of texts, from the columns ``names``."""
     columns = {split: [texts(table, name, faults) for name in names] for split, table in tables.items()}
     return {s: Examples(found[0], found[1] if len(found) == 2 else None, None) for s, found in columns.items()}
 
 
 def texts(table: Table, name: str, faults: list[Fault]) -> list[str]:
-    """Return a column of texts; what is there and no text is added to ``faults``."""
+    """Return a column of texts; what is there and no text is added to ``faults``.
+
+    Args:
+        table: the file.
+        name: the column.
+        faults: receives what is wrong.
+    """
     values = table.column(name, "data.text")
     bad = [row for row, value in enumerate(values) if not isinstance(value, str) and not is_missing(value)]
     faults += table.fault(name, "is not text", bad)
@@ -368,12 +384,14 @@ def load_label_sets(
     those of the columns ``data.labels`` that say 1, where 0 in all of them is a row without a label.
 
     Args:
+        task: the table's row.
+        data: the recipe's data section.
         classes: a trained model's class names in label order; the files may lack some of them but contain no others.
     """
     text = tuple(data.text or ())
 
     def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        splits = _unlabelled(tables, text, faults)
+        splits = _unlabelled_examples(tables, text, faults)
         if data.labels is not None:
             labels, names = _labels_of_columns(tables, data.labels, classes, faults)
         else:
@@ -389,7 +407,7 @@ def _labels_of_lists(
     """Return the indices of each row's classes, and the class names, from one column."""
     labelled = {split: table for split, table in tables.items() if column in table.columns}
     spelled = {split: _label_lists(table, column, separator, faults) for split, table in labelled.items()}
-    refuse_all(faults)
+    refuse_faulty_rows(faults)
     found, classes = label_indices(labelled, column, spelled, known)
     return {split: [sorted(set(places)) for places in rows] for split, rows in found.items()}, classes
 
@@ -419,7 +437,7 @@ def _labels_of_columns(
         raise PeftlabError(f"data.labels are {listed(columns, 50)}; the model's classes are {listed(classes, 50)}")
     labelled = {split: table for split, table in tables.items() if columns[0] in table.columns}
     said = {split: [_binary_labels(table, name, faults) for name in columns] for split, table in labelled.items()}
-    refuse_all(faults)
+    refuse_faulty_rows(faults)
     places = [classes.index(name) for name in columns]
     found = {}
     for split, by_column in said.items():
@@ -444,17 +462,19 @@ def load_tagged_words(
     """Read ``text/tokens`` from the user's files, as ``load_own`` does.
 
     Words and tags are lists, of equal length in each row; a text is split at blanks. Tags like ``B-PER`` and ``O`` are
-    those of entities (see ``entities``); others, such as parts of speech, are with_tag_metrics by accuracy.
+    those of entities (see ``entities``); others, such as parts of speech, are scored by accuracy.
 
     Args:
+        task: the table's row.
+        data: the recipe's data section.
         classes: a trained model's tags in label order; the files may lack some of them but contain no others.
     """
     words_in, tags_in = (data.text or ["tokens"])[0], data.label or "tags"
 
     def read(tables: Mapping[str, Table], faults: list[Fault]) -> tuple[dict[str, Examples], Sequence[str]]:
-        words = {split: _lists(table, words_in, "words", faults) for split, table in tables.items()}
+        words = {split: _list_column(table, words_in, "words", faults) for split, table in tables.items()}
         labelled = {split: table for split, table in tables.items() if tags_in in table.columns}
-        spelled = {split: _lists(table, tags_in, "tags", faults) for split, table in labelled.items()}
+        spelled = {split: _list_column(table, tags_in, "tags", faults) for split, table in labelled.items()}
         scheme = is_entity_scheme(set(chain.from_iterable(chain.from_iterable(spelled.values()))))
         for split, table in labelled.items():
             rows = list(zip(words[split], spelled[split], strict=True))
@@ -468,7 +488,7 @@ def load_tagged_words(
             if scheme and odd:
                 problem = f"has the tag {quoted(next(iter(odd.values())))}, which is neither O nor like B-PER,"
                 faults += table.fault(tags_in, problem, list(odd))
-        refuse_all(faults)
+        refuse_faulty_rows(faults)
         found, tags = label_indices(labelled, tags_in, spelled, classes)
         return {split: Examples(words[split], None, found.get(split)) for split in tables}, tags
 
@@ -481,7 +501,7 @@ def with_tag_metrics(task: Task) -> Task:
     return task if is_entity_scheme(task.labels) else replace(task, metrics=("accuracy",))
 
 
-def _lists(table: Table, column: str, what: str, faults: list[Fault]) -> list[list[str]]:
+def _list_column(table: Table, column: str, what: str, faults: list[Fault]) -> list[list[str]]:
     """Return a column's lists; what is no list, or an empty one, is added to ``faults``."""
     values = table.column(column, "data.text")
     found = [[""] if is_missing(value) else items(value) for value in values]
@@ -546,6 +566,8 @@ def load_choices(
     The label is the right one's place, from 0, or its text. Texts before the choices are joined by a blank.
 
     Args:
+        task: the table's row.
+        data: the recipe's data section.
         classes: not used; a row has choices of its own.
     """
     label = data.label or "label"
@@ -557,14 +579,20 @@ def load_choices(
             before = [name for name in table.columns if name not in (label, *(data.choices or [CHOICES]))]
             places = _label_places(table, label, choices, faults) if label in table.columns else None
             splits[split] = Examples(context_texts(table, before, faults), choices, places)
-        refuse_all(faults)
+        refuse_faulty_rows(faults)
         return splits, ()
 
     return load_own(task, data, read)
 
 
 def context_texts(table: Table, names: Sequence[str], faults: list[Fault]) -> list[str]:
-    """Return each row's text before its choices: the columns' texts joined by a blank; empty without a column."""
+    """Return each row's text before its choices: the columns' texts joined by a blank; empty without a column.
+
+    Args:
+        table: the file.
+        names: the columns.
+        faults: receives what is wrong.
+    """
     columns = [texts(table, name, faults) for name in names]
     return [" ".join(row) for row in zip(*columns, strict=True)] if columns else [""] * len(table)
 
@@ -573,7 +601,9 @@ def row_choices(table: Table, names: Sequence[str] | None, faults: list[Fault]) 
     """Return each row's choices, at least two; rows without are added to ``faults``.
 
     Args:
+        table: the file.
         names: one column of lists, or the columns of a choice each; None: ``choices``.
+        faults: receives what is wrong.
     """
     names = names or [CHOICES]
     columns = [table.column(name, "data.choices") for name in names]

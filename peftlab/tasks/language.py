@@ -57,7 +57,7 @@ from peftlab.tasks.language_examples import (
     encode_rows,
     fingerprint,
 )
-from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, over_processes
+from peftlab.tasks.problem import ModelSource, RowSharing, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 from peftlab.untyped import Attributes, Unwrapped
@@ -78,6 +78,11 @@ def load_language(
     ``data.path`` is a file or a directory as for ``text/classification``; for plain text also a ``.txt`` file, whose
     paragraphs are rows, and for completions one whose lines are ``prompt||completion``, as E2E's files are.
     ``data.validation`` rows are drawn with ``data.split_seed`` where no file has them.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        classes: not used; a language task has no classes.
 
     Returns:
         The task, the rows of each split, and the rows left out by reason.
@@ -100,6 +105,9 @@ def read_splits(
     """Return the rows of each split as ``read`` makes them, and the number of rows left out by reason.
 
     Args:
+        task: the table's row.
+        data: the recipe's data section.
+        read: table, index of a row and the data section to the row.
         columns: table and row to the columns without whose value the row is left out, where ``data.drop_missing`` says
             so; None: it is left out in any case.
     """
@@ -107,7 +115,7 @@ def read_splits(
         raise PeftlabError(f"task {task.name} needs data.path")
     left_out = {MISSING: 0, OUTSIDE: 0}
     splits: dict[str, list[RowT]] = {}
-    for split, table in _tables(task, data).items():
+    for split, table in _read_tables(task, data).items():
         table, dropped = _with_bin_names(table, data, columns)
         left_out = {why: left_out[why] + dropped[why] for why in left_out}
         splits[split] = [read(table, row, data) for row in range(len(table))]
@@ -119,7 +127,14 @@ def read_splits(
 
 
 def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
-    """Return a language task with its model; arguments as for ``labelled.prepare``."""
+    """Read a language task's data, load its model, and return both with the functions that train and score it.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        source: where the model comes from.
+        options: what else the recipe says.
+    """
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limit_training_rows(splits, data, left_out)
     held, tokenizer, how = evaluation_splits(task, splits), source.tokenizer(), encoding(task, data, options.max_length)
@@ -163,6 +178,10 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
 def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str, list[RowT]]:
     """Return the splits that a model is evaluated on.
 
+    Args:
+        task: the table's row, named in the error.
+        splits: rows by split.
+
     Raises:
         PeftlabError: there is none.
     """
@@ -175,7 +194,13 @@ def evaluation_splits(task: Task, splits: Mapping[str, list[RowT]]) -> dict[str,
 def limit_training_rows(
     splits: dict[str, list[RowT]], data: DataConfig, left_out: dict[str, int]
 ) -> tuple[dict[str, list[RowT]], dict[str, int]]:
-    """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason."""
+    """Return the splits with ``data.max_train_examples`` rows to train on, and the rows left out by reason.
+
+    Args:
+        splits: rows by split.
+        data: the recipe's data section.
+        left_out: reason to the number of rows left out so far.
+    """
     chosen = seeded_subset(len(splits.get("train", ())), data.max_train_examples, data.split_seed)
     if chosen is None:
         return splits, left_out
@@ -186,32 +211,46 @@ def limit_training_rows(
 def examples(
     task: Task, data: DataConfig, row: Source, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[list[tuple[str, Tokens]]]:
-    """Return a row's examples, each as its sequences with their titles: one sequence without a title."""
+    """Return a row's examples, each as its sequences with their titles: one sequence without a title.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        row: the row.
+        tokenizer: the model's tokenizer.
+        max_length: tokens of the longest example.
+    """
     return [[("", tokens)] for tokens in encode(row, tokenizer, encoding(task, data, max_length))]
 
 
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
-    """Return how a task's rows become tokens."""
+    """Return how a task's rows become tokens.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        max_length: tokens of the longest example.
+    """
     return Encoding(max_length, data.too_long or "drop", data.train_on or "assistant", split=task.name == "text/plain")
 
 
 def _trained_tokens(data: Dataset) -> Callable[[list[int]], float]:
-    """Return the number of trained tokens of a global batch: what its loss is divided by, however it is split."""
+    """Return the function of a global batch's indices to its number of trained tokens, which divides its loss."""
     counts = list(data["trained_tokens"])
     return lambda batch: float(sum(counts[i] for i in batch))
 
 
-def _tables(task: Task, data: DataConfig) -> Mapping[str, Table]:
+def _read_tables(task: Task, data: DataConfig) -> Mapping[str, Table]:
     files = split_files(str(data.path), () if task.name == "text/chat" else (".txt",))
     documents = {split: file for split, file in files.items() if file.suffix == ".txt"}
     tables = split_tables(
         {split: file for split, file in files.items() if split not in documents}, data.validation, files
     )
-    read = partial(_pairs, data=data) if task.prompted else partial(_document, data=data)
+    read = partial(_read_pairs, data=data) if task.prompted else partial(_read_paragraphs, data=data)
     return {**tables, **{name: read(file) for name, file in documents.items()}}
 
 
-def _pairs(file: Path, data: DataConfig) -> Table:
+def _read_pairs(file: Path, data: DataConfig) -> Table:
     """Return a text file as rows: its lines, of a prompt, ``||`` and a completion."""
     pairs = [(number, *line.partition("||")) for number, line in text_lines(file) if line.strip()]
     for number, _, found, _ in pairs:
@@ -226,7 +265,7 @@ def _pairs(file: Path, data: DataConfig) -> Table:
     return Table(file, columns, [number for number, *_ in pairs])
 
 
-def _document(file: Path, data: DataConfig) -> Table:
+def _read_paragraphs(file: Path, data: DataConfig) -> Table:
     """Return a text file as rows: its paragraphs, which are separated by empty lines."""
     name = data.text[0] if data.text else "text"
     paragraphs, line = [], 1
@@ -286,7 +325,13 @@ def _hold_out(splits: dict[str, list[RowT]], validation: int | float, seed: int)
 
 @torch.no_grad()
 def sample(tokenizer: PreTrainedTokenizerBase, row: Source, model: nn.Module) -> str:
-    """Return what a model answers, greedily, to a held-out row."""
+    """Return the answer that a model decodes greedily to a held-out row.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        row: the held-out row.
+        model: a causal language model.
+    """
     bare: Unwrapped = getattr(model, "module", model)
     text = prompt_text(row, tokenizer) if isinstance(row, Conversation) else row.prompt or row.completion[:40]
     ids = torch.tensor([prompt_ids(row, text, tokenizer)], device=bare.device)
@@ -314,7 +359,7 @@ def nll(model: nn.Module, inputs: Mapping[str, Tensor], *, label_smoothing: floa
     """
     loss = partial(F.cross_entropy, reduction="sum", label_smoothing=label_smoothing)
     bare: Unwrapped = getattr(model, "module", model)
-    if not reads_head(bare):
+    if not head_is_separable(bare):
         return loss(*_trained_logits(model, inputs))
     hidden, targets = _trained_states(model, inputs)
 
@@ -330,10 +375,14 @@ def token_nll(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
     For losses that are no sum over tokens: which gradient a token's logits receive is known in the backward pass only,
     which computes each chunk's logits again.
+
+    Args:
+        model: a causal language model, wrapped by accelerate or not.
+        inputs: a batch, as for ``nll``.
     """
     loss = partial(F.cross_entropy, reduction="none")
     bare: Unwrapped = getattr(model, "module", model)
-    if not reads_head(bare):
+    if not head_is_separable(bare):
         return loss(*_trained_logits(model, inputs))
     hidden, targets = _trained_states(model, inputs)
 
@@ -361,12 +410,17 @@ def _trained_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def _forward_inputs(inputs: Mapping[str, Tensor]) -> Attributes:
-    """Return what a model takes of a batch."""
+    """Return the entries of a batch that the model's forward takes."""
     return {"use_cache": False} | {key: value for key, value in inputs.items() if key != "trained"}
 
 
 def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
-    """Return the logits [t, V] of states [t, H] after the final norm: the LM head, and what its class does after it."""
+    """Return the logits [t, V] of states [t, H] after the final norm: the LM head, and what its class does after it.
+
+    Args:
+        model: a causal language model.
+        hidden: states [t, H] after the final norm.
+    """
     config = model.config.get_text_config(decoder=True)
     logits = model.get_output_embeddings()(hidden).float()
     if getattr(config, "logit_scale", None) is not None:  # Cohere
@@ -378,8 +432,8 @@ def head_logits(model: Unwrapped, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reads_head(model: Unwrapped) -> bool:
-    """Whether ``head_logits`` of the last states is what the model computes; tried once per model, then remembered."""
+def head_is_separable(model: Unwrapped) -> bool:
+    """Return whether ``head_logits`` of the last states is what the model computes: tried once, then remembered."""
     if model not in _READS_HEAD:
         _READS_HEAD[model] = _head_matches(model)
     return _READS_HEAD[model]
@@ -449,9 +503,14 @@ class LanguageEvaluation:
         return scores
 
     def totals(self, model: nn.Module, data: Dataset) -> list[float]:
-        """Return the summed NLL of each batch, in the order of ``eval_batches``."""
+        """Return the summed NLL of each batch, in the order of ``eval_batches``.
+
+        Args:
+            model: the model, in eval mode.
+            data: tokenised examples.
+        """
         batches = eval_batches(data["length"], self.batch_size)
-        return over_processes(data, batches, self.collate, lambda inputs: float(nll(model, inputs)))
+        return score_batches(data, batches, self.collate, lambda inputs: float(nll(model, inputs)))
 
 
 # --- Examples that share a row, and the proof that a model keeps them apart.
@@ -463,6 +522,11 @@ def pack(rows: Sequence[Row], row_tokens: int, *, pad: int) -> dict[str, Tensor]
 
     Positions begin at 0 with each example, and with the padding; there is no attention mask: from positions alone
     transformers lets tokens attend within their example only. The first token of an example is not trained.
+
+    Args:
+        rows: tokenised examples.
+        row_tokens: tokens of a row at most, unless one example is longer.
+        pad: the id that fills rows.
     """
     shared = packed_rows([len(member(row, "input_ids", list, "an example")) for row in rows], row_tokens)
     ids = [[torch.tensor(rows[i]["input_ids"]) for i in row] for row in shared]
@@ -486,6 +550,10 @@ def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None
 
     A few beginnings of ``examples`` are tried on the device of the model, in eval mode. The logits may differ by
     rounding: by 0.002 % in fp32, 1 % in fp16 and TF32, 4 % in bf16.
+
+    Args:
+        model: a causal language model.
+        examples: tokenised examples.
     """
     name = type(model).__name__
     tried: list[Row] = []
@@ -504,12 +572,12 @@ def packing_fault(model: PreTrainedModel, examples: Sequence[Row]) -> str | None
     single = single - single.mean(-1, keepdim=True)  # softmax does not see what all logits have in common
     shared = together.float() - together.float().mean(-1, keepdim=True)
     difference = float((shared - single).norm() / single.norm())
-    if difference <= _precision(model, together) ** (2 / 3):
+    if difference <= _rounding_error(model, together) ** (2 / 3):
         return None
     return f"{name} does not keep the examples of a row apart (its logits differ by {difference:.1%})"
 
 
-def _precision(model: PreTrainedModel, logits: Tensor) -> float:
+def _rounding_error(model: PreTrainedModel, logits: Tensor) -> float:
     """Return the relative rounding error of the coarsest numbers that a forward pass computes with."""
     device = model.device.type
     kinds = {model.dtype, logits.dtype}

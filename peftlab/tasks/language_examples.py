@@ -90,7 +90,8 @@ def answers(
     as at inference. Its marker of the end of a turn belongs to an answer, the white space after that does not.
 
     Args:
-        messages: with at least one answer. form: see ``Format``.
+        messages: with at least one answer.
+        form: the chat template as a function, see ``Format``.
         markers: the tokenizer's special tokens, as text.
         train_on: every answer, the last one, or all of the text.
 
@@ -111,10 +112,10 @@ def answers(
     alone: list[Formatted] = []
     for i in places if train_on == "assistant" else places[-1:]:
         upto = form(messages[: i + 1], False)
-        start = _start(messages[:i], form, upto)
+        start = _answer_start(messages[:i], form, upto)
         text = whole if whole.startswith(upto) else upto
         _check_written(messages[i], text[start : len(upto)])
-        end, ends = _end(text, start, len(upto), markers)
+        end, ends = _answer_end(text, start, len(upto), markers)
         if text is whole and not ends:
             shared.append((start, end))
         else:
@@ -134,7 +135,7 @@ def _check_written(message: Message, text: str) -> None:
             raise PeftlabError(f"the chat template does not write tool calls (of {name})")
 
 
-def _start(before: Sequence[Message], form: Format, upto: str) -> int:
+def _answer_start(before: Sequence[Message], form: Format, upto: str) -> int:
     """Return where the answer begins in ``upto``, which ends with it."""
     prompt = form(before, True)
     if upto.startswith(prompt):
@@ -150,7 +151,7 @@ def _start(before: Sequence[Message], form: Format, upto: str) -> int:
     return common
 
 
-def _end(text: str, start: int, end: int, markers: Sequence[str]) -> tuple[int, bool]:
+def _answer_end(text: str, start: int, end: int, markers: Sequence[str]) -> tuple[int, bool]:
     """Return where the answer ends, its marker included, and whether it lacks one."""
     stripped = start + len(text[start:end].rstrip())
     if any(text.endswith(marker, start, stripped) for marker in markers):
@@ -169,7 +170,7 @@ TOO_LONG = "longer than train.max_length"
 
 @dataclass(frozen=True)
 class Encoding:
-    """How rows become tokens.
+    """The settings by which rows become tokens.
 
     Attributes:
         max_length: tokens of the longest example. too_long: what becomes of longer ones.
@@ -196,6 +197,11 @@ def encode_rows(
     rows: Sequence[Source], tokenizer: PreTrainedTokenizerBase, how: Encoding
 ) -> tuple[Dataset, dict[str, int]]:
     """Return the examples of ``rows``, and the number of them that were left out by reason.
+
+    Args:
+        rows: conversations or completions.
+        tokenizer: the model's tokenizer.
+        how: how rows become tokens.
 
     Returns:
         Columns ``input_ids``, ``trained`` (one per token), ``length``, ``trained_tokens``, ``trained_bytes``.
@@ -226,22 +232,41 @@ def encode_rows(
 
 
 def encode(row: Source, tokenizer: PreTrainedTokenizerBase, how: Encoding) -> list[Tokens]:
-    """Return a row's examples: one, or several where a template writes earlier turns anew."""
+    """Return a row's examples: one, or several where a template writes earlier turns anew.
+
+    Args:
+        row: a conversation or a completion.
+        tokenizer: the model's tokenizer.
+        how: how rows become tokens.
+    """
     if isinstance(row, Conversation):
-        return [_of_text(formatted, tokenizer, row.where) for formatted in format_chat(row, tokenizer, how.train_on)]
+        return [
+            _tokenise_marked(formatted, tokenizer, row.where) for formatted in format_chat(row, tokenizer, how.train_on)
+        ]
     start = 0 if how.train_on == "all" else len(row.prompt)
     text = row.prompt + row.completion
-    tokens = _of_text(Formatted(text, ((start, len(text)),), True), tokenizer, row.where, bos=True)
+    tokens = _tokenise_marked(Formatted(text, ((start, len(text)),), True), tokenizer, row.where, bos=True)
     return [tokens]
 
 
 def format_chat(row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> list[Formatted]:
-    """Return a conversation as its template writes it, and where its answers are; errors name the row."""
+    """Return a conversation as its template writes it, and where its answers are; errors name the row.
+
+    Args:
+        row: the conversation.
+        tokenizer: one with a chat template.
+        train_on: every answer, the last one, or all of the text.
+    """
     return _format(row, tokenizer, train_on)[0]
 
 
 def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text before a conversation's last answer, with the template's prompt for it."""
+    """Return the text before a conversation's last answer, with the template's prompt for it.
+
+    Args:
+        row: the conversation.
+        tokenizer: one with a chat template.
+    """
     _, messages, form = _format(row, tokenizer, "last")
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return form(messages[:last], True)
@@ -250,7 +275,7 @@ def prompt_of(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
 def _format(
     row: Conversation, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
 ) -> tuple[list[Formatted], list[Message], Format]:
-    """Return ``format_chat``, and the messages and the form in which the template took them."""
+    """Return what ``format_chat`` does, with the messages and the form in which the template took them."""
     write = template_of(row, tokenizer)
     refusals: list[PeftlabError] = []
     for messages in [row.messages] + ([row.texts] if row.texts else []):
@@ -267,6 +292,10 @@ def template_of(
     row: Conversation, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[Shape, Sequence[Message], bool], str]:
     """Return the tokenizer's chat template with the conversation's tools; see ``Format`` and ``Shape``.
+
+    Args:
+        row: the conversation, for its tools.
+        tokenizer: one with a chat template.
 
     Raises:
         PeftlabError: there is none; the row is named.
@@ -315,7 +344,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(tokenizer(marker, add_special_tokens=False)["input_ids"][:1])
 
 
-def _of_text(formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: str, *, bos: bool = False) -> Tokens:
+def _tokenise_marked(
+    formatted: Formatted, tokenizer: PreTrainedTokenizerBase, where: str, *, bos: bool = False
+) -> Tokens:
     """Tokenise a text once and mark the tokens whose first character is within a span.
 
     Args:
@@ -351,7 +382,12 @@ def bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
-    """Return what is trained of an example: itself, its parts, or nothing where it is too long.
+    """Return an example as it is trained: whole, cut into parts, or not at all where it is too long.
+
+    Args:
+        tokens: the example.
+        where: file and line, for errors.
+        how: how rows become tokens.
 
     Raises:
         PeftlabError: it is longer than ``how.max_length``, and that is an error.
@@ -378,7 +414,12 @@ def fit(tokens: Tokens, where: str, how: Encoding) -> list[Tokens]:
 
 
 def collate(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
-    """Return ``input_ids``, ``attention_mask`` and ``trained``, [examples, longest], padded on the right."""
+    """Return ``input_ids``, ``attention_mask`` and ``trained``, [examples, longest], padded on the right.
+
+    Args:
+        rows: tokenised examples.
+        pad: the id that fills the batch.
+    """
     lists = [torch.tensor(row["input_ids"]) for row in rows]
     marks = [torch.tensor(row["trained"]) for row in rows]
     padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
@@ -390,7 +431,12 @@ def collate(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
 
 
 def fingerprint(name: str, splits: Iterable[tuple[str, Sequence[Source]]]) -> str:
-    """Return the SHA-256 of a task's name and all its rows, without the files that they come from."""
+    """Return the SHA-256 of a task's name and all its rows, without the files that they come from.
+
+    Args:
+        name: the task's name.
+        splits: name and rows of each split.
+    """
     digest = hashlib.sha256(json.dumps([name]).encode())
     for split, rows in splits:
         digest.update(json.dumps([split, len(rows)]).encode())

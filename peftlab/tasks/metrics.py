@@ -62,6 +62,11 @@ def majority_baseline(task: Task, train_labels: Numbers, eval_labels: Numbers) -
     """Return the metrics of always answering the most frequent training class (the lower index where equal).
 
     For regression the answer is the mean of the training labels.
+
+    Args:
+        task: its ``metrics`` and ``regression`` are read.
+        train_labels: labels of the training split, shape (m,).
+        eval_labels: labels to compare the answer with, shape (n,).
     """
     if task.regression:
         answer = float(np.mean(np.asarray(train_labels, np.float64)))
@@ -195,20 +200,37 @@ def analyse(labels: Sequence[str], predictions: NDArray[np.float32], examples: D
 
 
 def confusion_of(n: int, truth: Sequence[int] | Integers, answers: Sequence[int] | Integers) -> Integers:
-    """Return the number of examples by [class of the label][class predicted], of ``n`` classes."""
+    """Return the number of examples by [class of the label][class predicted], of ``n`` classes.
+
+    Args:
+        n: number of classes.
+        truth: class of each example's label, shape (examples,).
+        answers: class predicted for each example, shape (examples,).
+    """
     found = np.zeros((n, n), np.int64)
     np.add.at(found, (np.asarray(truth, np.int64), np.asarray(answers, np.int64)), 1)
     return found
 
 
 def scores_by_class(labels: Sequence[str], confusion: Integers) -> dict[str, ClassScores]:
-    """Return the scores of each class, by name, of a confusion matrix."""
+    """Return each class's scores, computed from a confusion matrix, by the class's name.
+
+    Args:
+        labels: class names in label order.
+        confusion: number of examples, shape (classes, classes).
+    """
     right, predicted, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
     return {name: class_scores(int(right[i]), int(predicted[i]), int(true[i])) for i, name in enumerate(labels)}
 
 
 def class_scores(hits: int, predicted: int, true: int) -> ClassScores:
-    """Return a class's scores: of its ``predicted`` and its ``true`` examples, ``hits`` are both."""
+    """Return a class's precision, recall and F1 computed from its counts.
+
+    Args:
+        hits: examples of the class that were predicted as it.
+        predicted: examples that were predicted as the class.
+        true: examples of the class.
+    """
     return ClassScores(
         precision=hits / predicted if predicted else 0.0,
         recall=hits / true if true else 0.0,

@@ -30,13 +30,13 @@ from peftlab.tasks.conversations import (
     Conversation,
     Message,
     as_conversation,
-    pair,
+    question_and_answer,
     read_turns,
 )
 from peftlab.tasks.data import Table, is_missing, quoted
 from peftlab.tasks.language import evaluation_splits, limit_training_rows, read_splits, sample, token_nll
 from peftlab.tasks.language_examples import TOO_LONG, Encoding, Source, Tokens, collate, encode, fingerprint, fit
-from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, over_processes
+from peftlab.tasks.problem import ModelSource, TaskOptions, TaskProblem, mean_loss, score_batches
 from peftlab.tasks.table import Task
 from peftlab.tasks.tokens import Row, padding_or_end
 
@@ -48,14 +48,27 @@ if TYPE_CHECKING:
 def load_preferences(
     task: Task, data: DataConfig, classes: Sequence[str] | None = None
 ) -> tuple[Task, dict[str, list[Preference]], dict[str, int]]:
-    """Read ``text/preference`` from the user's files; see ``language_task.load_language``."""
+    """Read ``text/preference`` from the user's files; see ``language.load_language``.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        classes: not used; the task has no classes.
+    """
     named = (data.prompt or "prompt", *SIDES)
     splits, left_out = read_splits(task, data, read_preference, lambda table, row: named)
     return task, splits, left_out
 
 
 def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOptions) -> TaskProblem:
-    """Return the task with its model; arguments as for ``labelled.prepare``, with an ``options.objective``."""
+    """Read the pairs, load the model, and return both with the functions that train and score it.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        source: where the model comes from.
+        options: what else the recipe says, ``options.objective`` among it.
+    """
     assert options.objective is not None
     task, splits, left_out = resolve(task.load)(task, data)
     splits, left_out = limit_training_rows(splits, data, left_out)
@@ -98,14 +111,28 @@ def prepare(task: Task, data: DataConfig, source: ModelSource, options: TaskOpti
 
 
 def encoding(task: Task, data: DataConfig, max_length: int) -> Encoding:
-    """Return how a pair becomes tokens: the last answer of each side is trained."""
+    """Return how a pair becomes tokens: the last answer of each side is trained.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        max_length: tokens of the longest example.
+    """
     return Encoding(max_length, data.too_long or "drop", "last")
 
 
 def examples(
     task: Task, data: DataConfig, row: Preference, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[list[tuple[str, Tokens]]]:
-    """Return a row as one example of two sequences, to be shown to people."""
+    """Return a row as one example of two sequences, to be shown to people.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
+        row: the pair.
+        tokenizer: the model's tokenizer.
+        max_length: tokens of the longest example.
+    """
     pair = encode_preference(row, tokenizer, encoding(task, data, max_length))
     return [list(zip(SIDES, pair, strict=True))]
 
@@ -130,6 +157,11 @@ def read_preference(table: Table, row: int, data: DataConfig) -> Preference:
     An answer is a text, a turn, or a list of turns; a list that does not begin with an answer contains the whole
     conversation, and needs no prompt. ``prompt`` is a text or a list of turns, in the column that ``data.prompt``
     names, else in ``prompt``, ``messages`` or ``conversations``.
+
+    Args:
+        table: the file.
+        row: index of the row, from 0.
+        data: the recipe's data section.
 
     Raises:
         PeftlabError: a column or an answer is missing, a turn is not one, or the two answers are not to one prompt.
@@ -161,7 +193,7 @@ def _messages(prompt: object, answer: object, side: str, where: str) -> list[Mes
     if not written or written[0]["role"] == "assistant":
         if is_missing(prompt) or prompt == []:
             raise PeftlabError(f"{where}: no prompt, and {side} does not contain it")
-        return pair(prompt, given, where)
+        return question_and_answer(prompt, given, where)
     asked = read_turns(prompt, where) if isinstance(prompt, list) and prompt else []
     elsewhere = isinstance(prompt, str) and prompt.strip() not in [turn["content"].strip() for turn in written[:-1]]
     if elsewhere or written[: len(asked)] != asked:
@@ -174,6 +206,11 @@ def encode_preference(row: Preference, tokenizer: PreTrainedTokenizerBase, how: 
 
     Texts are turns of a chat where the model has a chat template, else a text and what follows it.
 
+    Args:
+        row: the pair.
+        tokenizer: the model's tokenizer.
+        how: how rows become tokens.
+
     Raises:
         PeftlabError: the two are equal, or one of them cannot be formatted.
     """
@@ -184,16 +221,26 @@ def encode_preference(row: Preference, tokenizer: PreTrainedTokenizerBase, how: 
 
 
 def as_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """Return a text and its answer as a chat, where the tokenizer has a template for one."""
+    """Return a text and its answer as a chat, where the tokenizer has a template for one.
+
+    Args:
+        source: a conversation or a completion.
+        tokenizer: the model's tokenizer.
+    """
     if isinstance(source, Conversation) or not getattr(tokenizer, "chat_template", None):
         return source
-    return Conversation(pair(source.prompt, source.completion, source.where), source.where)
+    return Conversation(question_and_answer(source.prompt, source.completion, source.where), source.where)
 
 
 def encode_preferences(
     rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, how: Encoding
 ) -> tuple[Dataset, dict[str, int]]:
     """Return the examples of ``rows``, and the number of rows left out by reason: those with a side that is too long.
+
+    Args:
+        rows: the pairs.
+        tokenizer: the model's tokenizer.
+        how: how rows become tokens.
 
     Returns:
         For each side columns ``SIDE_ids`` and ``SIDE_trained`` (one per token), and ``length``, the tokens of both.
@@ -227,6 +274,10 @@ def collate_pairs(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
     """Return b pairs as one batch of 2b sequences: all that were chosen, then all that were rejected.
 
     ``reference`` [2b] is absent as long as the rows do not have it.
+
+    Args:
+        rows: tokenised pairs.
+        pad: the id that fills the batch.
     """
     sides = [{"input_ids": row[f"{s}_ids"], "trained": row[f"{s}_trained"]} for s in SIDES for row in rows]
     inputs = collate(sides, pad=pad)
@@ -236,14 +287,25 @@ def collate_pairs(rows: Sequence[Row], *, pad: int) -> dict[str, Tensor]:
 
 
 def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return log p(answer | what comes before it) of each sequence, [2b], in fp32: the sum over its trained tokens."""
+    """Return log p(answer | what comes before it) of each sequence, [2b], in fp32: the sum over its trained tokens.
+
+    Args:
+        model: a causal language model, wrapped by accelerate or not.
+        inputs: a batch of ``collate_pairs``, [2b, longest].
+    """
     counts = inputs["trained"][:, 1:].sum(1).tolist()
     inputs = {key: value for key, value in inputs.items() if key != REFERENCE}
     return -torch.stack([part.sum() for part in token_nll(model, inputs).split(counts)])
 
 
 def preference_loss(model: nn.Module, inputs: Mapping[str, Tensor], *, beta: float) -> Tensor:
-    """Return Σ −log σ(z) over the pairs of a batch of ``collate_pairs``."""
+    """Return Σ −log σ(z) over the pairs of a batch of ``collate_pairs``.
+
+    Args:
+        model: the model that is trained.
+        inputs: a batch of ``collate_pairs`` with ``reference``.
+        beta: how strongly the reward weighs the distance to the reference.
+    """
     rewards = beta * (answer_log_probs(model, inputs) - inputs[REFERENCE])
     chosen, rejected = rewards.chunk(2)
     return -F.logsigmoid(chosen - rejected).sum()
@@ -251,7 +313,7 @@ def preference_loss(model: nn.Module, inputs: Mapping[str, Tensor], *, beta: flo
 
 @dataclass(frozen=True)
 class PreferenceEvaluation:
-    """How pairs are scored.
+    """The held-out pairs, and how a model is scored on them.
 
     Attributes:
         splits: tokenised pairs by split name; they are scored once they have a column ``reference``.
@@ -264,10 +326,9 @@ class PreferenceEvaluation:
     beta: float
 
     def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
-        """Return per split the mean loss, and of the rewards the accuracy (share of pairs with z > 0), the margin
-        (mean of z) and the mean of each side.
+        """Return by split the mean ``loss``, and the accuracy, margin and mean of each side of the rewards.
 
-        Every process must call it, and each gets the same result.
+        The accuracy is the share of pairs with z > 0, the margin the mean of z. Every process must call it, and each gets the same result.
         """
         scores = {}
         for split, data in self.splits.items():
@@ -282,15 +343,25 @@ class PreferenceEvaluation:
         return scores
 
     def refer(self, model: nn.Module, data: Dataset) -> Dataset:
-        """Return pairs with ``model`` as their reference; every process must call it."""
+        """Return pairs with the log-probabilities of ``model`` as ``reference``; every process must call it.
+
+        Args:
+            model: the reference model.
+            data: tokenised pairs.
+        """
         with eval_mode(model):
             return data.add_column(REFERENCE, self.log_probs(model, data).tolist())
 
     def log_probs(self, model: nn.Module, data: Dataset) -> Tensor:
-        """Return the log-probabilities of both answers, [n, 2] in fp64, in the order of ``data``."""
+        """Return the log-probabilities of both answers, [n, 2] in fp64, in the order of ``data``.
+
+        Args:
+            model: a causal language model.
+            data: tokenised pairs.
+        """
         batches = eval_batches(data["length"], self.batch_size)
         together = partial(collate_pairs, pad=self.pad)
-        found = over_processes(data, batches, together, lambda inputs: answer_log_probs(model, inputs).tolist())
+        found = score_batches(data, batches, together, lambda inputs: answer_log_probs(model, inputs).tolist())
         result = torch.empty(len(data), 2, dtype=torch.float64)
         for batch, values in zip(batches, found, strict=True):
             result[batch] = torch.tensor(values, dtype=torch.float64).view(2, -1).T

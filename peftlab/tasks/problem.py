@@ -49,6 +49,11 @@ class ModelSource:
     ) -> tuple[PreTrainedModel, list[str]]:
         """Load the model and the names of its fresh parameters; ``options`` are passed to ``from_pretrained``.
 
+        Args:
+            auto_class: transformers auto class.
+            max_length: tokens of the longest example.
+            options: passed to ``from_pretrained``; None for none.
+
         Raises:
             PeftlabError: it cannot be loaded, or has positions for fewer than ``max_length`` tokens.
         """
@@ -67,7 +72,7 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What a task's ``prepare`` takes from the recipe beside the data section and the model.
+    """The part of a recipe that a task's ``prepare`` needs besides the data section and the model.
 
     Attributes:
         max_length: tokens of the longest example.
@@ -90,7 +95,7 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class RowSharing:
-    """How a task's examples share rows (``train.packing``).
+    """The functions by which a task's examples share rows (``train.packing``).
 
     Attributes:
         collate: examples, and the tokens of a row, to one batch: neighbours share a row while they fit.
@@ -200,7 +205,7 @@ class TaskProblem(TrainingProblem):
     contexts: Callable[[int | None], Contexts] | None = None
 
     def compare_with(self, model: nn.Module) -> None:
-        """Compute what ``model`` makes of all rows now, where loss and scores compare with a reference model."""
+        """Store the outputs of ``model`` for all rows, where loss and scores compare with a reference model."""
         if self.refer is not None:
             if len(self.train):
                 self.train = self.refer(model, self.train)
@@ -237,7 +242,7 @@ T = TypeVar("T")
 
 
 @torch.no_grad()
-def over_processes(
+def score_batches(
     data: Dataset,
     batches: Sequence[list[int]],
     collate: Callable[[Sequence[Row]], dict[str, Tensor]],
@@ -247,6 +252,12 @@ def over_processes(
 
     Each process takes every n-th batch, on its own device. No batch counts twice however unevenly they divide: where
     some processes have a batch less, they repeat the first one, as the processes of a wrapped model forward together.
+
+    Args:
+        data: tokenised rows.
+        batches: indices of the rows of each batch.
+        collate: rows to one batch of tensors.
+        score: a batch on this process's device to what is returned of it.
     """
     state = PartialState()
     found: list[tuple[int, T]] = []

@@ -24,7 +24,7 @@ _RESPONSES = ("response", "completion", "answer", "output", "response_ids")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """A prompt that was read from a file, or was given as text.
 
     Attributes:
         id: the file's own, else the line or row number.
@@ -48,7 +48,8 @@ class Request:
     """A prompt and what the target answered.
 
     Attributes:
-        prompt: token ids. response: token ids, with the end-of-sequence token if it was written.
+        prompt: token ids.
+        response: token ids, with the end-of-sequence token if it was written.
     """
 
     prompt: list[int]
@@ -58,7 +59,7 @@ class Request:
 def read_prompts(
     source: str | Path | Sequence[str], *, field: str | None = None, most: int | None = None
 ) -> list[Prompt]:
-    """Read prompts, in order.
+    """Read prompts from texts or a file, in their order.
 
     Args:
         source: the texts themselves, or a file: a table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), or
@@ -97,7 +98,11 @@ def read_prompt_ids(
     """Return the token ids of every prompt, in order; arguments as for ``read_prompts``.
 
     Args:
+        source: the texts or the file, as for ``read_prompts``.
+        tokenizer: the model's tokenizer.
+        field: the column, as for ``read_prompts``.
         chat: put a text into the tokenizer's chat template as one user turn; None: if it has a template.
+        most: read the first N prompts only; None: all.
 
     Raises:
         PeftlabError: as ``read_prompts``; an empty prompt; or messages without a chat template.
@@ -113,8 +118,16 @@ def read_conversations(
     chat: bool | None = None,
     most: int | None = None,
 ) -> list[list[Message] | None]:
-    """Return the conversation that each of ``read_prompt_ids`` was made from; None where the template had no part."""
-    chat = _templated(tokenizer, chat)
+    """Return the conversation that each of ``read_prompt_ids`` was made from; None where the template had no part.
+
+    Args:
+        source: the texts or the file, as for ``read_prompts``.
+        tokenizer: the model's tokenizer.
+        field: the column, as for ``read_prompts``.
+        chat: as for ``read_prompt_ids``.
+        most: read the first N prompts only; None: all.
+    """
+    chat = _uses_template(tokenizer, chat)
     return [conversation(tokenizer, prompt, chat) for prompt in read_prompts(source, field=field, most=most)]
 
 
@@ -123,6 +136,11 @@ def read_requests(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat:
 
     The response is text (column response, completion, answer or output) or ids (response_ids). A text's end of
     sequence is added unless the row's ``finish_reason`` is ``length``.
+
+    Args:
+        path: the file.
+        tokenizer: the model's tokenizer.
+        chat: as for ``read_prompt_ids``.
 
     Raises:
         PeftlabError: no row, no such column, or an empty prompt or response.
@@ -152,6 +170,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None
     """Return a prompt's token ids; an empty text is the BOS token.
 
     Args:
+        tokenizer: the model's tokenizer.
+        prompt: the prompt.
         chat: whether a text is a user turn for the chat template; conversations then need one. None: questions and
             conversations go through the template where there is one, texts are literal.
 
@@ -179,7 +199,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None
 
 
 def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None = None) -> list[Message] | None:
-    """Return the conversation that ``encode`` puts into the chat template; None for token ids and literal texts."""
+    """Return the conversation that ``encode`` puts into the chat template; None for token ids and literal texts.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: the prompt.
+        chat: as for ``encode``.
+    """
     template = bool(getattr(tokenizer, "chat_template", None))
     if prompt.messages is not None and (template if chat is None else chat or prompt.text is None):
         return prompt.messages
@@ -188,6 +214,10 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool 
 
 def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
     """Return at most ``most`` prompts, taken in turn from every category, in the file's order.
+
+    Args:
+        prompts: with their categories.
+        most: how many to take, at least 1.
 
     Raises:
         PeftlabError: ``most < 1``.
@@ -204,13 +234,13 @@ def spread(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool | None) -> list[int]:
-    """Return the ids of a prompt to train on, which must not be empty."""
+    """Return the token ids of a prompt to train on; ``PeftlabError`` where it has none."""
     if prompt.text is not None and not prompt.text.strip():
         raise PeftlabError(f"{prompt.where}: empty")
-    return encode(tokenizer, prompt, _templated(tokenizer, chat))
+    return encode(tokenizer, prompt, _uses_template(tokenizer, chat))
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+def _uses_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
     """Return whether texts to train on are user turns: ``chat``, or by default whether there is a template."""
     return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
 
@@ -229,7 +259,7 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
     if not len(table):
         return []
     if field is not None:
-        fields = {field: _filled(table, field)}
+        fields = {field: _filled_column(table, field)}
     else:
         _column(table.columns, _PROMPTS, table.path, "prompt")
         fields = {name: table.columns[name] for name in _PROMPTS if name in table.columns}
@@ -247,7 +277,7 @@ def _rows(table: Table, field: str | None) -> list[Prompt]:
     return prompts
 
 
-def _filled(table: Table, field: str) -> Sequence[object]:
+def _filled_column(table: Table, field: str) -> Sequence[object]:
     """Return a column, or a text with each row's values in the place of column names in braces."""
     parts = re.split(r"{([^{}]+)}", field)  # every second one is a name
     if field in table.columns or len(parts) == 1:

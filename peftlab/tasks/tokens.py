@@ -92,7 +92,13 @@ def tokenise(
 
 
 def encode_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[object]]:
-    """Return the tokens of texts, or pairs of texts."""
+    """Return the tokens of texts, or pairs of texts.
+
+    Args:
+        batch: columns ``text`` and, for pairs, ``text_pair``.
+        tokenizer: the model's tokenizer.
+        max_length: tokens, special ones included, to which an example is truncated.
+    """
     tokens = tokenizer(
         batch["text"],
         batch.get("text_pair"),

@@ -40,7 +40,7 @@ from peftlab.pipelines import run
 from peftlab.pipelines.finetune import FinetuneResults
 from peftlab.tasks.config import DataConfig
 from peftlab.tasks.conversations import Completion, Conversation, read_calls
-from peftlab.tasks.language import LanguageEvaluation, load_language, nll, reads_head
+from peftlab.tasks.language import LanguageEvaluation, head_is_separable, load_language, nll
 from peftlab.tasks.language_examples import (
     Encoding,
     Tokens,
@@ -299,7 +299,7 @@ def test_the_chunked_loss_is_the_plain_one(
     peftlab.inject_lora(model, r=2, target_modules=names, bias="lora_only")
     for parameter in trainable_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.2)
-    assert reads_head(model)
+    assert head_is_separable(model)
     inputs, gradients, values = batch(), [], []
     for loss in (plain, nll):
         model.zero_grad()
@@ -324,7 +324,7 @@ def test_a_head_that_is_more_than_a_product_takes_plain_logits() -> None:
             return output
 
     model, inputs = Shifted(LlamaConfig(**SMALL)).eval(), batch()
-    assert not reads_head(model)
+    assert not head_is_separable(model)
     for smoothing in (0.0, 0.1):
         found, wanted = (loss(model, inputs, label_smoothing=smoothing) for loss in (nll, plain))
         torch.testing.assert_close(found, wanted)
