@@ -85,14 +85,20 @@ class LocalEngine:
 
 @contextmanager
 def local_engine(on: str, device: str, cpus: int | None) -> Iterator[Engine]:
-    """Yield an engine of this machine's processes; arguments and errors as in ``open_engine``."""
+    """Yield an engine of this machine's processes; arguments and errors as in ``open_engine``.
+
+    Args:
+        on: what ``--on`` named.
+        device: where models run.
+        cpus: CPU cores of each cell; None: one cell runs at a time.
+    """
     if cpus is not None and cpus > cores():
         raise PeftlabError(f"--cpus {cpus}: this machine has {cores()} CPU cores")
     yield LocalEngine(_slots(resolve_device(device), cpus), device, cpus)
 
 
 def _slots(device: torch.device, cpus: int | None) -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES is for each cell that runs at the same time: a GPU each, or some cores."""
+    """Return CUDA_VISIBLE_DEVICES for each cell that runs at the same time: a GPU each, or none."""
     import torch
 
     if device.type != "cuda":
@@ -146,7 +152,7 @@ class CellProcess:
 
 
 def _context(kind: str) -> ForkServerContext | SpawnContext:
-    """Processes forked from a server without threads where that is safe, else started from nothing.
+    """Return a context whose processes are forked from a server without threads, or spawned where that is unsafe.
 
     Args:
         kind: of the cells' recipes, whose imports the server has if it is started for them.
@@ -182,7 +188,7 @@ def _work(
     threads: int | None,
     answering: Connection[str, str],
 ) -> None:
-    """A cell's process: run or resume the recipe and send the reason of a failure, or an empty text."""
+    """Run or resume the recipe, in the cell's process, and send the reason of a failure or an empty text."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the table, which passes it on
     _end_with_parent()

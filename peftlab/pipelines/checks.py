@@ -1,4 +1,4 @@
-"""Whether the models and data that a recipe names exist, and the data have their columns.
+"""Checks that the models and data that a recipe names exist, and that the data have their columns.
 
 Neither torch nor a model is loaded, and the hub is not asked.
 """
@@ -50,6 +50,10 @@ def _all_runs(recipe: Recipe) -> list[FinetuneRecipe | DraftRecipe]:
 
 def columns_read(task: Task, data: DataConfig) -> list[str]:
     """Return the columns of a training row that a task reads; without those that are recognised row by row.
+
+    Args:
+        task: the table's row.
+        data: the recipe's data section.
 
     Raises:
         PeftlabError: as ``check_data``.

@@ -34,6 +34,11 @@ def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resu
     """Lock the directory of ``recipe``'s run while it runs; errors as in ``peftlab.files.claimed``.
 
     Where ``output_dir`` is a URL, it is the one of this machine that ``peftlab.remote`` uploads from.
+
+    Args:
+        recipe: the run's.
+        overwrite: replace what an earlier run left there.
+        resume: continue the run that is there.
     """
     path, inputs = recipe.output_dir, recipe_inputs(recipe)
     if Path(path).parts[:1] and Path(path).parts[0].startswith("~"):  # a directory of that name, not someone's home
@@ -59,7 +64,13 @@ def run_directory(recipe: FinetuneRecipe | DraftRecipe, *, overwrite: bool, resu
 
 
 def check_directory(recipe: Recipe, *, overwrite: bool, resume: bool) -> None:
-    """Check that a run of ``recipe`` may write its directory; a table's is its runs' and may exist."""
+    """Check that a run of ``recipe`` may write its directory; a table's is its runs' and may exist.
+
+    Args:
+        recipe: a run's or a table's.
+        overwrite: replace what an earlier run left there.
+        resume: continue the run that is there.
+    """
     if not isinstance(recipe, AnyTable):
         with run_directory(recipe, overwrite=overwrite, resume=resume):
             pass
@@ -93,10 +104,14 @@ def stored_recipe(directory: str | Path) -> Recipe:
 
 
 def to_continue(recipe: Recipe, *, overwrite: bool) -> tuple[bool, bool]:
-    """Return whether a run is to overwrite what is in its directory, and whether to resume it.
+    """Return (overwrite, resume): whether a run replaces its directory's contents, and whether it is resumed.
 
     torchrun starts the command again when a worker has died. Of what the same launch has begun, the newest checkpoint
     is resumed; without one it starts again.
+
+    Args:
+        recipe: the run's.
+        overwrite: what the command line asked for.
     """
     if isinstance(recipe, AnyTable) or (own := launch()) is None:
         return overwrite, False
@@ -142,6 +157,10 @@ def write_results(run_dir: Path, results: dict[str, Json]) -> None:
     """Write ``results.json`` and ``report.html``, or print why there is no report.
 
     Called before measurements too, so that a failing measurement does not lose the results.
+
+    Args:
+        run_dir: the run's directory.
+        results: the contents of ``results.json``.
     """
     from peftlab.reporting.pages import write_report
 
@@ -153,7 +172,12 @@ def write_results(run_dir: Path, results: dict[str, Json]) -> None:
 
 
 def conclude(run_dir: Path, results: dict[str, Json]) -> None:
-    """Write the results, as ``write_results`` does, and print them."""
+    """Write the results, as ``write_results`` does, and print them.
+
+    Args:
+        run_dir: the run's directory.
+        results: the contents of ``results.json``.
+    """
     from peftlab.reporting.console import print_results
 
     write_results(run_dir, results)

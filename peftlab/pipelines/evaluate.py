@@ -27,7 +27,7 @@ from peftlab.training.distributed import accelerator_on
 
 @dataclass(frozen=True)
 class Timed:
-    """What forward passes were timed on.
+    """The machine and the weights that forward passes were timed on.
 
     Attributes:
         device: its type. cpu: the processor. weights: how those of the ``base`` and the ``merged`` model are stored.
@@ -38,14 +38,14 @@ class Timed:
     weights: dict[str, str]
 
     def line(self) -> str:
-        """Return it as a line of text."""
+        """Return device, processor and stored weights as a line of text."""
         where = str(self.cpu) if self.device == "cpu" else self.device
         return f"timed on {where}; weights: " + ", ".join(f"{name} in {how}" for name, how in self.weights.items())
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         scores: split to metric to value, as ``evaluate`` returns them.
@@ -97,7 +97,15 @@ def score_trained(
     latency: bool = False,
     device: str = "auto",
 ) -> Evaluated:
-    """Return the metrics with the number of examples that they are computed on; all else as for ``evaluate``."""
+    """Return the metrics with the number of examples that they are computed on; all else as for ``evaluate``.
+
+    Args:
+        reference: as for ``evaluate``.
+        recipe_name: as for ``evaluate``.
+        overrides: as for ``evaluate``.
+        latency: as for ``evaluate``.
+        device: as for ``evaluate``.
+    """
     accelerator = accelerator_on(device)
     trained = find_trained(reference, recipe_name, overrides)
     merged = _merged_beside(reference, trained) if latency else None
@@ -206,7 +214,7 @@ class Trained:
 
 
 def find_trained(reference: str | Path, recipe_name: str | Path | None, overrides: Iterable[str]) -> Trained:
-    """Return what ``reference`` names.
+    """Find the trained model that ``reference`` names, and the recipe that it is scored by.
 
     Args:
         reference: a run (its adapter) or its URL, an adapter, or a model as ``models.finetuned.find_model`` takes it.
@@ -250,7 +258,12 @@ def _in_order(names: object, place: str | Path) -> tuple[str, ...]:
 
 
 def refuse_untrained(model: str, fresh: list[str]) -> None:
-    """Refuse a model with parameters that no checkpoint contains."""
+    """Refuse a model with parameters that no checkpoint contains.
+
+    Args:
+        model: its reference, for the message.
+        fresh: names of the parameters that no checkpoint contains.
+    """
     if fresh:
         raise PeftlabError(
             f"{model}: contains no trained weights for {', '.join(fresh[:5])}; its answers would be random"

@@ -65,7 +65,7 @@ from peftlab.untyped import Unwrapped
 
 @dataclass(frozen=True)
 class FinetuneResults:
-    """What a finetune run ends with; ``results.json`` contains these fields in this order.
+    """The results of a finetune run; ``results.json`` contains these fields in this order.
 
     Attributes:
         task: the task, or ``draft of TARGET``.
@@ -170,7 +170,7 @@ class FinetuneResults:
     selection: SelectionResult | None = None
 
     def as_json(self) -> dict[str, Json]:
-        """Return them as ``results.json`` has them: without the optional ones that are None or empty."""
+        """Return the fields as ``results.json`` has them: without the optional ones that are None or empty."""
         optional = {"merge", "latency", "merge_losses", "sample", "by_class", "confusion", "points", "hardest"}
         optional |= {"generate", "generate_before", "cost", "selection", "trained_tokens"}
         values = to_json(vars(self))
@@ -181,6 +181,12 @@ def run_finetune(
     recipe: FinetuneRecipe, *, overwrite: bool = False, resume: bool = False, device: str = "auto"
 ) -> FinetuneResults:
     """Run ``recipe`` on a device (``hardware.resolve_device``) and return its results.
+
+    Args:
+        recipe: what to run.
+        overwrite: replace a finished run in the directory.
+        resume: continue from the newest checkpoint.
+        device: as ``hardware.resolve_device`` takes it.
 
     Raises:
         PeftlabError: any mistake in recipe, data or model; the run directory changes only after both were loaded.
@@ -269,7 +275,7 @@ def _trained_tokens(task: TaskProblem) -> int | None:
 
 
 def _remarks(task: TaskProblem, settings: TrainConfig) -> list[str]:
-    """Return what is said of data and model before training."""
+    """Return the warnings about data and model that are printed before training."""
     fresh = [f"newly initialised: {listed(task.fresh)}"] if task.fresh else []
     if settings.emulate is not None:
         fresh += ["train.emulate: slower than training without; scores in training are those of such hardware"]
@@ -330,7 +336,7 @@ def _results(
     parameters: tuple[int, int],
     accelerator: Accelerator,
 ) -> FinetuneResults:
-    """Put together what was trained and measured; ``parameters`` are the trainable ones and all."""
+    """Return the results of what was trained and measured; ``parameters``: number of trainable ones and of all."""
     seconds = max(progress.seconds, 1e-9)
     gpu = torch.cuda.max_memory_allocated() / 2**20 if accelerator.device.type == "cuda" else None
     return FinetuneResults(
@@ -413,7 +419,12 @@ def _write_out(
 
 
 def sample_inputs(task: TaskProblem, n: int) -> list[dict[str, torch.Tensor]]:
-    """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels."""
+    """Return up to ``n`` examples of the first evaluation split as batches of 16 without labels.
+
+    Args:
+        task: its first evaluation split is read.
+        n: examples at most.
+    """
     data = next(iter(task.held_out.values()))
     rows = [data[i] for i in range(min(n, len(data)))]
     return [model_inputs(task.collate(rows[i : i + 16])) for i in range(0, len(rows), 16)]
@@ -453,6 +464,7 @@ def start_from(model: nn.Module, source: str) -> None:
     The head keeps its new values: it belongs to the task.
 
     Args:
+        model: the injected model.
         source: a run or its URL, an adapter directory, or a loralib file (whose alpha is taken to be the model's).
 
     Raises:
@@ -475,11 +487,16 @@ _ONE_ROW = sys.maxsize
 
 
 def share_rows(problem: TrainingProblem, settings: TrainConfig, accelerator: Accelerator) -> None:
-    """Put several examples into a row, where that is wanted and the model computes the same.
+    """Let several examples share a row, where that is wanted and the model computes the same.
 
     By default it is wanted on GPUs: on a CPU attention over a whole row costs more than padding batches of similar
     lengths. flash-attention, where it is installed and the precision is its own, takes each batch as one row. A
     model that does not keep the examples of a row apart is trained on padded batches, and a message says so.
+
+    Args:
+        problem: its ``row_tokens`` are set, and its attention with flash-attention.
+        settings: the recipe's ``train`` section.
+        accelerator: devices and processes.
     """
     wanted = settings.packing if settings.packing is not None else accelerator.device.type == "cuda"
     sharing = problem.sharing
@@ -516,7 +533,12 @@ def _flash_attends(model: Unwrapped, sharing: RowSharing, examples: list[Row], a
 def answer_scorer(
     task: TaskProblem, settings: GenerateConfig | None, accelerator: Accelerator
 ) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Return what scores a model by its answers, as ``settings`` say; None where there are none.
+    """Return the function that scores a model by its generated answers; None where the recipe asks for none.
+
+    Args:
+        task: its held-out prompts are answered.
+        settings: the recipe's ``generate`` section.
+        accelerator: devices and processes.
 
     Raises:
         PeftlabError: a metric's package is not installed, no prompt can be used, or parameters are sharded.
@@ -585,7 +607,8 @@ def _merge_losses(
     """Return the mean loss on the first evaluation split of the live model and of both merges.
 
     Args:
-        live: base and adapter as they were trained. merging: how ``run_dir / "merged"`` was merged; the other merge
+        live: base and adapter as they were trained.
+        merging: how ``run_dir / "merged"`` was merged; the other merge
             is made beside it and removed again.
     """
     into: Into = merging.into or "dequantised"

@@ -1,4 +1,4 @@
-"""What a method would train in a model: counted on the meta device, without loading weights."""
+"""Counts what a method would train in a model, on the meta device and without loading weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a method would train in a model.
+    """The modules and parameters that a method would train in a model.
 
     Attributes:
         architecture: the class of the model.
@@ -77,9 +77,10 @@ def inspect_model(
 
     Args:
         reference: hub id, directory or ``package:NAME/path``; only its configuration is read.
+        method: the method's name.
         fields: of the method's configuration.
         auto_class: transformers auto class; default: the class the configuration names.
-        head: what the configuration says of the task head instead, such as ``num_labels``.
+        head: values that replace the configuration's for the task head, such as ``num_labels``.
         batch: rows and tokens of a training step whose cost is wanted too; None: no cost.
 
     Raises:
@@ -97,7 +98,7 @@ def inspect_model(
 
 
 def inspection_table(found: Inspection) -> Table:
-    """Return what ``peftlab inspect`` found: matched module patterns with their numbers, then the counts."""
+    """Return a table of what was counted: matched module patterns with their numbers, then the parameters."""
     table = plain_table(title=found.architecture)
     table.add_column("what")
     table.add_column("number", justify="right", no_wrap=True)

@@ -36,7 +36,7 @@ SAMPLES = (
 
 @dataclass(frozen=True)
 class Combining:
-    """How several adapters become one: the arguments of ``peftlab.checkpoints.combine.combine``."""
+    """The arguments of ``peftlab.checkpoints.combine.combine``, by which several adapters become one."""
 
     method: str = "linear"
     rank: int | None = None
@@ -45,7 +45,7 @@ class Combining:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge wrote.
+    """The result of a merge.
 
     Attributes:
         report: of what was folded. check: how it compares with base and adapter; None where they were not compared.
@@ -101,7 +101,7 @@ def run_merge(
 
 
 def _comparable(report: MergeReport, options: MergeOptions) -> bool:
-    """Whether what was merged can be run here without asking: packages that only some models need may be absent."""
+    """Return whether the merged model can run here: packages that only some models need may be absent."""
     needs = {"bitsandbytes": report.into is not None, "compressed_tensors": options.dtype == torch.float8_e4m3fn}
     return all(find_spec(name) is not None for name, needed in needs.items() if needed)
 

@@ -62,7 +62,7 @@ class CheckedData:
 
 @dataclass(frozen=True)
 class CheckedMethod:
-    """What a method trains in the model of a task."""
+    """The parameters that a method trains in the model of a task."""
 
     task: str
     method: str
@@ -71,7 +71,7 @@ class CheckedMethod:
 
 @dataclass(frozen=True)
 class DeepCheck:
-    """What ``peftlab validate --deep`` found of a recipe, or of all cells of a table.
+    """The result of ``peftlab validate --deep`` for a recipe, or for all cells of a table.
 
     Attributes:
         data, methods: one entry for each that differs.
@@ -113,7 +113,7 @@ def deep_check(recipe: Recipe) -> DeepCheck:
 
 
 def deep_lines(checked: DeepCheck) -> list[str]:
-    """Return what is printed of a check, a line for each thing."""
+    """Return the lines that are printed of a check: data, methods, disk space."""
     lines = [line for data in checked.data for line in _data_lines(data)]
     return [*lines, *(_target_line(each) for each in checked.methods), _space_line(checked)]
 
@@ -202,6 +202,10 @@ class Shown:
 def show_examples(recipe: Recipe, count: int) -> list[Shown]:
     """Return the sequences of the first ``count`` training examples; a label is a trained part after the text.
 
+    Args:
+        recipe: of kind finetune.
+        count: rows to show.
+
     Raises:
         PeftlabError: data or tokenizer cannot be used, or the recipe is not of kind finetune.
     """
@@ -224,6 +228,10 @@ def show_examples(recipe: Recipe, count: int) -> list[Shown]:
 
 def example_inputs(recipe: FinetuneRecipe, count: int) -> dict[str, Tensor]:
     """Return the first ``count`` examples of the first evaluation split as one batch without labels.
+
+    Args:
+        recipe: the task, its data and the tokenizer's model.
+        count: rows at most.
 
     Raises:
         PeftlabError: data or tokenizer cannot be used.

@@ -42,7 +42,7 @@ _WRITING_SHARE = 0.05  # of the time that a table runs, for writing it meanwhile
 
 @dataclass(frozen=True)
 class TableResults:
-    """A table and the number of the cells that were to be run: all, or those of a part."""
+    """The table of a finished run, and the number of cells that were to be run: all, or those of a part."""
 
     cells: int
     table: Table
@@ -81,7 +81,9 @@ def run_table(
     resuming, runs what is missing.
 
     Args:
+        recipe: the table's.
         overwrite: rerun cells whose recipe has changed; others are kept.
+        resume: continue a table that was stopped.
         device, on, cpus: where the cells run, as in ``open_engine``.
         shard: run only this part of the cells, while other processes run the others; the table has what results there
             are when the part has ended. None: all cells, by this process alone.
@@ -204,6 +206,10 @@ def missing_cells(cells: Sequence[Cell], *, overwrite: bool) -> list[Cell]:
 
     A cell must be run anew when it was run by another recipe or starts from such a cell; its directory is removed.
 
+    Args:
+        cells: of the table, in the order they run.
+        overwrite: rerun cells whose recipe has changed.
+
     Raises:
         PeftlabError: without ``overwrite``, there are such cells; they are named with what differs. With it, one
             of them contains something that we did not write.
@@ -325,7 +331,9 @@ def run_cells(cells: Sequence[Cell], table: Path, engine: Engine, done: Callable
     """Run ``cells`` and return the reasons of those that failed.
 
     Args:
+        cells: those to run, in order.
         table: the table's directory, for messages.
+        engine: runs them.
         done: called with each cell and the reason why it failed, or an empty text.
 
     Raises:
@@ -400,7 +408,7 @@ class TableFiles:
         self._next = 0.0
 
     def update(self) -> None:
-        """Write them with the results there are, if that takes little of the time."""
+        """Write the files with the results so far, unless writing would take much of the table's time."""
         began = time.monotonic()
         if began >= self._next:
             try:
@@ -412,7 +420,7 @@ class TableFiles:
             self._next = now + (now - began) / _WRITING_SHARE
 
     def write_all(self) -> Table:
-        """Write them with the results there are, print why there is no page, and return the table."""
+        """Write the files with the results so far, print why there is no page, and return the table."""
         with self._hold():
             table, without_page = self._write()
         if without_page:
@@ -420,7 +428,7 @@ class TableFiles:
         return table
 
     def _write(self) -> tuple[Table, str]:
-        """Write them and return the table and why there is no page, or an empty text."""
+        """Write the files and return the table, and why there is no page or an empty text."""
         recipe, controls = self._recipe, _controls(self._recipe)
         directory = Path(recipe.output_dir)
         if isinstance(recipe, TableRecipe):

@@ -328,7 +328,8 @@ class PreferenceEvaluation:
     def score(self, model: nn.Module) -> dict[str, dict[str, float]]:
         """Return by split the mean ``loss``, and the accuracy, margin and mean of each side of the rewards.
 
-        The accuracy is the share of pairs with z > 0, the margin the mean of z. Every process must call it, and each gets the same result.
+        Accuracy is the share of pairs with z > 0, margin the mean of z. Every process must call it, and each gets
+        the same result.
         """
         scores = {}
         for split, data in self.splits.items():

@@ -58,6 +58,8 @@ def make_accelerator(settings: TrainConfig, run_dir: Path, device: str) -> Accel
     """Return accelerate's handle on devices and processes, as the ``train`` section wants it.
 
     Args:
+        settings: the recipe's ``train`` section.
+        run_dir: gets the trackers' files.
         device: as ``hardware.resolve_device`` takes it; ``auto`` leaves the choice to accelerate's configuration.
 
     Raises:
@@ -121,7 +123,7 @@ def _reset_accelerate() -> None:
 
 
 class AsTrained(nn.Module):
-    """``module`` on the device and in the precision of training, before accelerate wraps it.
+    """Runs ``module`` on the device and in the precision of training, before accelerate wraps it.
 
     So a comparison with the model at the start sees no difference of precision.
     """
@@ -134,7 +136,7 @@ class AsTrained(nn.Module):
         self.autocast = partial(torch.autocast, accelerator.device.type, dtype, enabled=dtype is not None)
 
     def forward(self, *inputs: object, **named: object) -> object:
-        """Return what the module returns."""
+        """Return the module's output, computed under autocast where training uses it."""
         with self.autocast():
             return self.module(*inputs, **named)
 
@@ -150,14 +152,24 @@ def full_tensors(values: NestedT) -> NestedT:
 
 
 def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a whole ``value`` sharded as ``parameter`` is; one of another shape is returned unchanged."""
+    """Return a whole ``value`` sharded as ``parameter`` is; one of another shape is returned unchanged.
+
+    Args:
+        parameter: plain or sharded.
+        value: whole, in every process.
+    """
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def shard_state(optimiser: torch.optim.Optimizer, state: StateDict) -> StateDict:
-    """Return an optimiser's whole ``state_dict`` with each parameter's tensors sharded as the parameter is."""
+    """Return an optimiser's whole ``state_dict`` with each parameter's tensors sharded as the parameter is.
+
+    Args:
+        optimiser: the one that is to load the state.
+        state: a ``state_dict`` of whole tensors.
+    """
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     return {
         **state,
@@ -237,6 +249,10 @@ def optimiser_state(optimiser: AcceleratedOptimizer, accelerator: Accelerator) -
     """Return the optimiser's state for a checkpoint; under ZeRO a list of each process's partition.
 
     Every process must call it.
+
+    Args:
+        optimiser: the wrapped optimiser.
+        accelerator: devices and processes.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return full_tensors(optimiser.state_dict())
@@ -247,6 +263,11 @@ def restore_optimiser(
     optimiser: AcceleratedOptimizer, state: StateDict | list[StateDict], accelerator: Accelerator
 ) -> None:
     """Load what ``optimiser_state`` returned; the model's parameters must be restored before.
+
+    Args:
+        optimiser: the wrapped optimiser.
+        state: what ``optimiser_state`` returned.
+        accelerator: devices and processes.
 
     Raises:
         PeftlabError: the state was saved with ZeRO and this run is without, or the other way round.

@@ -41,7 +41,7 @@ _LAYER_DRAWS = 3  # sets these draws apart from those of the examples' order
 
 
 class LayerSampling:
-    """Which layers of an adapter train and which rest, as a pure function of seed and step.
+    """Decides which layers of an adapter train and which rest, as a pure function of seed and step.
 
     Attributes:
         layers: the parameters of each layer, by number and name. What belongs to no layer (the task head, embeddings)
@@ -72,7 +72,7 @@ class LayerSampling:
 
 @contextmanager
 def frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Within the block the parameters require no gradient; outside it, what requires one is the adapter."""
+    """Let the parameters require no gradient within the block; they are the adapter's, and require one outside it."""
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     try:
@@ -113,15 +113,21 @@ class Selection:
                 )
 
     def begins(self, step: int, chosen: Chosen) -> bool:
-        """Return whether the examples of the round of ``step`` (from 0) are still to be chosen."""
+        """Return whether the examples of the round of ``step`` (from 0) are still to be chosen.
+
+        Args:
+            step: the step, from 0.
+            chosen: the examples chosen by each round so far.
+        """
         return bisect_right(self.ends, step) == len(chosen)
 
     def choose(self, chosen: Chosen, score: Callable[[list[int]], Sequence[float]]) -> list[int]:
         """Return the examples that the next round adds: those of the lowest score, the lower index first among equals.
 
         Args:
-            chosen: by the rounds before. score: of examples, a number each; the first round draws without, unless a
-                scorer has trained before.
+            chosen: the examples chosen by each round so far.
+            score: examples to a number each; the first round draws at random instead, unless a scorer was
+                trained before.
         """
         size = self.sizes[len(chosen)] - sum(map(len, chosen))
         if self._drawn_first and not chosen:
@@ -132,7 +138,12 @@ class Selection:
         return sorted(sorted(left, key=lambda i: (scores[i], i))[:size])
 
     def batches(self, step: int, chosen: Chosen) -> Iterator[list[int]]:
-        """Yield the batches from ``step`` to the end of its round."""
+        """Yield the batches from ``step`` to the end of its round.
+
+        Args:
+            step: the step to begin with, from 0.
+            chosen: the examples chosen by each round so far.
+        """
         number = bisect_right(self.ends, step)
         begin, end = ([0, *self.ends])[number], self.ends[number]
         members = sorted(i for those in chosen[: number + 1] for i in those)
@@ -160,6 +171,10 @@ def dorefa_weights(weights: Tensor, bits: int) -> Tensor:
     M·(2·q(tanh w / 2M + ½) − 1), M = max |tanh w|, q the nearest of 2^bits levels on [0, 1]; one bit: the sign times
     the mean magnitude. The paper's result is on [−1, 1] whatever the weights; here it is on their own scale, which a
     trained layer needs.
+
+    Args:
+        weights: of any shape.
+        bits: of a weight, at least 1.
     """
     if bits == 1:
         return weights.sign() * weights.abs().mean()
@@ -168,7 +183,13 @@ def dorefa_weights(weights: Tensor, bits: int) -> Tensor:
 
 
 def dorefa(values: Tensor, bits: int, noise: Noise = NEAREST) -> Tensor:
-    """Return values [rows, ...] as one of 2^bits levels from −M to M, M each row's largest magnitude."""
+    """Return values [rows, ...] as one of 2^bits levels from −M to M, M each row's largest magnitude.
+
+    Args:
+        values: of shape [rows, ...].
+        bits: of a value.
+        noise: what is added to each scaled value before it is rounded down, in [0, 1); ``NEAREST`` rounds to nearest.
+    """
     largest = values.abs().flatten(1).max(1).values if values.ndim > 1 else values.abs().max()
     return _levels(values, largest.view(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else largest, bits, noise)
 
@@ -184,6 +205,12 @@ def block_floating(values: Tensor, bits: int, tile: int, noise: Noise = NEAREST)
     """Return values whose blocks of ``tile`` neighbours along the last dimension share an exponent (HBFP).
 
     A mantissa has ``bits`` bits, its sign included; the exponent is the least with which the block's largest fits.
+
+    Args:
+        values: of shape [..., n].
+        bits: of a mantissa, its sign included.
+        tile: neighbours that share an exponent.
+        noise: as for ``dorefa``.
     """
     last = values.shape[-1]
     blocks = F.pad(values, (0, -last % tile)).unflatten(-1, (-1, tile))
@@ -201,6 +228,11 @@ def pruned(values: Tensor, threshold: float, noise: Tensor) -> Tensor:
     """Return values of which each below ``threshold`` is ± it with probability |value| / threshold, and else 0.
 
     The mean over the noise is the value.
+
+    Args:
+        values: of any shape.
+        threshold: as ``pruning_threshold`` returns it.
+        noise: uniform on [0, 1), of the values' shape.
     """
     small = values.abs() < threshold
     kept = values.sign() * threshold * (noise * threshold < values.abs())
@@ -211,6 +243,10 @@ def pruning_threshold(values: Tensor, sparsity: float) -> float:
     """Return the threshold by which ``pruned`` makes a share ``sparsity`` of log-normal values zero.
 
     (arXiv 2006.08173.) Zeros among ``values`` are left out. 0 where they have no spread to fit.
+
+    Args:
+        values: of any shape.
+        sparsity: the share that becomes zero.
     """
     logs = values[values != 0].abs().double().log()
     if logs.numel() < 2 or not bool((sigma := logs.std()) > 0) or not bool(sigma.isfinite()):
@@ -232,7 +268,13 @@ def _log_threshold(sigma: float, sparsity: float) -> float:
 
 
 def sparsity_at(log_threshold: float, sigma: float, normal: NormalDist) -> float:
-    """Return the expected share of zeros among log-normal values of median 1, by the threshold's logarithm."""
+    """Return the expected share of zeros among log-normal values of median 1, by the threshold's logarithm.
+
+    Args:
+        log_threshold: the threshold's natural logarithm.
+        sigma: standard deviation of the values' logarithms.
+        normal: the standard normal distribution.
+    """
     place = log_threshold / sigma
     return normal.cdf(place) - math.exp(sigma**2 / 2 - log_threshold) * normal.cdf(place - sigma)
 
@@ -263,7 +305,12 @@ class _CoarseGradient(Function):
 
 
 def coarse_gradient(grad: Tensor, hardware: EmulatedHardware) -> Tensor:
-    """Return a gradient [rows, ...] in the hardware's number format; the noise is drawn from torch's generator."""
+    """Return a gradient [rows, ...] in the hardware's number format; the noise is drawn from torch's generator.
+
+    Args:
+        grad: of shape [rows, ...].
+        hardware: its number formats.
+    """
     if hardware.prune is not None:
         threshold = pruning_threshold(grad, hardware.prune)
         grad = pruned(grad, threshold, torch.rand_like(grad)) if threshold else grad
@@ -297,7 +344,7 @@ class Emulation:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within the block, a forward pass and its backward, the layers compute in the hardware's number formats."""
+        """Let the layers compute in the hardware's number formats within the block: a forward pass and its backward."""
         hooks = [layer.register_forward_pre_hook(self._inputs) for layer in self.layers]
         hooks += [layer.register_forward_hook(self._outputs) for layer in self.layers]
         stored = [p.data for p in self._matrices]

@@ -66,7 +66,12 @@ class StopSignals:
 
 @contextmanager
 def memory_advice(where: str, changes: list[str]) -> Iterator[None]:
-    """Within the block, running out of memory raises a ``PeftlabError`` that lists settings to change."""
+    """Within the block, running out of memory raises a ``PeftlabError`` that lists settings to change.
+
+    Args:
+        where: what needed the memory, for the message.
+        changes: settings to change, in the order in which to try them.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -101,7 +106,7 @@ LEAST_LR = 1e-6  # below this, a step of AdamW may be rounded away in a weight n
 
 
 class FirstStepsCheck:
-    """Watches each parameter's first two optimiser steps whose learning rate is above ``LEAST_LR``.
+    """Checks that each parameter learns in its first two optimiser steps whose learning rate is above ``LEAST_LR``.
 
     After its second one a trainable parameter must have had a gradient, all its gradients must have been finite, and
     in each module group (the parameters of one parent module) at least one parameter must have changed. Where layers

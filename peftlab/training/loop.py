@@ -179,7 +179,12 @@ class Trainer:
         )
 
     def batches(self, order: Order, selection: Selection | None) -> Iterator[GlobalBatch]:
-        """Yield the batches that are left; where a score chooses examples, it does so when a round begins."""
+        """Yield the batches that are left; where a score chooses examples, it does so when a round begins.
+
+        Args:
+            order: the run's order of examples.
+            selection: the rounds of a run that chooses examples by a score; None for all others.
+        """
         progress = self.progress
         while progress.step < order.total:
             if selection is not None and selection.begins(progress.step, progress.chosen):
@@ -202,6 +207,11 @@ class Trainer:
 
     def step(self, batch: GlobalBatch, factor: float, total: int) -> tuple[Tensor, Tensor]:
         """Take one optimiser step, of ``total``, at ``factor`` times the peak rates.
+
+        Args:
+            batch: the global batch.
+            factor: the schedule's factor, see ``lr_factor``.
+            total: optimiser steps of the run.
 
         Returns:
             The mean loss and the gradient's norm.
@@ -280,7 +290,12 @@ class Trainer:
         log.evaluation(progress.step, scores, best=progress.best_step == progress.step)
 
     def save(self, directory: Path, saved: Callable[[], None]) -> None:
-        """Write a checkpoint; the main process then calls ``saved``."""
+        """Write a checkpoint; the main process then calls ``saved``.
+
+        Args:
+            directory: of the checkpoints.
+            saved: called by the main process once the checkpoint is written.
+        """
         keep = self.settings.keep_checkpoints
         save_checkpoint(directory, self.accelerator, self.problem.model, self.optimiser, self.progress, keep)
         if self.accelerator.is_main_process:
@@ -322,6 +337,12 @@ def load_batches(
     """Yield each batch, split into ``parts`` over accumulation steps and processes, as tensors.
 
     On a device with its own memory a thread makes each batch during the step before, in pinned memory.
+
+    Args:
+        problem: its training examples and how they become batches.
+        batches: indices of each global batch.
+        parts: accumulation steps times processes.
+        accelerator: its processes and device.
     """
     pinned = accelerator.device.type == "cuda"
     lengths = list(problem.train["length"])
@@ -360,6 +381,10 @@ def try_compile(problem: TrainingProblem, accelerator: Accelerator) -> bool:
 
     One forward and backward pass over the longest example shows whether it works; gradients are cleared and the
     random number generators restored afterwards.
+
+    Args:
+        problem: its model is compiled.
+        accelerator: devices and processes.
 
     Returns:
         Whether the model is compiled.
@@ -413,7 +438,15 @@ class Log:
             self._file.close()
 
     def step(self, step: int, lr: float, loss: Tensor, norm: Tensor, batch: list[int]) -> None:
-        """Record a training step; losses are read from the device every ``READ_EVERY`` steps."""
+        """Record a training step; losses are read from the device every ``READ_EVERY`` steps.
+
+        Args:
+            step: optimiser steps completed.
+            lr: the learning rate of the step.
+            loss: its mean loss, a scalar.
+            norm: the gradient's norm before clipping, a scalar.
+            batch: indices of the global batch's examples.
+        """
         self._pending.append((step, lr, loss, norm, batch))
         self._bar.update()
         if len(self._pending) >= READ_EVERY:
@@ -443,7 +476,13 @@ class Log:
         self._bar.set_description("evaluating")
 
     def evaluation(self, step: int, scores: dict[str, dict[str, float]], *, best: bool) -> None:
-        """Write and print an evaluation, one line per split; the first split is the deciding one."""
+        """Write and print an evaluation, one line per split; the first split is the deciding one.
+
+        Args:
+            step: optimiser steps completed.
+            scores: metrics by split.
+            best: whether it is the best evaluation so far.
+        """
         self._bar.unpause()  # evaluation time does not count towards the time per step
         self._bar.set_description(refresh=False)
         self._bar.clear()
@@ -513,7 +552,12 @@ def _finite(value: object) -> object:
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested ``values`` under slash-joined names, as accelerate's trackers need them."""
+    """Return the numbers in nested ``values`` under slash-joined names, as accelerate's trackers need them.
+
+    Args:
+        values: numbers, and mappings of them.
+        prefix: of the names, with its slash.
+    """
     result: dict[str, float] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

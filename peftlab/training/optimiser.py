@@ -26,6 +26,11 @@ def make_optimiser(
     Vectors (biases, norms, magnitudes) are not decayed. Parameters whose last name is in ``lr_ratio`` get that
     multiple of ``settings.peak_lr`` (LoRA+: ``{"lora_B": ratio}``). The schedule's factor multiplies each group's
     ``peak_lr``.
+
+    Args:
+        parameters: the trainable parameters by name.
+        settings: the recipe's ``train`` section.
+        lr_ratio: multiples of the learning rate by the last part of a parameter's name.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -115,6 +120,7 @@ def round_to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     """Return fp32 values as bf16, up or down by their noise: the mean over all noises is the value.
 
     Args:
+        value: fp32, of any shape.
         noise: whole numbers from 0 to 2^16 − 1, int32, of the values' shape.
     """
     bits = value.view(torch.int32)
@@ -140,6 +146,12 @@ def lr_factor(step: int, total: int, warmup: float, kind: str) -> float:
 
     Linear warm-up from 0 over ``warmup`` steps (a share of ``total`` if below 1, rounded up), then
     ``constant``, ``linear`` decay to 0, or half a ``cosine`` to 0.
+
+    Args:
+        step: the optimiser step, from 0.
+        total: optimiser steps of the run.
+        warmup: steps of the warm-up, or a share of ``total`` if below 1.
+        kind: ``constant``, ``linear`` or ``cosine``.
     """
     ramp = math.ceil(warmup * total) if warmup < 1 else int(warmup)
     if step < ramp:

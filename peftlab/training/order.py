@@ -58,6 +58,8 @@ def make_order(lengths: Sequence[int], settings: TrainConfig, capacity: int = 0)
     are chosen by a score, this is the order of as many examples drawn at random: ``Selection`` takes as many steps.
 
     Args:
+        lengths: tokens of each example.
+        settings: the recipe's ``train`` section.
         capacity: tokens of the rows that examples share (see ``packed_batches``); 0: a row per example.
 
     Raises:
@@ -80,7 +82,14 @@ def make_order(lengths: Sequence[int], settings: TrainConfig, capacity: int = 0)
 
 
 def make_plan(lengths: Sequence[int], members: Sequence[int], settings: TrainConfig, capacity: int) -> Plan:
-    """Return the plan whose every epoch contains each of the examples ``members`` once."""
+    """Return the plan whose every epoch contains each of the examples ``members`` once.
+
+    Args:
+        lengths: tokens of every example, by index.
+        members: indices of the examples that take part.
+        settings: the recipe's ``train`` section.
+        capacity: tokens of the rows that examples share; 0: a row per example.
+    """
     sizes = [lengths[i] for i in members]
     size, budget, seed = settings.batch_size, settings.max_tokens, settings.seed
 
@@ -97,7 +106,12 @@ def make_plan(lengths: Sequence[int], members: Sequence[int], settings: TrainCon
 
 
 def share_of(n: int, keep: float) -> int:
-    """Return the share ``keep`` of ``n``, rounded, and at least 1."""
+    """Return the share ``keep`` of ``n``, rounded, and at least 1.
+
+    Args:
+        n: the whole number.
+        keep: the share, above 0 and at most 1.
+    """
     return max(1, round(keep * n))
 
 

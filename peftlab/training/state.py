@@ -121,7 +121,12 @@ class Checkpoint(TypedDict):
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return the file of the checkpoint after ``step`` steps."""
+    """Return the file of the checkpoint after ``step`` steps.
+
+    Args:
+        directory: of the checkpoints.
+        step: optimiser steps completed.
+    """
     return directory / f"step-{step:08d}.pt"
 
 
@@ -134,6 +139,14 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Write a checkpoint, then remove all but the newest ``keep`` and the best one.
+
+    Args:
+        directory: of the checkpoints.
+        accelerator: devices and processes.
+        model: the wrapped model; its trainable parameters are saved.
+        optimiser: the wrapped optimiser.
+        progress: of the run so far.
+        keep: how many of the newest checkpoints stay.
 
     Raises:
         PeftlabError: it cannot be written; earlier checkpoints are unchanged.
@@ -165,6 +178,12 @@ def load_checkpoint(
     """Restore the newest readable checkpoint of a run; a damaged one is skipped with a message.
 
     A damaged file gets ``.damaged`` added to its name, and leftovers of an interrupted write are removed.
+
+    Args:
+        directory: of the checkpoints.
+        accelerator: devices and processes.
+        model: the wrapped model, which receives the adapter.
+        optimiser: the wrapped optimiser, which receives its state.
 
     Raises:
         PeftlabError: no checkpoint can be read, it was written by a different number of processes, or only one of
@@ -200,7 +219,7 @@ def load_checkpoint(
 
 
 def _clean(directory: Path, newest: Path) -> None:
-    """Rename what is newer than the checkpoint in use, which is damaged, and remove half-written files."""
+    """Rename the damaged checkpoints, those newer than the one in use, and remove half-written files."""
     for path in directory.glob(_PATTERN):
         if path > newest:
             path.rename(f"{path}.damaged")
@@ -238,7 +257,12 @@ def _digest_name(archive: zipfile.ZipFile) -> str:
 
 
 def restore_adapter(model: nn.Module, state: Checkpoint) -> None:
-    """Copy a checkpoint's adapter into the trainable parameters of ``model``."""
+    """Copy a checkpoint's adapter into the trainable parameters of ``model``.
+
+    Args:
+        model: the injected model, wrapped or not.
+        state: what ``read_checkpoint`` returned.
+    """
     parameters = trainable_parameters(model)
     if set(parameters) != set(state["adapter"]):
         raise PeftlabError("the checkpoint contains other parameters than the recipe trains")
